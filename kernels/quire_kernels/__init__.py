@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of a step. Each is a plain torch reference, the definition of correct, behind one dispatch seam.
+"""The tensor operations of a step. Each has a plain torch reference, which defines its result, behind one dispatcher.
 
-They know tensors, not requests: quire_engine prepares what they need once a step and calls them from its layers.
+This package knows tensors and not requests: quire_engine prepares the arguments once a step and calls the operations
+from its layers.
 """
 
 from quire_kernels.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, get_gated_op, relu_mul, silu_mul

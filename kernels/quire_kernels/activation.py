@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activations of MLPs, by the names that Hugging Face checkpoints give them."""
+"""Activations of MLPs, by their names in Hugging Face checkpoints."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
-"""Element by element."""
+"""Elementwise activations by name."""
 
 
 @Op
@@ -73,5 +73,5 @@ _GATED_OPS = {
 
 
 def get_gated_op(name: str) -> Op[[], Tensor]:
-    """activation(gate) * up of a merged projection, by the activation's name; tensors as in `silu_mul`."""
+    """Return the operation activation(gate) * up for an activation's name; tensors as in `silu_mul`."""
     return _GATED_OPS[name]

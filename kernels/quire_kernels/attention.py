@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a mixed batch over the paged cache: prompts, chunks of prompts and decoded tokens side by side."""
+"""Paged attention of a mixed batch: whole prompts, prompt chunks and decoding sequences in one call."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,54 +15,55 @@ from quire_kernels.dispatch import Op
 from quire_kernels.host_device_copy import to_device_async
 from quire_kernels.kv_cache_write import as_indexable
 
-# Keys that one batched call gathers, in bytes. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
-# 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys leave the cache before they are read.
+# Bytes of keys that one batched call gathers. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
+# 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys are evicted from the CPU cache before they are read.
 GATHER_BYTES = 4 << 20
-# Padding that a batched call may carry: about what the launch of another call costs.
+# Padded keys that a batched call may have: computing them costs about as much as another call.
 MAX_PADDED_KEYS = 1024
-# Where decoding heads are computed in one product: see `_suits_one_product`. Measured with 9 to 32 heads.
+# Limits of decoding in a single GEMM: see `_prefers_single_gemm`. Measured with 9 to 32 heads.
 MAX_SINGLE_GEMM_HEADS = 24
 MIN_SINGLE_GEMM_KEYS = 1024
-# What csrc/attention.cpp takes: widths of heads, and query heads per KV head.
+# Supported by csrc/attention.cpp: head dimensions, and query heads per KV head.
 _HEAD_DIMS = range(16, 257, 16)
 _MAX_HEADS_PER_KV_HEAD = 48
-# Forms of CUDA devices that load nothing beyond a sequence's context.
+# CUDA implementations that load nothing beyond a sequence's context.
 _MASKING_IMPLEMENTATIONS = ("own", "fused")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Spans of one length that the gathering form computes in one call."""
+    """Spans of one length that the gathering implementation computes in one call."""
 
     rows: slice | Tensor
-    """Their tokens in the batch, span after span; a slice where they lie side by side."""
+    """Rows of their tokens in the batch, span after span; a slice if the rows are contiguous."""
     num_spans: int
     length: int
     """Tokens of each span."""
     blocks: Tensor
-    """[num_spans * blocks per span] int64: their blocks, padded with a block of the same span."""
+    """[num_spans * blocks per span] int64: their KV blocks, padded with a block of the same span."""
     num_keys: int
-    """Keys of each span that are looked at: whole blocks of decoding ones, and a prompt's own."""
+    """Keys of each span that are read: whole blocks for decoding spans, the exact length for prompts."""
     positions: Tensor
-    """[num_spans or 1, length] int64: each token's position in its sequence; prompts of a group share theirs."""
+    """[num_spans or 1, length] int64: each token's position in its sequence; prompts of a group have the same."""
     first_position: int
-    """The least of them."""
+    """The smallest position."""
     masks: dict[int | None, Tensor]
-    """Those of `mask` that were asked for in this step."""
+    """Cache of `get_mask` by window, for this step."""
 
     @property
     def is_prompts(self) -> bool:
-        """Whole prompts, or their first chunks: each token sees those of the group before it, and no others."""
+        """Whether the spans are whole prompts or first chunks: a token attends only to earlier tokens of its span."""
         return 1 < self.length == self.num_keys
 
     def num_skipped_keys(self, window: int | None, block_size: int) -> int:
-        """Keys, whole blocks of them, that are out of every token's window."""
+        """Return the number of keys, in whole blocks, that are outside every token's window."""
         return 0 if window is None else max(self.first_position - window + 1, 0) // block_size * block_size
 
     def get_mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
-        """[num_spans or 1, 1, length, num_keys - num_skipped] of `dtype`: 0 where a token sees a key, else -inf.
+        """Return [num_spans or 1, 1, length, num_keys - num_skipped] of `dtype`: 0 where a token attends to a key, else
+        -inf.
 
-        Made by the first layer that asks, for all with the same window.
+        Computed once a step for all layers with the same window.
         """
         if window not in self.masks:
             first = self.num_skipped_keys(window, block_size)
@@ -83,38 +84,38 @@ class AttentionGroup:
 
 
 class PrefillSpan(NamedTuple):
-    """A span that begins its sequence: a whole prompt, or its first chunk. Its tokens see each other, no others."""
+    """A span that begins its sequence: a whole prompt, or its first chunk. Its tokens attend only to each other."""
 
     span_index: int
     first_row: int
-    """Its first token's row in the batch."""
+    """Row of its first token in the batch."""
     length: int
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the attention of every layer of a step needs to know; made once a step by `plan_attention`."""
+    """Spans of a step for the attention of all layers; built once a step by `build_attention_metadata`."""
 
     query_starts: Tensor
     """[num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1])."""
     context_lengths: Tensor
-    """[num_spans] int32: keys that the last token of a span sees, itself included."""
+    """[num_spans] int32: keys that the last token of a span attends to, including its own."""
     block_tables: Tensor
     """[num_spans, max_blocks] int64, padded with a block of the same span."""
     build_groups: Callable[[], tuple[AttentionGroup, ...]]
-    """Makes `groups`."""
+    """Builds `groups` at first use."""
     lengths: Sequence[int]
     """Tokens of each span."""
     prefill_spans: tuple[PrefillSpan, ...] = ()
-    """In a captured step, which has only decoding spans: none."""
+    """Empty in a captured step, which has only decoding spans."""
     separate_prefill_min_tokens: int | None = None
-    """Openings of as many tokens or more are somebody else's: nothing is computed for them."""
+    """Prefill spans of at least this many tokens are computed by another kernel; skip them."""
     work_plans: dict[object, Tensor] = field(default_factory=dict)
-    """What a form has planned on the device for all layers of the step."""
+    """Work plans on the device, cached by an implementation for all layers of the step."""
 
     @functools.cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """The same spans, as the gathering form takes them."""
+        """The spans in groups, for the gathering implementation."""
         return self.build_groups()
 
     @functools.cached_property
@@ -124,7 +125,7 @@ class AttentionMetadata:
 
     @functools.cached_property
     def max_query_len(self) -> int:
-        """Tokens of the longest span that is not somebody else's."""
+        """Tokens of the longest span that this kernel computes."""
         separate_spans = {
             o.span_index
             for o in self.prefill_spans
@@ -136,15 +137,15 @@ class AttentionMetadata:
 def build_attention_metadata(
     starts: list[int], lengths: list[int], block_tables: Tensor, cache: Tensor, device: torch.device
 ) -> AttentionMetadata:
-    """Describe spans to `paged_attention`.
+    """Build the metadata of a step's spans for `paged_attention`.
 
     Args:
-        starts: tokens of each span's sequence that come before it.
+        starts: for each span, the tokens of its sequence that come before it.
         lengths: tokens of each span.
         block_tables: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same span, so that no
-            sequence ever reads, even to mask it, what another one wrote.
+            sequence reads another one's keys and values, not even masked ones.
         cache: one layer's cache, for its layout; see `write_kv`.
-        device: where the batch is to live.
+        device: device of the batch.
     """
     query_starts = [0]
     for length in lengths:
@@ -167,7 +168,7 @@ def build_attention_metadata(
 
 
 def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:
-    """Indices of spans that are computed together: decoding ones of similar context, prompts of the same shape."""
+    """Return span indices by group: decoding spans of similar context, prompts of the same shape."""
     max_keys = GATHER_BYTES // (cache.shape[3] * cache.shape[4] * cache.element_size())
     prompts: dict[tuple[int, int], list[int]] = {}
     decodes: list[tuple[int, int]] = []
@@ -207,7 +208,7 @@ def _build_group(
     num_keys = max(starts[i] for i in members) + length
     num_blocks = _round_up_to_blocks(num_keys, cache) // cache.shape[2]
     if length == 1:
-        # A slice of what was gathered would have to be copied for a matrix product.
+        # Whole blocks: a slice of the gathered keys would be copied for the GEMM.
         num_keys = num_blocks * cache.shape[2]
     first_rows = torch.tensor([query_starts[i] for i in members])
     rows: slice | Tensor
@@ -216,7 +217,7 @@ def _build_group(
     else:
         rows = (first_rows[:, None] + torch.arange(length)).flatten().to(device)
     blocks = block_tables[torch.tensor(members), :num_blocks].flatten().to(device)
-    # Prompts of a group start at the same token, and share their mask.
+    # Prompts of a group start at the same position and share their mask.
     mask_members = members if length == 1 else members[:1]
     positions = torch.tensor([starts[i] for i in mask_members], device=device)[:, None] + torch.arange(
         length, device=device
@@ -226,11 +227,12 @@ def _build_group(
 
 
 def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
-    """Whether `paged_attention` may read a sequence's last block beyond its context: what is there has to be finite.
+    """Return whether `paged_attention` may read a sequence's last block beyond its context. The unused part of a block
+    must then be finite.
 
     Args:
-        cache: as it takes it.
-        num_heads: query heads.
+        cache: see `paged_attention`.
+        num_heads: number of query heads.
     """
     if cache.device.type == "cuda":
         return paged_attention.preferred("cuda") not in _MASKING_IMPLEMENTATIONS
@@ -251,12 +253,12 @@ def paged_attention(
 
     Args:
         queries: [num_tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], dtype of the queries or float8_e4m3fn; holds
-            every key and value of the spans' contexts, those of this step included.
+        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], dtype of the queries or float8_e4m3fn; contains
+            every key and value of the spans' contexts, including those of this step.
         batch: the spans.
-        scale: what scores are multiplied by, above 0, mostly 1 / sqrt(head_dim).
-        window: a token at position p sees the keys after p - window only; None: all before it. At least 1.
-        softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: they stay.
+        scale: factor of the scores, above 0, usually 1 / sqrt(head_dim).
+        window: a token at position p attends to positions above p - window only; None: no limit. At least 1.
+        softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: no soft cap.
 
     Returns:
         [num_tokens, num_heads, head_dim], dtype of the queries.
@@ -286,7 +288,7 @@ def _paged_attention_cpu(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Reads keys and values where they are; see csrc/attention.cpp."""
+    """Read keys and values in place, without a gather; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
     if reads_whole_blocks(cache, num_heads) or queries.dtype != cache.dtype:
@@ -329,7 +331,7 @@ def _paged_attention_gathered(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Copies each group's blocks side by side, then one batched attention a group: no per-token Python."""
+    """Gather each group's blocks, then run one batched attention per group: no per-token Python."""
     out = torch.empty_like(queries)
     for group in batch.groups:
         effective_window = window if window is not None and window < group.num_keys else None
@@ -359,7 +361,7 @@ def _prefill_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    # The query heads of a KV head stand in for query tokens: nothing is repeated. bf16, 64 sequences of 128 tokens,
+    # The query heads of a KV head take the place of query tokens: keys are not repeated. bf16, 64 sequences of 128 tokens,
     # 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms against 5.6 ms with enable_gqa.
     q = q.view(q.shape[0], keys.shape[1], -1, keys.shape[3])
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
@@ -368,7 +370,7 @@ def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
 def _softcapped_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """torch's fused attention has no place for a soft cap, so here scores exist, in float32."""
+    """torch's fused attention has no soft cap, so the scores are materialized, in float32."""
     num_spans, length, _, head_dim = q.shape
     heads = q.view(num_spans, length, keys.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = heads.flatten(2, 3).float() @ (keys.float().transpose(2, 3) * (scale / softcap))
@@ -378,19 +380,20 @@ def _softcapped_attention(
 
 
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
-    """Where the product over all heads, mostly zeros, beats torch's fused attention, whose bf16 products on a CPU are
-    as small as one KV head's queries: few heads, or one query head per KV head; and not for next to no keys."""
+    """Return whether one GEMM over all heads, mostly zeros, is faster than torch's fused attention, whose bf16 GEMMs on
+    a CPU are as small as one KV head's queries. It is for few heads, or one query head per KV head, with enough keys.
+    """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False
     return q.shape[2] <= MAX_SINGLE_GEMM_HEADS or q.shape[2] == keys.shape[1]
 
 
 def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Scores of all heads as one matrix product a sequence: each query is zero but for the columns of its KV head.
+    """Compute the scores of all heads as one GEMM per sequence: each query is zero outside the columns of its KV head.
 
-    The product rounds scores to bf16. So it is done twice, the second time with the row's maximum taken off before
-    rounding: what matters to the softmax is then near zero, and as exact as in the fused form. bf16, 64 sequences of
-    128 tokens, 9 heads on 3 KV heads, one Zen 5 core, the gather apart: 0.5 ms against 1.0 ms.
+    The GEMM rounds scores to bf16. It therefore runs twice, the second time with the row's maximum subtracted before
+    rounding: scores that matter to the softmax are then near zero, and as exact as in fused attention. bf16, 64
+    sequences of 128 tokens, 9 heads on 3 KV heads, one Zen 5 core, without the gather: 0.5 ms against 1.0 ms.
     """
     num_spans, num_kv_heads, _, head_dim = keys.shape
     heads = q.view(num_spans, num_kv_heads, -1, head_dim)
@@ -407,8 +410,8 @@ def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, s
 
 
 def _gather_kv(cache: Tensor, group: AttentionGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of a group but for those skipped, as `dtype`, each [num_spans, num_kv_heads, num_keys, head_dim],
-    strided."""
+    """Return keys and values of a group without the skipped ones, in `dtype`, each [num_spans, num_kv_heads, num_keys,
+    head_dim], strided."""
     block_size, num_kv_heads, head_dim = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks
     num_skipped = group.num_skipped_keys(window, block_size)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled forms of operations, for bfloat16 on CPUs with AVX-512 BF16: built once a machine, bound by ctypes.
+"""Compiled kernels for bfloat16 on CPUs with AVX-512 BF16: built once per machine, bound with ctypes.
 
-They are optional: where the processor or a C++ compiler lacks, or QUIRE_NATIVE=0 is set, `load` returns None and torch
-does the work. The sources under csrc/ include nothing but standard headers, so a build takes about five seconds on two
-cores; it is kept in QUIRE_NATIVE_CACHE, or else under the user's cache folder, where a new build takes away those of
-other versions that nobody has loaded for a month. `python -m quire_kernels.cpu_native` builds
-ahead, for images that have no compiler at run time.
+They are optional: without such a processor or a C++ compiler, or with QUIRE_NATIVE=0, `load_library` returns None and
+torch does the work. The sources under csrc/ include only standard headers, so a build takes about five seconds on two
+cores. The library is stored in QUIRE_NATIVE_CACHE, by default in the user's cache folder; a new build removes libraries
+of other versions that have not been loaded for a month. `python -m quire_kernels.cpu_native` builds ahead, for images
+without a compiler.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
 _REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
-"""Flags of the processor, as the kernel names them."""
+"""Processor flags, named as in /proc/cpuinfo."""
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
-"""How long a build that nobody loads is kept: going back to another version is then quick."""
+"""How long an unused build is kept, so that switching back to another version needs no build."""
 _COMPILER_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -46,12 +46,12 @@ _COMPILER_FLAGS = (
 
 
 class BuildError(Exception):
-    """The compiled forms cannot be had here; the message says why and what would help."""
+    """The compiled kernels are not available; the message contains the reason and the fix."""
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library, built first where it must be; None where it cannot be had. Says which, once."""
+    """Return the library, building it if necessary; None if it is not available. Logs the reason once."""
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
@@ -64,26 +64,26 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Whether compiled forms are there and can take these tensors: bfloat16, on the CPU, neighbours side by side."""
+    """Return whether compiled kernels are available and accept these tensors: bfloat16, on the CPU, last stride 1."""
     if any(t.dtype != torch.bfloat16 or t.device.type != "cpu" or t.stride(-1) != 1 for t in tensors):
         return False
     return load_library() is not None
 
 
 def has_fast_gemm() -> bool:
-    """Whether the compiled products are the fastest here: AMX, which oneDNN uses, has several times their rate."""
+    """Return whether the compiled GEMM is the fastest here. AMX, which oneDNN uses, is several times faster."""
     return "amx_bf16" not in _cpu_flags()
 
 
 def get_library() -> ctypes.CDLL:
-    """The library, for tensors that `suits` has found fit."""
+    """Return the library. Call this only for tensors that `supports` accepts."""
     native_library = load_library()
     assert native_library is not None
     return native_library
 
 
 def build() -> Path:
-    """The built library's file, whatever this processor is.
+    """Build the library if it does not exist, on any processor, and return its file.
 
     Raises:
         BuildError: there is no compiler, or it failed.
@@ -95,7 +95,7 @@ def build() -> Path:
     folder = _cache_folder()
     library = folder / f"native-{digest.hexdigest()[:16]}.so"
     if library.exists():
-        # So that a build of another version knows that this one is in use; in an image it is not ours to touch.
+        # Marks this build as in use for _remove_stale_builds. In an image the file may be read-only.
         with suppress(OSError):
             os.utime(library)
         return library
@@ -107,7 +107,7 @@ def build() -> Path:
 
 
 def _remove_stale_builds(library: Path) -> None:
-    """Remove builds of other versions that nobody has loaded for long, and what those left that were killed."""
+    """Remove builds of other versions that are no longer loaded, and temporary folders of killed builds."""
     oldest = time.time() - _BUILD_RETENTION_S
     for path in library.parent.glob("native-*"):
         with suppress(OSError):
@@ -134,8 +134,8 @@ def _compile(sources: list[Path], library: Path) -> None:
                 for source, object_file in zip(sources, objects, strict=True)
             ]
             list(pool.map(_run, commands))
-        # Linked without -fopenmp: the symbols are then those of the OpenMP library that torch has loaded. Two of them
-        # in one process would have two sets of threads, which spin against each other.
+        # Linked without -fopenmp: symbols resolve to the OpenMP library that torch has loaded. Two OpenMP libraries in
+        # one process have two thread pools, which spin against each other.
         _run([compiler, "-shared", *objects, "-o", out])
         os.replace(out, library)
 
@@ -144,7 +144,7 @@ def _run(command: list[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise BuildError(f"{command[0]}: {error}; CXX names a compiler that cannot be run") from error
+        raise BuildError(f"{command[0]}: cannot run the compiler: {error}; set CXX to another one") from error
     if result.returncode:
         raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
 
@@ -175,7 +175,7 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    """A folder of this user's alone: what lies there is loaded as code."""
+    """Return a folder that only this user can write to, because files in it are loaded as code."""
     configured = os.environ.get("QUIRE_NATIVE_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     for folder in (
@@ -194,7 +194,7 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """One process builds, the others wait for it."""
+    """Let one process build while the others wait for it."""
     try:
         file = path.open("w")
     except OSError as error:
@@ -206,7 +206,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
-    """What the processor can do, as the kernel names it; empty where it does not say."""
+    """Return the processor's flags from /proc/cpuinfo; empty if it cannot be read."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -214,7 +214,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def main() -> int:
-    """Build ahead."""
+    """Build the library ahead of its first use, and print its path."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         print(build())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatch seam: an operation is its reference, and forms that stand in for it on a type of device.
+"""The dispatcher: an operation has a reference, and implementations for each device type.
 
-The reference is plain torch, written to be read, and is the definition of correct: every form is tested against it.
-Forms of a device are tried in the order in which they were registered, and the first whose library is there runs. So a
-kernel of another library goes behind the same seam: a form more, before or after ours, and no caller changes.
+The reference is plain torch, written for reading, and defines the result: tests compare every implementation with it.
+The dispatcher tries the implementations of a device type in the order of registration and takes the first whose library
+can be imported. A kernel of another library is therefore one more registration, and no caller changes.
 
-QUIRE_KERNELS chooses otherwise, for comparing and for narrowing down a fault: `QUIRE_KERNELS=torch` runs that form
-wherever an operation has one, `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference` only where it says so.
+QUIRE_KERNELS overrides the choice, to compare implementations and to isolate a fault. `QUIRE_KERNELS=torch` selects
+that implementation for every operation that has one, `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference` for two.
 """
 
 import functools
@@ -41,18 +41,18 @@ _FORMER_OPS = {
 
 
 class Op(Generic[P, R]):
-    """A callable operation; the device of its first argument, a tensor, chooses the form."""
+    """A callable operation. The device of its first argument, a tensor, selects the implementation."""
 
     def __init__(self, reference: Callable[Concatenate[Tensor, P], R], name: str | None = None) -> None:
-        """`name`: where the reference's own is not it."""
+        """`name`: the operation's name, if it differs from the reference's."""
         self.reference = reference
         self.name = name or reference.__name__
         self.dispatch_table: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
-        """By type of device: what runs there; filled by the first call, or by a test."""
+        """Selected implementation by device type; filled by the first call, or by a test."""
         self._preferred: dict[str, str] = {}
-        """By type of device: the name of what runs there, once it was looked for."""
+        """Name of the selected implementation by device type."""
         self._registry: dict[str, dict[str, Callable[[], Callable[Concatenate[Tensor, P], R]]]] = {}
-        """By type of device and name: what gives the form, or raises ImportError where its library is not there."""
+        """Loaders by device type and name. A loader raises ImportError if the implementation's library is missing."""
         functools.update_wrapper(self, reference)
 
     def register(
@@ -68,8 +68,8 @@ class Op(Generic[P, R]):
         return decorator
 
     def register_lazy(self, device_type: str, name: str, module: str) -> None:
-        """Register the function `module`.`self.name`, which is imported when it is first needed: the kernel language,
-        or another library, need not be there where nobody runs it."""
+        """Register the function `module`.`self.name`, which is imported at first use: Triton, or another library, is
+        required only where the implementation runs."""
 
         def load() -> Callable[Concatenate[Tensor, P], R]:
             implementation: Callable[Concatenate[Tensor, P], R] = getattr(importlib.import_module(module), self.name)
@@ -78,20 +78,20 @@ class Op(Generic[P, R]):
         self._registry.setdefault(device_type, {})[name] = load
 
     def implementations(self, device_type: str) -> tuple[str, ...]:
-        """Of the forms registered for a device, the preferred one first; the reference is always there."""
+        """Return the names of the implementations for a device type in order of preference; the reference is last."""
         return (*self._registry.get(device_type, {}), REFERENCE)
 
     def get(self, device_type: str, name: str) -> Callable[Concatenate[Tensor, P], R]:
-        """One form.
+        """Return one implementation.
 
         Raises:
-            KeyError: there is none of that name.
-            ImportError: its library is not there.
+            KeyError: no implementation has that name.
+            ImportError: its library cannot be imported.
         """
         return self.reference if name == REFERENCE else self._registry[device_type][name]()
 
     def preferred(self, device_type: str) -> str:
-        """The name of the form that runs on such devices."""
+        """Return the name of the implementation that runs on a device type."""
         if device_type not in self._preferred:
             self._select_implementation(device_type)
         return self._preferred[device_type]
@@ -108,7 +108,7 @@ class Op(Generic[P, R]):
         candidates = self.implementations(device_type)
         override = overrides().get(self.name) or overrides().get("")
         if override in candidates:
-            # Asked for by name: an error is better than another form.
+            # Selected by name: an error is better than another implementation.
             candidates = (override,)
         for name in candidates:
             try:
@@ -116,16 +116,18 @@ class Op(Generic[P, R]):
             except ImportError as error:
                 if name == override:
                     raise
-                logger.warning("form left out op=%s form=%s device=%s: %s", self.name, name, device_type, error)
+                logger.warning(
+                    "kernel not available op=%s implementation=%s device=%s: %s", self.name, name, device_type, error
+                )
             else:
                 self._preferred[device_type] = name
                 return implementation
-        raise AssertionError("the reference needs no library")
+        raise AssertionError("the reference can always be imported")
 
 
 @functools.cache
 def overrides() -> dict[str, str]:
-    """Implementations that QUIRE_KERNELS names, by operation; the key "" is for all other operations."""
+    """Return the implementations that QUIRE_KERNELS selects, by operation. The key "" applies to all others."""
     names_by_op = {}
     value = os.environ.get("QUIRE_KERNELS") or os.environ.get("QUIRE_FORMS", "")
     for item in filter(None, value.split(",")):
@@ -154,5 +156,5 @@ def validate_overrides(operations: Iterable[Op[Any, Any]], device_type: str) -> 
 
 
 def collect_ops(namespace: dict[str, Any]) -> list[Op[Any, Any]]:
-    """The operations among a module's names."""
+    """Return the operations among a module's names."""
     return [value for value in namespace.values() if isinstance(value, Op)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers of a step in one compiled call, where operations called one by one would be the compiled ones too.
+"""All decoder layers of a step in one compiled call, if every operation of the layers has a compiled kernel.
 
-Each call from Python costs 14 us on a Zen 5 core, 9 of them a layer: 3.8 ms of the 54 ms that a step of 64 sequences
-takes a 135M Llama of 30 layers, and of the 12 ms of a single one.
+Each call from Python costs 14 us on a Zen 5 core, and a layer has 9: 3.8 ms per step of a 135M Llama with 30 layers,
+which takes 54 ms for 64 sequences and 12 ms for one.
 """
 
 import ctypes
@@ -18,14 +18,14 @@ from quire_kernels.lora import LoRABatch
 from quire_kernels.lora_slots import ModuleSlots
 
 CHUNK_ROWS = 240
-"""Rows that go through a layer together: kBlockRows of csrc/tile.h."""
+"""Rows that pass through a layer together: kBlockRows of csrc/tile.h."""
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A linear: a weight as `pack_weight` gives it, and what may be added."""
+    """A linear: the result of `pack_weight`, and optionally bias and adapters."""
 
     weight: Tensor
     bias: Tensor | None
@@ -34,13 +34,13 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Attention and a MLP gated by silu, each on the normalised residual stream and added to it."""
+    """A decoder layer: attention and an MLP gated by silu, each with a norm before it and a residual connection."""
 
     attention_norm: Tensor
     """[hidden_size]."""
     qkv: LinearWeights
     query_norm: Tensor | None
-    """[head_dim], and `key_norm`: as `norm_heads` takes them; None: queries and keys stay as they are."""
+    """[head_dim], like `key_norm`: see `qk_norm`; None: queries and keys are not normalised."""
     key_norm: Tensor | None
     output: LinearWeights
     mlp_norm: Tensor
@@ -48,21 +48,21 @@ class LayerWeights:
     gate_up: LinearWeights
     down: LinearWeights
     window: int | None
-    """As `paged_attention` takes it."""
+    """See `paged_attention`."""
 
     def linears(self) -> tuple[LinearWeights, ...]:
-        """Its linears."""
+        """Return the linears of the layer."""
         return self.qkv, self.output, self.gate_up, self.down
 
     def norms(self) -> tuple[Tensor, ...]:
-        """The scales of its norms."""
+        """Return the weights of the norms that the layer has."""
         scales = (self.attention_norm, self.query_norm, self.key_norm, self.mlp_norm)
         return tuple(norm for norm in scales if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Shape and scale of attention, as `paged_attention` takes them."""
+    """Shape and scale of attention; see `paged_attention`."""
 
     num_heads: int
     num_kv_heads: int
@@ -123,10 +123,10 @@ class _Step(ctypes.Structure):
 
 
 class FusedDecoder:
-    """Layers that share a shape, ready to be called; made by `compile_decoder`."""
+    """Layers of the same shape in one callable; built by `build_fused_decoder`."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> None:
-        self._layers = tuple(layers)  # as long as there are pointers into them
+        self._layers = tuple(layers)  # keeps the tensors alive that the C structs point to
         self._heads = heads
         hidden = len(layers[0].attention_norm)
         gate_up = max(_out_features(layer.gate_up) for layer in layers)
@@ -140,7 +140,7 @@ class FusedDecoder:
         self._cache_pointers = (_P * 0)()
 
     def supports(self, hidden: Tensor, caches: Sequence[Tensor]) -> bool:
-        """Whether it can compute on these; the same for every step of a model."""
+        """Return whether it accepts these tensors; the answer is the same for every step of a model."""
         is_supported = cpu_native.supports(hidden, caches[0]) and not reads_whole_blocks(
             caches[0], self._heads.num_heads
         )
@@ -155,22 +155,22 @@ class FusedDecoder:
         attention: AttentionMetadata,
         adapters: LoRABatch | None,
     ) -> Tensor:
-        """All layers, one after the other.
+        """Run all layers.
 
         Args:
-            hidden: [num_tokens, hidden_size], written in place; one that it takes.
-            rope: cosines and sines, as `apply_rope` takes them, dtype of hidden.
-            caches: a layer's each, as `write_kv` takes them.
-            addresses: as `write_kv` takes them.
-            attention: as `paged_attention` takes it.
-            adapters: None: no token has one.
+            hidden: [num_tokens, hidden_size], written in place; see `supports`.
+            rope: cosines and sines, see `apply_rope`, dtype of hidden.
+            caches: one per layer, see `write_kv`.
+            addresses: see `write_kv`.
+            attention: see `paged_attention`.
+            adapters: None: no token has an adapter.
 
         Returns:
             hidden.
         """
         cos, sin = (angles.contiguous() for angles in rope)
         num_tokens = hidden.shape[0]
-        # The compiled form takes them at their word.
+        # The compiled kernel does not check its arguments.
         assert cos.dtype == sin.dtype == hidden.dtype and len(caches) == len(self._layers)
         assert cos.shape == sin.shape and len(cos) == len(addresses) == num_tokens
         assert adapters is None or (adapters.native is not None and len(adapters.adapter_slots) == num_tokens)
@@ -205,7 +205,7 @@ class FusedDecoder:
 
 
 def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> FusedDecoder | None:
-    """The layers as one call; None where a form that is not compiled, or was wished for, would compute a part of it."""
+    """Return the layers as one call; None if a part has no compiled kernel, or QUIRE_KERNELS selects another one."""
     linears = [linear for layer in layers for linear in layer.linears()]
     norms = [norm for layer in layers for norm in layer.norms()]
     is_supported = all(

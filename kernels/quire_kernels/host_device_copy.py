@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers on their way between host and device, without a wait for what the device is doing."""
+"""Copies between host and device that do not wait for the work queued on the device."""
 
 import weakref
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for every context, as torch's own is."""
+"""cudaHostRegisterPortable: pinned for every CUDA context, like torch's own pinned memory."""
 
 
 def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
-    """A tensor of the host's, or what makes one, on `device`, where its copy comes after all that is queued.
+    """Copy a host tensor, or a sequence of numbers, to `device`, in order after the work that is queued there.
 
-    From pinned memory, because any other copy to a GPU first waits until all that is queued there is done: torch.tensor
-    with a device does, too. The pinned memory is torch's to keep until it is read. (This has never run on a GPU.)
+    The source is pinned memory, because a copy from pageable memory blocks until all queued work is done;
+    `torch.tensor(..., device=)` blocks as well. torch keeps the pinned memory until the copy has read it.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     if device.type != "cuda":
@@ -24,20 +24,20 @@ def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: to
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Host memory that a GPU reads and writes by itself, contiguous, not filled, for as long as this tensor is there.
+    """Return an uninitialized, contiguous tensor in pinned host memory. It is unpinned when the tensor is freed.
 
-    Of the size that is asked for: torch's own is rounded up to a power of two, so that 40 GiB take 64. It is slow to
-    come and to go, so it is for what stays; torch's is kept for whoever asks next. (This has never run on a GPU.)
+    The allocation has exactly the requested size; torch's pinned allocator rounds up to a power of two, so 40 GiB would
+    take 64. Pinning and unpinning are slow, so use this for long-lived buffers; torch's allocator reuses its memory.
 
     Raises:
-        RuntimeError: the system has not so much, or the driver does not pin it.
+        RuntimeError: the system does not have the memory, or the driver cannot pin it.
     """
-    # From its storage's start, where torch looks whether a tensor is pinned: so it is none of an arena's.
+    # Not from a HugePageArena: torch checks whether memory is pinned at the start of the tensor's storage.
     tensor = torch.empty(shape, dtype=dtype)
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if error := int(driver.cudaHostRegister(address, tensor.nbytes, _PORTABLE)):
-        raise RuntimeError(f"{tensor.nbytes} bytes cannot be pinned: cudaHostRegister says {error}")
-    # At a process's end the system takes both.
+        raise RuntimeError(f"cannot pin {tensor.nbytes} bytes of host memory: cudaHostRegister returned {error}")
+    # At process exit the operating system releases the memory and the pinning.
     weakref.finalize(tensor, driver.cudaHostUnregister, address).atexit = False
     return tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scatter of new keys and values into the paged cache."""
+"""Write of new keys and values to the paged KV cache."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
     Args:
         keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. Of
-            the keys' dtype, or float8_e4m3fn: then what is beyond its largest number, 448, becomes that; NaN stays NaN.
-        addresses: [num_tokens] int64, block * block_size + offset, all different.
+        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. Has the
+            dtype of the keys, or float8_e4m3fn: then numbers are clamped to its largest, 448, and NaN stays NaN.
+        addresses: [num_tokens] int64, block * block_size + offset, all different (vLLM's `slot_mapping`).
     """
     num_tokens = keys.shape[0]
     rows = as_indexable(cache).view(2, -1, keys.shape[1] * keys.shape[2])
@@ -28,12 +28,12 @@ write_kv.register_lazy("cuda", "own", "quire_kernels.gpu.kv_cache_write")
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values in the type of the cache. e4m3 has no infinity: larger numbers would become NaN."""
+    """Convert keys or values to the dtype of the cache. e4m3 has no infinity: larger numbers would become NaN."""
     if dtype == torch.float8_e4m3fn:
         x = x.float().clamp(-448.0, 448.0)
     return x.to(dtype)
 
 
 def as_indexable(x: Tensor) -> Tensor:
-    """The same memory in a type that torch can index: it cannot gather or scatter 8-bit floats on every device."""
+    """Return a view in a dtype that torch can index: it cannot gather or scatter 8-bit floats on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

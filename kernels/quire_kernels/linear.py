@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers and embeddings, with the weight laid out once for the processor's matrix product."""
+"""Linear layers and embeddings, with the weight packed once for the processor's GEMM."""
 
 import torch
 import torch.nn.functional as F
@@ -9,22 +9,22 @@ from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 from quire_kernels.huge_pages import HugePageArena
 
-# Elements of the smallest float32 weight that is worth it: torch takes oneDNN for bf16 only; oneDNN takes 11 us and not
-# 2 us for 64 x 192 and 1 token, and compiles a product anew for every number of tokens (0.2 ms and up, once).
+# Elements of the smallest float32 weight that is packed. torch uses oneDNN for bf16 only; oneDNN takes 11 us instead of
+# 2 us for 64 x 192 and 1 token, and compiles a GEMM for every number of tokens (0.2 ms and up, once).
 MIN_PACKED = 1 << 16
-# Columns of a panel, as csrc/linear.cpp lays them out.
+# Columns of a panel in csrc/linear.cpp.
 PANEL_COLUMNS = 32
 
 
 @Op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """x W^T + b, or that added to a residual stream.
+    """Return x W^T + b, or add it to a residual stream.
 
     Args:
         x: [num_tokens, in_features].
-        weight: [out_features, in_features], dtype of x, or what `pack_weight` made of it.
+        weight: [out_features, in_features], dtype of x, or the result of `pack_weight`.
         bias: [out_features] or None.
-        residual: [num_tokens, out_features], contiguous, dtype of x; added to in place and returned.
+        residual: [num_tokens, out_features], contiguous, dtype of x; updated in place and returned.
 
     Returns:
         [num_tokens, out_features], dtype of x.
@@ -35,7 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
 
 @linear.register("cuda")
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """The product adds to the residual stream as it writes: one launch less, 3 * num_tokens * out_features elements."""
+    """Let the GEMM accumulate into the residual stream: saves a launch and 3 * num_tokens * out_features elements of
+    memory traffic."""
     if residual is None or bias is not None:
         return linear.reference(x, weight, bias, residual)
     return residual.addmm_(x, weight.t())
@@ -50,7 +51,7 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
         return linear.reference(x, weight, bias, residual)
     num_tokens, in_features = x.shape
     out_features = weight.shape[0] * PANEL_COLUMNS
-    # The compiled form takes them at their word.
+    # The compiled kernel does not check its arguments.
     assert x.dtype == weight.dtype and x.stride(1) == 1 and in_features == 2 * weight.shape[1]
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_tokens, out_features))
     out = x.new_empty(num_tokens, out_features) if residual is None else residual
@@ -70,11 +71,11 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 @Op
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of a table.
+    """Return the rows of a table.
 
     Args:
         token_ids: [num_tokens] int64.
-        table: [vocab_size, hidden_size], or what `pack_weight` made of it.
+        table: [vocab_size, hidden_size], or the result of `pack_weight`.
 
     Returns:
         [num_tokens, hidden_size], dtype of the table.
@@ -95,13 +96,14 @@ def _embedding_cpu(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
-    """The weight [out_features, in_features] in the layout that suits the processor, fit for `linear` only, and where
-    `looked_up` says so for `embedding`; itself where there is none for it. Panels come from `arena`.
+    """Return a weight [out_features, in_features] in the fastest layout for this processor, or unchanged if there is
+    none. The result is valid for `linear` only, and for `embedding` if `supports_embedding`. Panels are allocated from
+    `arena`.
 
-    Compiled forms have it in panels: [out_features / 32, in_features / 2, 32, 2]. 576 x 3072 and 64 tokens, bf16, two
-    Zen 5 cores: 0.51 ms, 95 % of what vdpbf16ps can do there, and 0.61 ms in oneDNN's layout, which comes next. Without
-    that, oneDNN lays the weight out anew in every call: 0.11 ms instead of 0.05 ms for 1 token. oneDNN's operators are
-    the ones that torch.compile freezes weights with; they have no public name.
+    Compiled kernels use panels: [out_features / 32, in_features / 2, 32, 2]. 576 x 3072 and 64 tokens, bf16, two Zen 5
+    cores: 0.51 ms, 95 % of the peak of vdpbf16ps, against 0.61 ms in oneDNN's layout, which is the next choice. A plain
+    weight is reordered by oneDNN in every call: 0.11 ms instead of 0.05 ms for 1 token. torch.compile freezes weights
+    with the same oneDNN operators; they have no public name.
     """
     out_features, in_features = weight.shape
     if (
@@ -128,10 +130,10 @@ def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
 
 
 def supports_embedding(packed: Tensor) -> bool:
-    """Whether `embedding` reads this layout, so that a tied table need not be held twice."""
+    """Return whether `embedding` reads this layout, so that a tied table is stored once."""
     return not packed.is_mkldnn
 
 
 def is_panel_packed(weight: Tensor) -> bool:
-    """Whether `pack_weight` made panels of it."""
+    """Return whether `pack_weight` returned panels."""
     return weight.dim() == 4

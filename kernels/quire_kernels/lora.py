@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter deltas over slots: shrink to the adapters' ranks, expand into the base linear's output.
+"""LoRA deltas of the adapters in slots: shrink to the LoRA rank, expand into the base linear's output.
 
-An adapter of rank r costs a linear of d inputs and D outputs, in a step, 2 r (d + D) operations a token, and r (d + D)
-elements read, however few its tokens are. On all linears of a 135M Llama that is 9.8 MB at rank 16. 64 sequences on 16
-of them: 156 MB and 0.62 GFLOP a step, beside 269 MB of weights and 17.2 GFLOP. On two Zen 5 cores that is 5.2 ms at the
-30 GB/s that memory gives, or 1.3 ms of vdpbf16ps at 466 GFLOP/s, where a step without adapters takes 58 ms. So it is
-bytes that count, unless they come while the base multiplies: see csrc/lora.cpp.
+For a linear of d inputs and D outputs, an adapter of LoRA rank r costs 2 r (d + D) operations per token, and r (d + D)
+elements read per step, however few its tokens are. For all linears of a 135M Llama that is 9.8 MB at rank 16. 64
+sequences on 16 adapters: 156 MB and 0.62 GFLOP per step, beside 269 MB of weights and 17.2 GFLOP. On two Zen 5 cores
+that is 5.2 ms at the memory's 30 GB/s, or 1.3 ms of vdpbf16ps at 466 GFLOP/s; a step without adapters takes 58 ms. The
+cost is memory traffic, unless it overlaps with the base GEMM: see csrc/lora.cpp.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import ModuleSlots
 
 TILE_ROWS = 8
-"""Rows of a tile of compiled forms, as csrc/tile.h has them."""
+"""Rows of a tile of the compiled kernels, in csrc/tile.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSegment:
-    """Tokens [start, end) of the batch run with the adapter in `slot`."""
+    """Tokens [start, end) of the batch use the adapter in `adapter_slot`."""
 
     adapter_slot: int
     start: int
@@ -43,23 +43,23 @@ class _Rows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LoRABatch:
-    """Which tokens of a step run with which adapter; made once a step, by `plan_adapters` or `route_adapters`."""
+    """Adapter slots of a step's tokens; built once a step by `build_lora_batch` or `build_routed_lora_batch`."""
 
     adapter_slots: Tensor
-    """[num_tokens] int64, on the device: the slot of each token; -1: none."""
+    """[num_tokens] int64, on the device: the adapter slot of each token; -1: none."""
     segments: tuple[AdapterSegment, ...] = ()
-    """Without overlap, ascending; empty where only the device knows the slots."""
+    """Ascending, without overlap; empty if the slots are known only on the device."""
     active_slots: frozenset[int] | None = None
-    """Slots of the segments; None: only the device knows the slots, so every module has to be computed."""
+    """Slots of the segments; None if the slots are known only on the device: every module must be computed."""
     routing: TokenRouting | None = None
-    """Tiles for forms of CUDA devices; None elsewhere."""
+    """Tiles for CUDA kernels; None on other devices."""
     tiles: Tensor | None = None
-    """[num_tiles, 3] int64, for compiled forms: slot, first token and the one after the last, of 8 tokens at most."""
+    """[num_tiles, 3] int64, for compiled CPU kernels: slot, first token, end of at most 8 tokens."""
     native: _Rows | None = None
-    """The same for compiled forms; points into `slots` and `tiles`."""
+    """The same as a C struct; points into `adapter_slots` and `tiles`."""
 
     def iter_slot_tokens(self) -> Iterator[tuple[int, slice | Tensor]]:
-        """Slots and their tokens; waits for the device where only that knows them."""
+        """Yield slots and their tokens. Synchronizes with the device if only the device knows the slots."""
         if self.active_slots is not None:
             yield from ((s.adapter_slot, slice(s.start, s.end)) for s in self.segments)
             return
@@ -69,7 +69,7 @@ class LoRABatch:
 
 
 def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device: torch.device) -> LoRABatch:
-    """Describe a step's adapters to the operations; segments ascend and do not overlap."""
+    """Build the batch from slots that the host knows; segments are ascending and do not overlap."""
     adapter_slots, active_slots = torch.full((num_tokens,), -1), frozenset(segment.adapter_slot for segment in segments)
     for s in segments:
         adapter_slots[s.start : s.end] = s.adapter_slot
@@ -88,11 +88,11 @@ def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device
 
 
 def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoRABatch:
-    """Describe adapters whose slots only the device knows; nothing of it waits for the device.
+    """Build the batch from slots that only the device knows, without synchronizing.
 
     Args:
-        slots: [num_tokens] int64, in any order; -1: none.
-        routing: written to; see `route`.
+        adapter_slots: [num_tokens] int64, in any order; -1: none.
+        routing: output; see `route_tokens`.
     """
     route_tokens(adapter_slots, routing)
     return LoRABatch(adapter_slots, routing=routing)
@@ -100,13 +100,13 @@ def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoR
 
 @Op
 def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """Add B (A x) of each token's adapter, slice by slice of a merged linear; scales are folded into B.
+    """Add B (A x) of each token's adapter, for each slice of a merged linear; scales are folded into B.
 
     Args:
         out: [num_tokens, out_features of all slices], the base linear's output; written in place.
         x: [num_tokens, in_features], dtype of out.
         adapters: the linear's matrices, by slot.
-        batch: the tokens' slots; those of no segment are left as they are.
+        batch: the tokens' slots; tokens without an adapter stay unchanged.
     """
     for slot, rows in batch.iter_slot_tokens():
         column = 0
@@ -119,7 +119,7 @@ def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) ->
 
 def _add_lora_product(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor) -> None:
     part = out[rows].addmm_(left, right)
-    if isinstance(rows, Tensor):  # a copy
+    if isinstance(rows, Tensor):  # indexing made a copy
         out[rows] = part
 
 
@@ -138,10 +138,10 @@ add_lora.register_lazy("cuda", "own", "quire_kernels.gpu.lora")
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
-    """`linear`, with the adapters of the batch; see there and `add_lora`.
+    """Compute `linear` with the adapters of the batch; see `linear` and `add_lora`.
 
     Returns:
-        [num_tokens, out_features], dtype of x; or `residual`, to which all of it was added.
+        [num_tokens, out_features], dtype of x; or the updated `residual`.
     """
     out = linear(x, weight, bias, residual)
     add_lora(out, x, adapters, batch)
@@ -149,7 +149,7 @@ def adapted_linear(
 
 
 adapted_linear.register("cuda")(adapted_linear.reference)
-# Not preferred: whether it pays is not known. `QUIRE_KERNELS=adapted_linear=side` takes it.
+# Not the default: its effect has not been measured. `QUIRE_KERNELS=adapted_linear=side` selects it.
 adapted_linear.register_lazy("cuda", "side", "quire_kernels.gpu.lora")
 
 
@@ -157,7 +157,7 @@ adapted_linear.register_lazy("cuda", "side", "quire_kernels.gpu.lora")
 def _adapted_linear_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
-    # A weight in panels.
+    # Four dimensions: a weight in panels.
     if not (adapters.is_panel_packed and weight.dim() == 4 and batch.native is not None):
         return adapted_linear.reference(x, weight, bias, residual, adapters, batch)
     out = x.new_empty(x.shape[0], weight.shape[0] * weight.shape[2]) if residual is None else residual
@@ -175,7 +175,7 @@ def _adapted_linear_native(
     batch: LoRABatch,
 ) -> None:
     num_tokens, in_features = x.shape
-    # The compiled form takes them at their word.
+    # The compiled kernel does not check its arguments.
     assert x.dtype == out.dtype == adapters.slot_weights.dtype and x.stride(1) == 1 and out.is_contiguous()
     assert in_features == adapters.target.in_features and out.shape == (num_tokens, sum(adapters.target.widths))
     assert batch.native is not None and len(batch.adapter_slots) == num_tokens
@@ -196,13 +196,13 @@ def _adapted_linear_native(
 
 @Op
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """Add B A of each token's adapter to its row of the embedding.
+    """Add B A[token] of each token's adapter to its row of the embedding.
 
     Args:
         out: [num_tokens, embedding_size], written in place.
         token_ids: [num_tokens] int64.
         adapters: the embedding's matrices, by slot.
-        batch: the tokens' slots; those of no segment are left as they are.
+        batch: the tokens' slots; tokens without an adapter stay unchanged.
     """
     for slot, rows in batch.iter_slot_tokens():
         if pair := adapters.get_matrices(slot, 0):

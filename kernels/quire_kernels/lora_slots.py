@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter slots: where the matrices of a model's adapters lie on the device, in one tensor with a row for each slot.
+"""Adapter slots: storage of the LoRA matrices on the device, one tensor with a row for each slot.
 
-An adapter lies in its slot as one run of memory, each matrix with the rank that it has, so that filling a slot is one
-copy and nothing is padded to the largest rank. A table says where each matrix begins. Operations get a linear's view of
-both, `LinearSlots`.
+An adapter is contiguous in its slot, and each matrix has its own LoRA rank. Loading a slot is therefore one copy, and
+nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive a module's view of
+both, `ModuleSlots`.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from quire_kernels.lora import LoRABatch
 
 ALIGNMENT = 32
-"""Elements that every matrix begins at a multiple of: a cache line of bfloat16."""
+"""Every matrix begins at a multiple of this many elements: a cache line of bfloat16."""
 PANEL_COLUMNS = 32
-"""Columns of a panel of B, as csrc/lora.cpp reads them."""
+"""Columns of a panel of B in csrc/lora.cpp."""
 PINNED_BYTES = 4 << 20
-"""Of a piece of an adapter in pinned memory. Torch rounds what it pins up to a power of two, so that 80 MiB would take
-128, and keeps it for the next who asks for as much: pieces serve adapters of any rank."""
+"""Bytes of a chunk of an adapter in pinned memory. torch rounds a pinned allocation up to a power of two, so 80 MiB
+would take 128, and reuses it for allocations of the same size: equal chunks fit adapters of any rank."""
 
 LoRAPair = tuple[Tensor, Tensor]
 """A [rank, in_features] and B [out_features, rank], the scale folded into B."""
@@ -34,17 +34,17 @@ LoRAPair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoRATarget:
-    """A module that adapters change: a linear, or several with the same input side by side, or the embedding."""
+    """A module that adapters change: a linear, several merged linears with the same input, or the embedding."""
 
     in_features: int
-    """The size of the vocabulary, of an embedding."""
+    """For an embedding, the size of the vocabulary."""
     widths: tuple[int, ...]
-    """Output features of each slice: 3 of q, k, v, 2 of gate, up, else 1."""
+    """Output features of each slice: three slices for q, k, v, two for gate, up, else one."""
     is_embedding: bool = False
-    """Inputs are token ids: a row of A is read for each, instead of multiplied."""
+    """Inputs are token ids: a row of A is looked up for each."""
 
     def num_elements(self, max_rank: int) -> int:
-        """Elements of the largest adapter of this module."""
+        """Return the elements that an adapter of the largest LoRA rank needs for this module."""
         rank = _round_up_to_even(max_rank)
         return sum(
             _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
@@ -54,21 +54,21 @@ class LoRATarget:
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter as it lies in a slot."""
+    """An adapter on the host, in the layout of a slot."""
 
     chunks: tuple[Tensor, ...]
-    """[num_elements] of the slot each, one behind the other, on the host."""
+    """Consecutive pieces of the slot, [num_elements] each."""
     entries: Tensor
-    """[num_sites, max_slices, 3] int64, on the host: elements from the slot's start to A and to B, and the rank, which
-    is 0 where the adapter leaves the slice alone."""
+    """[num_targets, max_slices, 3] int64: offset of A, offset of B, and LoRA rank, which is 0 for slices that the
+    adapter does not change."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of matrices and table."""
         return sum(part.nbytes for part in self.chunks) + self.entries.nbytes
 
     def pin_memory(self) -> "PackedAdapter":
-        """The same in pinned memory, from which a GPU copies by itself."""
+        """Return a copy in pinned memory, from which a GPU copies asynchronously."""
         pinned_chunks = (piece for part in self.chunks for piece in part.split(PINNED_BYTES // part.itemsize))
         return PackedAdapter(tuple(piece.pin_memory() for piece in pinned_chunks), self.entries.pin_memory())
 
@@ -90,7 +90,7 @@ class _Linear(ctypes.Structure):
 
 
 class ModuleSlots:
-    """What one module's operations see of the slots."""
+    """One module's view of the slots."""
 
     def __init__(
         self, target: LoRATarget, slot_weights: Tensor, entries: Tensor, host_entries: Tensor, max_rank: int
@@ -99,15 +99,14 @@ class ModuleSlots:
         self.slot_weights = slot_weights
         """[num_slots, slot_size]."""
         self.entries = entries
-        """[num_slots, max_slices, 3] int64, on the device: see PackedAdapter."""
+        """[num_slots, max_slices, 3] int64, on the device: see `PackedAdapter.entries`."""
         self.host_entries = host_entries
-        """The same on the host; one tensor where that is the device."""
+        """The same on the host; the same tensor if the device is the CPU."""
         self.max_rank = max_rank
         self.active_slots = set(range(len(slot_weights)))
-        """Slots whose adapter changes the module, and those that are not filled yet: a step that is run to measure its
-        memory computes the module for them."""
+        """Slots whose adapter changes the module, and empty slots: warm-up steps that measure memory use those."""
         self.is_panel_packed = _supports_panels(target, slot_weights)
-        """Whether matrices lie as the compiled form reads them."""
+        """Whether matrices have the layout of the compiled kernels."""
         if self.is_panel_packed:
             slice_ends = [sum(target.widths[: i + 1]) // PANEL_COLUMNS for i in range(len(target.widths))]
             self._slice_ends = torch.tensor(slice_ends)
@@ -125,18 +124,18 @@ class ModuleSlots:
             self.address = ctypes.addressof(self.native)
 
     def applies_to(self, batch: "LoRABatch") -> bool:
-        """Whether an adapter of the batch changes this module, or could."""
+        """Return whether an adapter of the batch may change this module."""
         return batch.active_slots is None or not self.active_slots.isdisjoint(batch.active_slots)
 
     def set_next_module(self, next_module: "ModuleSlots") -> None:
-        """Say which module is computed next: its A comes from memory while this one multiplies."""
+        """Set the module that is computed next: its A is prefetched during this module's GEMM."""
         if self.is_panel_packed and next_module.is_panel_packed:
             self.native.next = next_module.address
-            self._next_module = next_module  # as long as there is a pointer to it
+            self._next_module = next_module  # keeps alive what the pointer refers to
 
     def get_matrices(self, slot: int, index: int) -> LoRAPair | None:
-        """A slice's matrices in a slot: A [rank, in_features], of an embedding [in_features, rank], and B [rank,
-        out_features]; None where its adapter leaves the slice alone."""
+        """Return a slice's matrices in a slot: A [rank, in_features], or [in_features, rank] of an embedding, and B
+        [rank, out_features]; None if the adapter does not change the slice."""
         a_start, b_start, rank = self.host_entries[slot, index].tolist()
         if rank == 0:
             return None
@@ -160,15 +159,15 @@ class ModuleSlots:
 
 
 class LoRASlots:
-    """All slots of a model."""
+    """All adapter slots of a model."""
 
     def __init__(self, targets: Sequence[LoRATarget], num_slots: int, max_rank: int, like: Tensor) -> None:
-        """`sites`: in the order in which a step computes them; `like`: a tensor of the dtype and on the device of the
+        """`targets`: in the order in which a step computes them; `like`: a tensor with the dtype and device of the
         slots."""
         self._max_rank = max_rank
         shape = (num_slots, sum(site.num_elements(max_rank) for site in targets))
         if like.device.type == "cpu":
-            # 156 MB for 16 adapters of a 135M Llama, which a step reads once from end to end.
+            # 156 MB for 16 adapters of a 135M Llama; a step reads all of it once.
             self._slots = HugePageArena().empty(shape, like.dtype)
         else:
             self._slots = like.new_empty(shape)
@@ -179,17 +178,17 @@ class LoRASlots:
             ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], max_rank)
             for i, site in enumerate(targets)
         )
-        """In the order of `sites`."""
+        """In the order of `targets`."""
         for module, next_module in zip(self.modules, (*self.modules[1:], self.modules[0]), strict=True):
             module.set_next_module(next_module)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, without the table."""
+        """Bytes of all slots, without the table of offsets."""
         return self._slots.nbytes
 
     def pack(self, pairs: Sequence[Sequence[LoRAPair | None]]) -> PackedAdapter:
-        """Lay an adapter out as it will lie in a slot: for each module, its slices' matrices."""
+        """Convert an adapter, the matrices of each module's slices, to the layout of a slot."""
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
         end, placements = 0, []
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):
@@ -214,7 +213,7 @@ class LoRASlots:
         return PackedAdapter((data,), entries)
 
     def write(self, slot: int, adapter: PackedAdapter) -> None:
-        """Fill a slot, which no operation may read meanwhile."""
+        """Write an adapter to a slot. No operation may read the slot during this call."""
         self._host_entries[:, slot] = adapter.entries
         for module, is_used in zip(self.modules, adapter.entries[:, :, 2].any(1).tolist(), strict=True):
             (module.active_slots.add if is_used else module.active_slots.discard)(slot)

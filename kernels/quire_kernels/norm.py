@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square normalisation, alone and after the residual stream's addition."""
+"""RMS normalisation: alone, per head of queries and keys, and fused with the residual addition."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +10,7 @@ from quire_kernels.dispatch import Op
 
 @Op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, the mean in float32.
+    """Return x / sqrt(mean(x^2) + eps) * weight, with the mean in float32.
 
     Args:
         x: [num_tokens, hidden_size], any float dtype.
@@ -46,13 +46,13 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @Op
 def qk_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, eps: float) -> None:
-    """Normalise queries and keys head by head, in place.
+    """Normalise each head of queries and keys, in place.
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], any float dtype.
         query_weight, key_weight: [head_dim], dtype of qkv.
-        num_heads: of queries.
-        eps: as `rms_norm` takes it.
+        num_heads: number of query heads.
+        eps: see `rms_norm`.
     """
     rotated_heads = (qkv.shape[1] + num_heads) // 2
     for heads, weight in ((slice(num_heads), query_weight), (slice(num_heads, rotated_heads), key_weight)):
@@ -80,12 +80,12 @@ def _qk_norm_cpu(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_head
 
 @Op
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual stream, and normalise that.
+    """Add x to the residual stream and return the normalised sum.
 
     Args:
         x: [num_tokens, hidden_size], any float dtype.
-        residual: like x, contiguous; added to in place.
-        weight, eps: as `rms_norm` takes them.
+        residual: like x, contiguous; updated in place.
+        weight, eps: see `rms_norm`.
 
     Returns:
         [num_tokens, hidden_size], dtype of x.

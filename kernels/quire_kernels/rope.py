@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding, in the halves layout of Hugging Face checkpoints, and with the write to the cache."""
+"""Rotary position embedding, in the half-split layout of Hugging Face checkpoints; also fused with the cache write."""
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from quire_kernels.kv_cache_write import write_kv
 
 @Op
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's pair (i, i + dim / 2) by its position's angle i; elements from `dim` on pass as they are.
+    """Rotate each head's pair (i, i + dim / 2) by angle i of its position; elements from `dim` on stay unchanged.
 
     Args:
         x: [num_tokens, num_heads, head_dim], any float dtype; keys and queries may be rotated as one tensor.
-        cos: [num_tokens, dim], cosines of the angles, twice side by side.
+        cos: [num_tokens, dim], cosines of the angles, repeated in both halves.
         sin: [num_tokens, dim], sines of the angles, the first half negated.
 
     Returns:
@@ -44,12 +44,12 @@ def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, address
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], any float dtype; may be overwritten.
-        cos, sin: as `apply_rope` takes them.
-        cache, addresses: as `write_kv` takes them.
-        num_heads: of queries.
+        cos, sin: see `apply_rope`.
+        cache, addresses: see `write_kv`.
+        num_heads: number of query heads.
 
     Returns:
-        The rotated queries, [num_tokens, num_heads, head_dim]; may be a part of `qkv`.
+        The rotated queries, [num_tokens, num_heads, head_dim]; may be a view of `qkv`.
     """
     rotated_heads = (qkv.shape[1] + num_heads) // 2
     rotated = apply_rope(qkv[:, :rotated_heads], cos, sin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: penalties, counter-based uniforms, thresholds of likelihood, inverse transform sampling."""
+"""Token sampling: penalties, counter-based uniforms, top-k, top-p and min-p filters, inverse transform sampling."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,18 @@ from torch import Tensor
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 
-# Likeliest tokens that top-p looks at before it sorts a whole row: 0.2 ms a row of 49,152, against 3 ms (a Zen 5 core).
+# Most likely tokens that top-p sorts before it sorts a whole row: 0.2 ms for a row of 49,152, against 3 ms (one Zen 5
+# core).
 NUCLEUS_CANDIDATES = 256
 
 
 @Op
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, position), the same on every device, whatever else is drawn.
+    """Return a number in [0, 1) for each (seed, position), the same on every device and in every batch.
 
     Args:
         seeds: [num_rows] int64.
-        positions: [num_rows] int64, of the token to draw in its sequence.
+        positions: [num_rows] int64, position in its sequence of the token to sample.
 
     Returns:
         [num_rows] float32, multiples of 2^-24.
@@ -34,7 +35,8 @@ uniform.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @Op
 def argmax_first(logits: Tensor) -> Tensor:
-    """The largest element of each row, the first of equal ones: [num_rows] int64 of [num_rows, vocab_size]."""
+    """Return the index of each row's largest element, the first of equal ones: [num_rows, vocab_size] to [num_rows]
+    int64."""
     # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
     return logits.to(torch.float32).argmax(dim=-1)
 
@@ -64,19 +66,19 @@ def apply_penalties(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Lower, in place, the logits of tokens that have occurred: repetition first, then frequency and presence.
+    """Lower, in place, the logits of tokens that have occurred: repetition penalty, then frequency, then presence.
 
     Args:
         logits: [num_logits, vocab_size] float32; -inf stays -inf.
-        rows: [num_rows] int64, the rows to change, each once.
-        in_prompt: [num_tallied, vocab_size] bool, whether a prompt has the token.
-        counts: [num_tallied, vocab_size] int32, how often an output has it.
-        tallied: [num_rows] int64, where each row's prompt and output are in these two.
-        presence: [num_rows] float32, taken off once for a token of the output.
-        frequency: [num_rows] float32, taken off for each time.
+        rows: [num_rows] int64, the rows to change, without repetitions.
+        in_prompt: [num_states, vocab_size] bool, whether the prompt contains the token.
+        counts: [num_states, vocab_size] int32, occurrences of the token in the output.
+        state_rows: [num_rows] int64, each row's index in `in_prompt` and `counts`.
+        presence: [num_rows] float32, subtracted once for a token that the output contains.
+        frequency: [num_rows] float32, subtracted for each occurrence.
         repetition: [num_rows] float32 above 0; divides positive and multiplies other logits of prompt and output.
-        token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row, some perhaps twice: a form
-            need not look at others; None: not known.
+        token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row, possibly repeated, so that
+            other tokens can be skipped; None: not known.
 
     Source: repetition as in CTRL (Keskar et al. 2019, section 4.1), the others as in OpenAI's API reference; the order
     is vLLM's.
@@ -106,8 +108,8 @@ def _apply_penalties_cpu(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Touches listed tokens only: 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step, and looking at all of
-    the vocabulary 72 ms (one Zen 5 core)."""
+    """Change the logits of `token_ids` only: 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step, the whole
+    vocabulary 72 ms (one Zen 5 core)."""
     weights = presence, frequency, repetition
     if token_ids is None:
         apply_penalties.reference(logits, rows, in_prompt, counts, state_rows, *weights)
@@ -148,7 +150,7 @@ def filter_top_k_top_p_min_p(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p:
 
 @filter_top_k_top_p_min_p.register("cpu")
 def _filter_top_k_top_p_min_p_cpu(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sorts only what the rows need: sorting 64 rows of 49,152 takes 190 ms on a core."""
+    """Sort only as much as the rows need: sorting 64 rows of 49,152 completely takes 190 ms on a core."""
     vocab_size = probs.shape[-1]
     floor = min_p[:, None] * probs.amax(dim=-1, keepdim=True)
     max_top_k = int(top_k.max())
@@ -166,7 +168,8 @@ def _filter_top_k_top_p_min_p_cpu(probs: Tensor, top_k: Tensor, top_p: Tensor, m
 
 
 def _filter_top_p_of_rows(filtered: Tensor, rows: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
-    """Cut, in place, those of `rows` whose nucleus is within their `guess` likeliest tokens; return the others."""
+    """Filter, in place, those of `rows` whose nucleus is within their `num_candidates` most likely tokens; return the
+    other rows."""
     probs = filtered[rows]
     nucleus_mass = top_p[rows, None] * probs.sum(dim=-1, keepdim=True)
     ordered = probs.topk(num_candidates, dim=-1).values
@@ -180,10 +183,10 @@ def _filter_top_p_of_rows(filtered: Tensor, rows: Tensor, top_p: Tensor, num_can
 
 @Op
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse transform sampling: the first token at which the running sum passes the uniform's share of the total.
+    """Return the first token at which the cumulative sum exceeds the uniform's share of the total.
 
     Args:
-        weights: [num_rows, vocab_size] float32, not negative, each row with a positive sum.
+        weights: [num_rows, vocab_size] float32, nonnegative, each row with a positive sum.
         uniforms: [num_rows] float32 in [0, 1).
 
     Returns:
@@ -191,7 +194,7 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     sums = weights.cumsum(dim=-1)
     total = sums[:, -1]
-    # Rounding must not push a share onto the total, which no running sum passes.
+    # Rounding must not raise a threshold to the total, which no cumulative sum exceeds.
     threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, threshold[:, None], right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
@@ -208,26 +211,26 @@ def sample(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """A token for each row: the most likely one, or one drawn from those that `keep_likely` keeps.
+    """Return a token for each row: the most likely one, or a sample after `filter_top_k_top_p_min_p`.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype.
-        temperatures: [num_rows] float32, what logits are divided by; 0 takes the most likely token.
-        top_k, top_p, min_p: as `keep_likely` takes them; no matter in rows of temperature 0.
-        seeds, positions: as `uniform` takes them, likewise.
-        cuts: False promises that every row keeps all tokens.
-        greedy: False promises that no temperature is 0.
+        temperatures: [num_rows] float32, divisor of the logits; 0 selects the most likely token.
+        top_k, top_p, min_p: see `filter_top_k_top_p_min_p`; ignored in rows of temperature 0.
+        seeds, positions: see `uniform`; ignored in rows of temperature 0.
+        any_filtered: False guarantees that top_k, top_p and min_p keep all tokens of every row.
+        any_greedy: False guarantees that no temperature is 0.
 
     Returns:
-        [num_rows] int64. The same on every device but for rounding: a draw that falls within it of the border between
-        two tokens may take either.
+        [num_rows] int64. The same on every device up to rounding: a uniform close to the border between two tokens may
+        select either.
     """
     logits_f32 = logits.to(torch.float32)
     is_greedy = temperatures <= 0
     shifted = (logits_f32 - logits_f32.amax(dim=-1, keepdim=True)) / torch.where(is_greedy, 1.0, temperatures)[:, None]
     weights = shifted.softmax(dim=-1)
     if any_filtered:
-        # Of greedy rows everything is kept, which costs nothing; their draw is not used.
+        # Greedy rows keep all tokens, which costs nothing; their sample is not used.
         top_k, top_p = torch.where(is_greedy, 0, top_k), torch.where(is_greedy, 1.0, top_p)
         weights = filter_top_k_top_p_min_p(weights, top_k, top_p, torch.where(is_greedy, 0.0, min_p))
     sampled = inverse_transform(weights, uniform(seeds, positions))
@@ -250,5 +253,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's is arithmetic."""
+    """Shift right and fill with zeros; torch's shift is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

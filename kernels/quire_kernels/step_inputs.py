@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's inputs from the state of sequences that stays on the device: of where their blocks are, the host sends what
-is new.
+"""Inputs of a step, computed from the sequences' state on the device: the host sends only new block numbers.
 
-A sequence has a row of the state for as long as it runs. The host says which rows run.
+A sequence keeps one row of the state while it runs. The host passes the rows of the step's spans.
 """
 
 from dataclasses import dataclass
@@ -16,16 +15,16 @@ from quire_kernels.dispatch import Op
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What the device keeps of running sequences."""
+    """State of running sequences on the device."""
 
     lengths: Tensor
-    """[num_rows] int32: tokens that are computed, and so in the cache."""
+    """[num_rows] int32: computed tokens, whose keys and values are in the cache."""
     tables: Tensor
-    """[num_rows, max_blocks] int64: blocks; what lies past those of the tokens may be anything."""
+    """[num_rows, max_blocks] int64: KV blocks; undefined beyond the blocks of the computed and scheduled tokens."""
 
     @classmethod
     def empty(cls, num_rows: int, max_blocks: int, device: torch.device) -> Self:
-        """A state of no sequence."""
+        """Allocate the state; every row is unused."""
         return cls(
             torch.zeros(num_rows, dtype=torch.int32, device=device),
             torch.zeros(num_rows, max_blocks, dtype=torch.int64, device=device),
@@ -34,20 +33,20 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model and `paged_attention` read of a step; memory that is filled anew each time."""
+    """Inputs of the model and of `paged_attention`, in buffers that every step overwrites."""
 
     positions: Tensor
     """[num_tokens] int64."""
     addresses: Tensor
-    """[num_tokens] int64, as `write_kv` takes them."""
+    """[num_tokens] int64, see `write_kv`."""
     context_lengths: Tensor
     """[num_spans] int32."""
     block_tables: Tensor
-    """[num_spans, max_blocks] int64; past a span's blocks, its first one."""
+    """[num_spans, max_blocks] int64, padded with the span's first block."""
 
     @classmethod
     def empty(cls, num_tokens: int, num_spans: int, max_blocks: int, device: torch.device) -> Self:
-        """Room for a step of at most so many tokens and spans."""
+        """Allocate buffers for a step of at most `num_tokens` tokens and `num_spans` spans."""
         like = {"dtype": torch.int64, "device": device}
         return cls(
             torch.zeros(num_tokens, **like),
@@ -62,11 +61,11 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
     """Fill `out` for spans of sequences.
 
     Args:
-        rows: [num_spans] int64, each span's row of the state.
+        rows: [num_spans] int64, the state row of each span.
         query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), at least one.
-        state: of all sequences; a span begins after its sequence's computed tokens.
-        block_size: tokens of a block.
-        out: written to; its sizes are those of the step.
+        state: state of all sequences; a span begins after its sequence's computed tokens.
+        block_size: tokens of a KV block.
+        out: output, with the sizes of the step.
     """
     starts = query_starts.long()
     lengths = starts.diff()

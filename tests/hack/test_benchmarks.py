@@ -61,7 +61,7 @@ def test_serving_benchmark(tmp_path):
             "max": max(values),
         }
 
-    plot.draw(results, tmp_path / "results.png")
+    plot.draw_plot(results, tmp_path / "results.png")
     page.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
     report.write_markdown(results, page)
     assert page.read_text().count("| offline / transformers ") == 1 and "stale" not in page.read_text()

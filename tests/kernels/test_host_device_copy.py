@@ -40,5 +40,5 @@ def test_no_more_is_pinned_than_is_asked_for_and_no_longer(monkeypatch: pytest.M
 
 def test_what_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver(error=2))
-    with pytest.raises(RuntimeError, match="800 bytes cannot be pinned: cudaHostRegister says 2"):
+    with pytest.raises(RuntimeError, match="cannot pin 800 bytes of host memory: cudaHostRegister returned 2"):
         pinned_empty((100,), torch.int64)
