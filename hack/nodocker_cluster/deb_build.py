@@ -98,7 +98,7 @@ class DebBuild:
 
 
 def debian_mirror() -> str:
-    """Return the Debian mirror that this machine's apt uses. As root, fetch apt's package lists first if there are none.
+    """Return the Debian mirror that apt uses on this machine. As root, fetch apt's package lists first if necessary.
 
     Raises:
         Unavailable: this is not Debian, or apt lists no mirror.

@@ -124,9 +124,9 @@ apply_penalties.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @Op
 def filter_top_k_top_p_min_p(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Zero the probabilities of tokens that a row does not want, in vLLM's order: min_p, top_k, then top_p of the rest.
+    """Set the probabilities of filtered tokens to zero, in vLLM's order: min_p, top_k, then top_p of the rest.
 
-    Tokens exactly as likely as the last one kept are kept too, so that a row's choice depends on nothing but the row.
+    Tokens exactly as likely as the last kept token are kept too, so that the result depends only on the row.
 
     Args:
         probs: [num_rows, vocab_size] float32, rows that sum to 1.
