@@ -151,11 +151,9 @@ def error_result(sequence: Sequence, code: Code, error_message: str) -> Sequence
 
 
 def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDelta:
-    logprobs, reason = (
-        None if span_output.logprobs is None else _logprob_lists(span_output.logprobs),
-        sequence.finish_reason,
-    )
-    result = SequenceDelta(sequence.id, span_output.token_ids, reason and reason.value, logprobs)
+    logprobs = None if span_output.logprobs is None else _logprob_lists(span_output.logprobs)
+    reason = None if sequence.finish_reason is None else sequence.finish_reason.value
+    result = SequenceDelta(sequence.id, span_output.token_ids, reason, logprobs)
     if len(sequence.output_token_ids) > len(span_output.token_ids):
         return result
     computed_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []

@@ -5,6 +5,7 @@ The scheduler decides which sequence gets blocks, and when."""
 
 from collections import Counter, abc
 from collections.abc import Iterable
+from itertools import takewhile
 
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.prefix_cache import PrefixHit
@@ -99,14 +100,9 @@ class BlockManager:
         Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
         cached. Blocks that are not kept are computed again.
         """
-        num_shared_blocks = 0
-        blocks_to_swap = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
-        while (
-            num_shared_blocks < len(blocks_to_swap)
-            and self._block_pool.ref_count(blocks_to_swap[num_shared_blocks]) > 1
-        ):
-            num_shared_blocks += 1
-        blocks_to_swap = blocks_to_swap[num_shared_blocks:]
+        computed_blocks = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
+        num_shared_blocks = sum(1 for _ in takewhile(lambda b: self._block_pool.ref_count(b) > 1, computed_blocks))
+        blocks_to_swap = computed_blocks[num_shared_blocks:]
         num_tokens = sequence.num_computed_tokens - num_shared_blocks * self._block_size
         if (
             len(blocks_to_swap) > self._host_pool.num_free
@@ -114,10 +110,8 @@ class BlockManager:
             or not self._swap_costs.is_worthwhile(len(blocks_to_swap), num_tokens)
         ):
             return
-        sequence.host_blocks, sequence.num_shared_blocks = (
-            self._host_pool.allocate(len(blocks_to_swap)),
-            num_shared_blocks,
-        )
+        sequence.host_blocks = self._host_pool.allocate(len(blocks_to_swap))
+        sequence.num_shared_blocks = num_shared_blocks
         sequence.num_swapped_tokens = sequence.num_computed_tokens
         builder.swap_outs += [SwapCopy(*pair) for pair in zip(blocks_to_swap, sequence.host_blocks, strict=True)]
         self.num_swapped_out_blocks += len(blocks_to_swap)

@@ -60,7 +60,7 @@ class KVCache:
 
     @property
     def max_blocks_per_copy(self) -> int:
-        """Blocks that are copied at a time, in memory of their own."""
+        """Blocks that one copy gathers in its temporary buffer."""
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
 
     def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:

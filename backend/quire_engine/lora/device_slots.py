@@ -57,14 +57,14 @@ class DeviceAdapterSlots:
         return lambda: self._copy(adapter_slot, packed_adapter, queued_work)
 
     @torch.inference_mode()
-    def _copy(self, adapter_slot: int, adapter: PackedAdapter, queued_work: "torch.cuda.Event | None") -> None:
+    def _copy(self, adapter_slot: int, packed_adapter: PackedAdapter, queued_work: "torch.cuda.Event | None") -> None:
         if self._stream is None or queued_work is None:
-            self._slots.write(adapter_slot, adapter)
+            self._slots.write(adapter_slot, packed_adapter)
             return
         # The context also sets the current device: in a new thread that is always the first one.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(queued_work)
-            self._slots.write(adapter_slot, adapter)
+            self._slots.write(adapter_slot, packed_adapter)
         self._stream.synchronize()
 
 

@@ -102,15 +102,7 @@ class AdapterRegistry:
 
     def adapter_states(self) -> dict[str, str]:
         """Return the state of each registered adapter: slot, host or disk. Removed adapters are not included."""
-        return {
-            digest: "slot"
-            if self.slot_table.lookup(digest) is not None
-            else "host"
-            if digest in self._on_host
-            else "disk"
-            for digest, adapter in self._adapters.items()
-            if not adapter.removed
-        }
+        return {digest: self._state(digest) for digest, adapter in self._adapters.items() if not adapter.removed}
 
     def add_sequence(self, digest: str) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
@@ -253,6 +245,11 @@ class AdapterRegistry:
                 f"{sum(num_sequences.values())} unfinished sequences, {sum(num_running.values())} running"
             )
 
+    def _state(self, digest: str) -> str:
+        if self.slot_table.lookup(digest) is not None:
+            return "slot"
+        return "host" if digest in self._on_host else "disk"
+
     def _register(self, digest: str, path: Path, pinned: bool) -> _Adapter:
         if pinned and len(self.slot_table.pinned_adapters - {digest}) >= len(self.slot_table):
             raise InvalidArgument(
@@ -278,13 +275,9 @@ class AdapterRegistry:
     def _needed_since(self, digest: str) -> float | None:
         """Return the age of the need for a host copy: a tick, inf for an idle pinned adapter, None if not needed."""
         needed_since = self._adapters[digest].needed_since
-        return (
-            needed_since
-            if needed_since is not None
-            else math.inf
-            if digest in self.slot_table.pinned_adapters
-            else None
-        )
+        if needed_since is None and digest in self.slot_table.pinned_adapters:
+            return math.inf
+        return needed_since
 
     def _is_on_host_or_reading(self, digest: str) -> bool:
         return digest in self._on_host or digest in self._reading
@@ -319,35 +312,26 @@ class AdapterRegistry:
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):
             return True
-        candidates = [
-            (
-                adapter.needed_since is not None,
-                -(adapter.needed_since or 0),
-                in_slot,
-                adapter.last_used,
-                candidate_digest,
-            )
-            for candidate_digest in self._on_host
-            for adapter, in_slot in (
-                (self._adapters[candidate_digest], self.slot_table.lookup(candidate_digest) is not None),
-            )
-            if self._is_evictable(candidate_digest, adapter, needed_since) and not (needed_since is None and in_slot)
-        ]
-        victims: list[str] = []
-        for *_, other in sorted(candidates):
-            victims.append(other)
+        candidates = sorted((d for d in self._on_host if self._is_evictable(d, needed_since)), key=self._eviction_key)
+        for num_victims in range(1, len(candidates) + 1):
+            victims = candidates[:num_victims]
             if self._fits(1 - len(victims), num_bytes - sum(map(self._copy_bytes, victims))):
                 for victim in victims:
                     self._evict_host_copy(victim)
                 return True
         return False
 
-    def _is_evictable(self, digest: str, adapter: _Adapter, needed_since: float | None) -> bool:
-        if digest in self.slot_table.pinned_adapters and not (
-            self.slot_table.can_evict_pinned and needed_since is not None
-        ):
+    def _eviction_key(self, digest: str) -> tuple[bool, int, bool, int, str]:
+        """Return the sort key of a host copy; the lowest is evicted first."""
+        adapter, in_slot = self._adapters[digest], self.slot_table.lookup(digest) is not None
+        return adapter.needed_since is not None, -(adapter.needed_since or 0), in_slot, adapter.last_used, digest
+
+    def _is_evictable(self, digest: str, needed_since: float | None) -> bool:
+        """Return whether a host copy can be evicted for one with the need `needed_since`."""
+        adapter, is_pinned = self._adapters[digest], digest in self.slot_table.pinned_adapters
+        if needed_since is None and (is_pinned or self.slot_table.lookup(digest) is not None):
             return False
-        if self.slot_table.num_running(digest):
+        if self.slot_table.num_running(digest) or (is_pinned and not self.slot_table.can_evict_pinned):
             return False
         return adapter.needed_since is None or (needed_since is not None and adapter.needed_since > needed_since)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capacity check: whether one more sequence can run, and which running sequences must be preempted for it.
 
-It only answers; the scheduler decides and preempts."""
+It changes nothing; the scheduler decides and preempts."""
 
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool

@@ -141,11 +141,9 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Waiting sequences with swapped blocks in host memory."""
-        return (
-            sum(1 for sequence in self._waiting if sequence.host_blocks)
-            if self.block_manager.num_used_host_blocks
-            else 0
-        )
+        if not self.block_manager.num_used_host_blocks:
+            return 0
+        return sum(1 for sequence in self._waiting if sequence.host_blocks)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.

@@ -194,7 +194,7 @@ def test_one_request_at_a_time(cases, name):
 # Rounding a logit of 20 once has an error of up to 2^-4 in bfloat16 and 2^-7 in float16.
 @pytest.mark.parametrize(("dtype", "max_error"), [("bfloat16", 2**-3), ("float16", 2**-6)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_in_half_precision(cases, name, dtype, max_error):
+def test_half_precision_logprobs_are_close(cases, name, dtype, max_error):
     case = cases(name)
     engine = Engine.from_config(_config(case.folder, dtype=dtype, **SCENARIOS["preempted in chunks"]))
     outputs = _generate(engine, case.prompts)
@@ -208,7 +208,7 @@ def test_in_half_precision(cases, name, dtype, max_error):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_with_packed_weights(cases, name, monkeypatch):
+def test_outputs_equal_transformers_with_packed_weights(cases, name, monkeypatch):
     case = cases(name)
     # Real weights are packed. Those of the test are below the size limit.
     monkeypatch.setattr(sys.modules["quire_kernels.linear"], "MIN_PACKED", 0)
@@ -217,7 +217,7 @@ def test_with_packed_weights(cases, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "phi3-longrope"])
-def test_from_the_prefix_cache(cases, name):
+def test_outputs_equal_transformers_from_the_prefix_cache(cases, name):
     case = cases(name)
     engine = Engine.from_config(_config(case.folder, block_size=8))
     _check(_generate(engine, case.prompts), case.references)
@@ -229,7 +229,7 @@ def test_from_the_prefix_cache(cases, name):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_forks(cases, caching):
+def test_forks_equal_transformers(cases, caching):
     case = cases("llama")
     engine = Engine.from_config(_config(case.folder, enable_prefix_caching=caching, max_num_seqs=16))
     prompts = [case.prompts[i // 4] for i in range(32)]
