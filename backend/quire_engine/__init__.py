@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine. `LLM` generates offline; the processes of a pod import the modules that they need.
+"""The inference engine. `LLM` generates offline; the processes of a pod import the modules that they need.
 
-Names are imported on first use: whoever wants text or configuration pays for no model.
+Names are imported on first use, so that importing the package loads neither torch nor a model.
 """
 
 import importlib

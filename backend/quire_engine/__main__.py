@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_engine`: generate and bench on this machine, without a server. Parses, calls llm.py and bench.py."""
+"""Command line of the engine: `python -m quire_engine generate|bench`, on this machine and without a server.
+
+Parses arguments and prints results; `api/llm.py` and `api/benchmark.py` do the work.
+"""
 
 import argparse
 import json
@@ -28,11 +31,11 @@ examples:
     python -m quire_engine generate --model examples/models/tiny --prompt "SELECT" \\
         --lora sql=examples/adapters/sql --lora pirate=examples/adapters/pirate
 
-  any parameter of docs/parameters.md: three answers each, without a word, prompts as messages to a chat model
+  any parameter of docs/parameters.md: three outputs each, one word forbidden, prompts as messages to a chat model
     python -m quire_engine generate --model org/name --chat --prompt "Name a fruit" --n 3 \\
         --param bad_words='["apple"]' --param repetition_penalty=1.1 --param min_p=0.05
 
-  a file of prompts, one a line, answers as JSON, one object a line
+  a file with one prompt per line; outputs as JSON, one object per line
     python -m quire_engine generate --model org/name --prompt-file prompts.txt --max-tokens 128 -o json
 """
 
@@ -41,25 +44,25 @@ examples:
   64 prompts at once: throughput
     python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --input-len 128 --output-len 64
 
-  4 requests a second: latency under load
+  4 requests per second: latency under load
     python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --rate 4
 
-  the cost of adapters: the same with requests spread over two of them
+  the cost of adapters: the same, with requests distributed over two adapters
     python -m quire_engine bench --model examples/models/tiny --lora a=DIR --lora b=DIR
 
-  the cost of parameters: penalties and log probabilities for every request
+  the cost of parameters: penalties and log probabilities for each request
     python -m quire_engine bench --model examples/models/tiny --param repetition_penalty=1.1 --param logprobs=5
 
-  where the time goes: a trace of 100 steps, to be opened in a browser at ui.perfetto.dev
+  where the time is spent: a trace of 100 steps, for ui.perfetto.dev
     python -m quire_engine bench --model examples/models/tiny --profile trace.json
 
-  any setting of the engine, by its name in engine.json
+  any engine setting, by its name in engine.json
     python -m quire_engine bench --model org/name --device cuda --set max_num_seqs=256 --set block_size=32
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for an error that the user can mend, or that of an interrupt."""
+    """Run a command. Return the exit code: 0, 1 for an error that the user can correct, or 130 for an interrupt."""
     args = _build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
@@ -125,7 +128,7 @@ def _profile_steps(llm: LLM, args: argparse.Namespace) -> AbstractContextManager
 
 
 def _engine_settings(llm: LLM) -> dict[str, Any]:
-    """What a number is worth nothing without."""
+    """Return the settings that a benchmark result depends on."""
     engine = llm.engine
     field_names = ("model", "device", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
     settings = {name: getattr(engine.config, name) for name in field_names}
@@ -140,7 +143,7 @@ def _load_llm(args: argparse.Namespace) -> LLM:
 
 
 def _parse_key_values(option: str, items: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE, where a value is JSON, or a word such as bfloat16."""
+    """Parse NAME=VALUE items. A value is JSON, or else a string such as bfloat16."""
     values: dict[str, Any] = {}
     for item in items:
         name, separator, text = item.partition("=")
@@ -198,12 +201,16 @@ def _format_as_json(output: RequestOutput) -> str:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_engine",
-        description="Generate with a model, or measure it, on this machine: the engine of a pod without its server.",
-        epilog="python -m quire_engine generate --help and bench --help show examples",
+        description="Generate with a model or benchmark it on this machine: the engine of a pod without its server.",
+        epilog="For examples see python -m quire_engine generate --help and bench --help",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench")
     _add_generate_arguments(
-        commands.add_parser("generate", help="answer prompts", **_help_texts("Answer prompts.", _GENERATE_EXAMPLES))
+        commands.add_parser(
+            "generate",
+            help="generate outputs for prompts",
+            **_help_texts("Generate outputs for prompts.", _GENERATE_EXAMPLES),
+        )
     )
     _add_bench_arguments(
         commands.add_parser(
@@ -213,9 +220,7 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_BENCH_DESCRIPTION = (
-    "Put random prompts on the engine; print tokens per second, time to first token and time between tokens."
-)
+_BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
 _COMMANDS = {"generate": _generate, "bench": _bench}
 
 
@@ -225,33 +230,47 @@ def _help_texts(description: str, examples: str) -> dict[str, Any]:
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_engine_arguments(parser, "also answer each prompt with this adapter, by any name; repeatable")
+    _add_engine_arguments(parser, "also run each prompt with this adapter; any name; repeatable")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    parser.add_argument("--prompt-file", metavar="FILE", help="one prompt a line; - reads standard input")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="output tokens at most (default 64)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default 1)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that add up to P (default 1)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="K likeliest tokens (default: all)")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes the draw repeatable")
+    parser.add_argument("--prompt-file", metavar="FILE", help="file with one prompt per line; - reads standard input")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="maximum number of output tokens (default 64)"
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default 1)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the most likely tokens with total probability P (default 1)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (default: all)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     parser.add_argument("--n", type=int, metavar="N", help="outputs per prompt (default 1)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
-    parser.add_argument("--chat", action="store_true", help="prompts are messages: use the model's chat template")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop string, which ends the output; repeatable"
+    )
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     _add_param_argument(parser)
     parser.add_argument(
-        "--logprobs", type=int, metavar="N", help="log probabilities of N tokens a position (with -o json)"
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="log probabilities of the N most likely tokens per position (with -o json)",
     )
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_engine_arguments(parser, "spread the requests over these adapters, by any name; repeatable")
-    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default 32)")
+    _add_engine_arguments(parser, "distribute the requests over these adapters; any name; repeatable")
+    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="number of requests (default 32)")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default 128)")
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens per output (default 64)")
     parser.add_argument("--rate", type=float, metavar="R", help="arrivals per second (default: all at once)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default 0)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and arrivals (default 0)")
     _add_param_argument(parser)
-    parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="measure the first steps too")
+    parser.add_argument(
+        "--no-warmup", dest="warmup", action="store_false", help="do not run a few requests before measuring"
+    )
 
 
 def _add_param_argument(parser: argparse.ArgumentParser) -> None:
@@ -260,15 +279,19 @@ def _add_param_argument(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any sampling parameter of docs/parameters.md, its value as JSON; repeatable",
+        help="any sampling parameter in docs/parameters.md, with a JSON value; repeatable",
     )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser, lora_help: str) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a checkpoint, or a hub id")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="folder of a checkpoint, or a Hugging Face Hub id"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="maximum number of tokens of prompt and output together"
+    )
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora_help)
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of engine.json; repeatable"
@@ -277,9 +300,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, lora_help: str) -> No
         "--profile",
         type=Path,
         metavar="FILE",
-        help="trace the first 100 steps: what ran when, for chrome://tracing or ui.perfetto.dev",
+        help="write a trace of the first 100 steps, for chrome://tracing or ui.perfetto.dev",
     )
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of what is printed")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands print their results, and errors in one line."""
+"""The commands print the requested outputs, and report errors in one line."""
 
 import io
 import json
@@ -15,13 +15,13 @@ from support.tokenizer import byte_level, save_tokenizer
 from quire_engine.__main__ import main
 from quire_engine.api.benchmark import LatencyStats
 
-# peft uses an attribute of transformers that is deprecated.
+# peft reads an attribute that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint with adapters `a` and `b` beside it."""
+    """A checkpoint, with the adapters `a` and `b` in sibling folders."""
     folder = make_checkpoint(tmp_path_factory.mktemp("models") / "m", "llama")
     save_tokenizer(byte_level(VOCAB - 1), folder)
     for seed, name in enumerate("ab"):
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(model: Path, *names: str) -> list[str]:
+def engine_options(model: Path, *names: str) -> list[str]:
     loras = [f"--lora={name}={model.parent / name}" for name in names]
     return [
         "--model",
@@ -43,23 +43,23 @@ def settings(model: Path, *names: str) -> list[str]:
 
 def test_generate_runs_each_prompt_with_base_and_adapters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["--prompt=the fox", "--prompt=jumps", "--temperature=0", "--max-tokens=6", "--logprobs=1", "-o=json"]
-    assert main(["generate", *settings(model, "a", "b"), *prompts]) == 0
-    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    names = [a["lora_request"] and a["lora_request"]["lora_name"] for a in results]
+    assert main(["generate", *engine_options(model, "a", "b"), *prompts]) == 0
+    outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = [a["lora_request"] and a["lora_request"]["lora_name"] for a in outputs]
     assert names == [None, "a", "b"] * 2
-    assert [a["prompt"] for a in results] == ["the fox"] * 3 + ["jumps"] * 3
-    tokens = [tuple(a["outputs"][0]["token_ids"]) for a in results]
+    assert [a["prompt"] for a in outputs] == ["the fox"] * 3 + ["jumps"] * 3
+    tokens = [tuple(a["outputs"][0]["token_ids"]) for a in outputs]
     assert len(set(tokens)) == 6 and all(len(t) == 6 for t in tokens)
-    assert len(results[0]["outputs"][0]["logprobs"]) == 6
+    assert len(outputs[0]["outputs"][0]["logprobs"]) == 6
 
 
-def test_generate_accepts_every_sampling_parameter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_accepts_every_parameter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     params = ["--param=allowed_token_ids=[300, 301]", '--param=bad_words=["x"]', "--param=min_tokens=4", "--n=2"]
-    assert main(["generate", *settings(model), "--prompt=the fox", "--max-tokens=4", *params, "-o=json"]) == 0
-    [answer] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [len(output["token_ids"]) for output in answer["outputs"]] == [4, 4]
-    assert {token for output in answer["outputs"] for token in output["token_ids"]} <= {300, 301}
-    assert main(["generate", *settings(model), "--prompt=the fox", "--max-tokens=2", "--n=3"]) == 0
+    assert main(["generate", *engine_options(model), "--prompt=the fox", "--max-tokens=4", *params, "-o=json"]) == 0
+    [output] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(completion["token_ids"]) for completion in output["outputs"]] == [4, 4]
+    assert {token for completion in output["outputs"] for token in completion["token_ids"]} <= {300, 301}
+    assert main(["generate", *engine_options(model), "--prompt=the fox", "--max-tokens=2", "--n=3"]) == 0
     assert capsys.readouterr().out.count("[base, length, 2 tokens] the fox") == 3
 
 
@@ -68,12 +68,12 @@ def test_generate_reads_prompts_from_a_file(
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("the fox\n\nGrüße\n", encoding="utf-8")
-    assert main(["generate", *settings(model), f"--prompt-file={file}", "--max-tokens=3"]) == 0
+    assert main(["generate", *engine_options(model), f"--prompt-file={file}", "--max-tokens=3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[base, length, 3 tokens] the fox")
     assert any(line.startswith("[base, length, 3 tokens] Grüße") for line in lines)
     monkeypatch.setattr(sys, "stdin", io.StringIO("jumps\n"))
-    assert main(["generate", *settings(model), "--prompt-file=-", "--max-tokens=3"]) == 0
+    assert main(["generate", *engine_options(model), "--prompt-file=-", "--max-tokens=3"]) == 0
     assert capsys.readouterr().out.startswith("[base, length, 3 tokens] jumps")
 
 
@@ -87,9 +87,9 @@ def test_generate_reads_prompts_from_a_file(
     ],
     ids=str,
 )
-def test_bench_reports_its_counts(model: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--num-prompts=6", "--input-len=20", "--output-len=5"]
-    assert main(["bench", *settings(model, "a", "b"), *size, *extra, "-o=json"]) == 0
+def test_bench_reports_counts_and_latencies(model: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    workload_options = ["--num-prompts=6", "--input-len=20", "--output-len=5"]
+    assert main(["bench", *engine_options(model, "a", "b"), *workload_options, *extra, "-o=json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     report = document["report"]
     counts = ("num_prompts", "num_input_tokens", "num_output_tokens", "num_preemptions")
@@ -102,8 +102,8 @@ def test_bench_reports_its_counts(model: Path, extra: list[str], capsys: pytest.
 
 
 def test_bench_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--num-prompts=2", "--input-len=4", "--output-len=1", "--no-warmup"]
-    assert main(["bench", *settings(model), *size]) == 0
+    workload_options = ["--num-prompts=2", "--input-len=4", "--output-len=1", "--no-warmup"]
+    assert main(["bench", *engine_options(model), *workload_options]) == 0
     settings_line, *lines = capsys.readouterr().out.splitlines()
     assert f"model={model}" in settings_line and "dtype=float32" in settings_line
     table = {line[:18].strip(): line[18:].split() for line in lines if line}
@@ -138,30 +138,33 @@ def test_latency_percentiles() -> None:
             "error: sampling parameter 'min_p': must be from 0 to 1, got",
         ),
         (["bench", "--input-len=4", "--param=n=2", "--temperature=1"], "error: bench: n, best_of and bad_words"),
-        (["bench", "--num-prompts=0"], "error: bench: num_prompts 0 is less than 1"),
-        (["bench", "--output-len=0"], "error: bench: output_len 0 is less than 1"),
-        (["bench", "--rate=0"], "error: bench: rate 0.0 is no number of arrivals a second"),
+        (["bench", "--num-prompts=0"], "error: bench: num_prompts must be at least 1, got 0"),
+        (["bench", "--output-len=0"], "error: bench: output_len must be at least 1, got 0"),
+        (["bench", "--rate=0"], "error: bench: rate must be a finite number above 0, got 0.0"),
         (["bench", "--input-len=128"], "error: bench: 128 input and 64 output tokens exceed max_model_len 128"),
     ],
 )
-def test_errors_are_printed_in_one_line(
+def test_errors_are_reported_in_one_line(
     model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([arguments[0], *settings(model), *arguments[1:]]) == 1
+    assert main([arguments[0], *engine_options(model), *arguments[1:]]) == 1
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith(message)
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
-def test_help_contains_examples(command: str) -> None:
-    run = subprocess.run(
+def test_help_shows_examples(command: str) -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "quire_engine", command, "--help"], capture_output=True, text=True, check=True
     )
-    assert "examples:" in run.stdout and f"python -m quire_engine {command} --model examples/models/tiny" in run.stdout
+    assert (
+        "examples:" in completed.stdout
+        and f"python -m quire_engine {command} --model examples/models/tiny" in completed.stdout
+    )
 
 
 @pytest.mark.parametrize("command", ["bench", "generate"])
-def test_profile_writes_a_trace_with_named_steps(
+def test_profile_writes_a_trace_with_named_ranges(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire_engine.api.profiler.MAX_PROFILED_STEPS", 3)
@@ -170,17 +173,17 @@ def test_profile_writes_a_trace_with_named_steps(
         "generate": ["--prompt=the fox", "--max-tokens=6"],
     }
     trace = tmp_path / "trace.json"
-    assert main([command, *settings(model), *options[command], f"--profile={trace}"]) == 0
+    assert main([command, *engine_options(model), *options[command], f"--profile={trace}"]) == 0
     names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
     steps = [name for name in names if name.startswith("step of")]
-    # Six steps run, the first three are traced.
+    # Six steps run; the first three are traced.
     assert len(steps) == 3
     assert steps[0].startswith("step of 10 tokens of 2" if command == "bench" else "step of ")
     assert {"inputs", "model", "sampler"} <= set(names)
 
 
-def test_rejects_an_unwritable_trace_path_before_loading(
+def test_trace_path_is_checked_before_the_first_step(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *settings(model), "--input-len=5", f"--profile={tmp_path}/none/trace.json"]) == 1
+    assert main(["bench", *engine_options(model), "--input-len=5", f"--profile={tmp_path}/none/trace.json"]) == 1
     assert "--profile: " in capsys.readouterr().err

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput and latency of an engine under random prompts, measured around its steps. `python -m quire_engine bench`.
+"""Benchmark of an engine with random prompts: throughput and latency, measured around its steps.
 
-The engine alone: no text, no sockets. What the server adds on top is measured with the server.
+Measures the engine alone, without text and sockets; the overhead of the server is measured with the server. The CLI
+calls it: `python -m quire_engine bench`.
 """
 
 import math
@@ -23,7 +24,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to ask of the engine.
+    """Requests of a benchmark run.
 
     Raises:
         InvalidArgument: a count or the rate is not above 0.
@@ -31,36 +32,36 @@ class Workload:
 
     num_prompts: int
     input_len: int
-    """Tokens per prompt, drawn at random, so that no prefix is shared."""
+    """Tokens per prompt; random, so that prompts share no prefix."""
     output_len: int
-    """Tokens per output, all of them: end-of-sequence is ignored."""
+    """Tokens per output; exact, because end-of-sequence is ignored."""
     rate: float | None = None
-    """Arrivals per second, at exponentially distributed intervals; None lets all arrive at once."""
+    """Arrivals per second with exponentially distributed intervals; None means that all requests arrive at once."""
     params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Sampling parameters of each request, by name."""
     seed: int = 0
     adapters: tuple[str, ...] = ()
-    """Digests of loaded adapters, taken in turn; empty is the base model."""
+    """Digests of loaded adapters, used in turn; empty for the base model."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(self, name) < 1:
-                raise InvalidArgument(f"bench: {name} {getattr(self, name)} is less than 1")
+                raise InvalidArgument(f"bench: {name} must be at least 1, got {getattr(self, name)}")
         if self.rate is not None and not 0.0 < self.rate < math.inf:
-            raise InvalidArgument(f"bench: rate {self.rate} is no number of arrivals a second; use one above 0")
+            raise InvalidArgument(f"bench: rate must be a finite number above 0, got {self.rate}")
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyStats:
-    """A distribution, in milliseconds."""
+    """Mean and percentiles of a latency, in milliseconds."""
 
     mean: float
     percentiles: dict[str, float]
-    """p50, p90, p99."""
+    """By name: p50, p90, p99."""
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float]) -> "LatencyStats | None":
-        """None without a value: one output token has no next one."""
+        """Return the statistics; None without a value, as between tokens if there is only one output token."""
         if not seconds:
             return None
         sorted_seconds = sorted(seconds)
@@ -73,7 +74,7 @@ class LatencyStats:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkReport:
-    """What came of it."""
+    """Results of a benchmark run."""
 
     num_prompts: int
     num_input_tokens: int
@@ -83,15 +84,15 @@ class BenchmarkReport:
     output_tokens_per_s: float
     total_tokens_per_s: float
     ttft_ms: LatencyStats | None
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     itl_ms: LatencyStats | None
-    """Between two tokens of a request."""
+    """Time between two tokens of a request."""
     num_steps: int
     num_preemptions: int
 
 
 class RequestTimeline:
-    """When each request arrived and got its tokens."""
+    """Records when requests arrived and when their tokens were generated."""
 
     def __init__(self) -> None:
         self.last_token_times: dict[int, float] = {}
@@ -115,10 +116,10 @@ class RequestTimeline:
 
 
 def run_benchmark(engine: Engine, workload: Workload, *, progress: bool = False) -> BenchmarkReport:
-    """Put `load` on an idle engine until everything is answered.
+    """Run a workload on an idle engine until all requests have finished.
 
     Raises:
-        InvalidArgument: prompts and outputs do not fit into max_model_len.
+        InvalidArgument: prompt and output together exceed max_model_len.
         QuireError: the engine failed.
     """
     if workload.input_len + workload.output_len > engine.max_model_len:
@@ -154,7 +155,7 @@ def run_benchmark(engine: Engine, workload: Workload, *, progress: bool = False)
 
 
 def format_report(report: BenchmarkReport) -> str:
-    """`report` as a table of two columns, latencies of five."""
+    """Format a report as a table with two columns, and five columns for latencies."""
     rows = [
         ("requests", f"{report.num_prompts}"),
         ("input tokens", f"{report.num_input_tokens}"),
@@ -180,7 +181,8 @@ def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]
     params = SamplingParams.from_mapping({"max_tokens": workload.output_len, "ignore_eos": True, **workload.params})
     if params.num_sequences > 1 or params.bad_words:
         raise InvalidArgument(
-            "bench: n, best_of and bad_words are the work of what is around the engine; leave them out"
+            "bench: n, best_of and bad_words are not supported, because they are implemented outside the engine; "
+            "leave them out"
         )
     adapter_digests = workload.adapters or (None,)
     token_ids = range(engine.shape.vocab_size)
@@ -196,7 +198,7 @@ def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]
 
 
 def _arrival_offsets(workload: Workload) -> list[float]:
-    """Seconds from the start at which each request arrives."""
+    """Return the arrival time of each request, in seconds from the start."""
     rng, offset, offsets = random.Random(workload.seed + 1), 0.0, []
     for _ in range(workload.num_prompts):
         offsets.append(offset)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Job: one prompt of an offline run, from the engine's requests to a RequestOutput. llm.py runs many of them."""
+"""One prompt of an offline run: from the engine requests for its outputs to a RequestOutput. `LLM` owns it."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 
 class OfflineRequest:
-    """A prompt and the outputs that are made of it."""
+    """A prompt and its outputs."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class OfflineRequest:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """`first` is what the engine would be asked for one output; its params are taken from `params`."""
+        """`base_request` is the engine request for one output; its params are replaced by those of `params`."""
         self.sequence_requests = fan_out(base_request, params)
-        """To the engine, the first one first."""
+        """Engine requests, one per output."""
         self.num_input_tokens = len(base_request.prompt_token_ids)
         self._prompt = prompt
         self._prompt_token_ids = base_request.prompt_token_ids
@@ -43,21 +43,21 @@ class OfflineRequest:
 
     @property
     def unfinished_sequence_ids(self) -> list[int]:
-        """Ids of the requests whose output is not complete."""
+        """Ids of the engine requests that have not finished."""
         return [
             sequence_id for sequence_id, completion in self._completions.items() if completion.finish_reason is None
         ]
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Total number of tokens of all outputs."""
         return sum(completion.num_tokens for completion in self._completions.values())
 
     def update(self, result: SequenceDelta) -> bool:
-        """Add new tokens to an output; True when a stop string has ended it, which the engine cannot see.
+        """Add new tokens to an output. Return True if a stop string ended it, which the engine does not know.
 
         Raises:
-            QuireError: the engine could not go on with it.
+            QuireError: the engine reported an error.
         """
         if result.error_code is not None:
             raise error_from_code(result.error_code, result.error)
@@ -70,7 +70,7 @@ class OfflineRequest:
         return completion.finish_reason is not None and result.finish_reason is None
 
     def to_request_output(self) -> RequestOutput:
-        """The finished request; the likeliest outputs first if there are more than asked for."""
+        """Return the finished request, with the most likely outputs first if best_of exceeds n."""
         sequence_ids = list(self._completions)
         if self._params.num_sequences > self._params.n:
             sequence_ids = [sequence_ids[i] for i in select_best_of(self._completions.values(), self._params.n)]
@@ -91,7 +91,7 @@ class OfflineRequest:
         return CompletionOutput(
             index=index,
             text="".join(delta.text for delta in deltas),
-            token_ids=[token for part in deltas for token in part.token_ids],
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
             cumulative_logprob=completion.cumulative_logprob if has_logprobs else None,
             logprobs=self._logprobs_per_position(deltas) if has_logprobs else None,
             finish_reason=completion.finish_reason,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into and comes out of offline generation, as values with vLLM's names. llm.py fills them."""
+"""Inputs and results of offline generation as values, with vLLM's names. `LLM` and `OfflineRequest` create them."""
 
 import os
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ class LoRARequest:
     """An adapter to generate with.
 
     Raises:
-        InvalidArgument: a field has another type; the message names it.
+        InvalidArgument: a field has a wrong type; the message names it.
     """
 
     lora_name: str
     lora_int_id: int
-    """Not used: an adapter is what is in its folder. It keeps vLLM's scripts running."""
+    """Ignored, because the content of the folder identifies an adapter. Exists for compatibility with vLLM."""
     lora_path: str
     """Folder with adapter_config.json and adapter_model.safetensors."""
 
@@ -25,27 +25,29 @@ class LoRARequest:
         field_types = (("lora_name", str), ("lora_int_id", int), ("lora_path", str | os.PathLike))
         for name, kind in field_types:
             if not isinstance(value := getattr(self, name), kind):
-                raise InvalidArgument(f"lora_request: {name} {str(value)[:80]!r} is a {type(value).__name__}")
+                raise InvalidArgument(
+                    f"lora_request: {name} has the wrong type {type(value).__name__}, got {str(value)[:80]!r}"
+                )
 
     @property
     def name(self) -> str:
-        """lora_name, as vLLM's has it."""
+        """Alias of lora_name, as in vLLM."""
         return self.lora_name
 
     @property
     def path(self) -> str:
-        """lora_path, as vLLM's has it."""
+        """Alias of lora_path, as in vLLM."""
         return self.lora_path
 
     @property
     def adapter_id(self) -> int:
-        """lora_int_id, as vLLM's has it."""
+        """Alias of lora_int_id, as in vLLM."""
         return self.lora_int_id
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was at its position."""
+    """Log probability of a token at its position."""
 
     logprob: float
     rank: int
@@ -59,14 +61,14 @@ class CompletionOutput:
     """One output of a prompt."""
 
     index: int
-    """Among the outputs of its prompt."""
+    """Index among the outputs of its prompt."""
     text: str
     """Empty for a model without a tokenizer."""
     token_ids: list[int]
     cumulative_logprob: float | None
-    """Sum over the output; None unless logprobs were asked for."""
+    """Sum over the output; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None
-    """Per position, by token id: the token taken, then the most likely ones; None unless asked for."""
+    """Per position, by token id: the sampled token, then the most likely ones; None unless requested."""
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
@@ -74,13 +76,13 @@ class CompletionOutput:
     lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
-        """True: offline outputs are complete."""
+        """Return True, because offline outputs are complete."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and what the model made of it."""
+    """A prompt and its outputs."""
 
     request_id: str
     prompt: str | None
@@ -90,6 +92,6 @@ class RequestOutput:
     finished: bool
     lora_request: LoRARequest | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per token of the prompt, None for the first; None unless asked for."""
+    """Per token of the prompt, None for the first; None unless requested."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that the prefix cache held."""
+    """Number of prompt tokens found in the prefix cache."""

@@ -18,17 +18,17 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import StepResult
 
 MAX_PROFILED_STEPS = 100
-"""Of an 8B model these are about 30 MB; trace viewers fail at a few hundred MB."""
+"""About 30 MB for an 8B model; trace viewers fail at some hundreds of MB."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def profile_steps(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Trace the engine's next steps, 100 at most, and write them to `path` at the end; None does nothing.
+    """Trace the next steps of the engine, at most MAX_PROFILED_STEPS, and write them to `path`; None does nothing.
 
     Raises:
-        InvalidArgument: the file cannot be written, which is found out first.
+        InvalidArgument: the file cannot be written; raised before the first step.
     """
     if path is None:
         yield
@@ -36,7 +36,7 @@ def profile_steps(engine: Engine, path: Path | None) -> Iterator[None]:
     try:
         path.touch()
     except OSError as error:
-        raise InvalidArgument(f"--profile: {path}: {error}; name a file that can be written") from error
+        raise InvalidArgument(f"--profile: cannot write {path}: {error}; use another path") from error
     device_activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler = profile(activities=[ProfilerActivity.CPU, *device_activities])
     num_steps, original_step = 0, engine.step

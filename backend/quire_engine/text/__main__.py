@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text process: `python -m quire_engine.text`."""
+"""Starts the text process: `python -m quire_engine.text`."""
 
 from quire_engine.ipc.process import run_process
 from quire_engine.text.process import main

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline generation says what transformers and peft say, through vLLM's names, whatever the engine is set to."""
+"""Offline generation equals transformers and peft through vLLM's API, with any engine settings."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from quire_engine import LLM, LoRARequest, SamplingParams, TextPrompt, TokensPro
 from quire_engine.api.llm import Engine
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
-# peft asks transformers by a name that transformers calls deprecated.
+# peft reads an attribute that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -29,20 +29,20 @@ TEXTS = ["the quick brown fox", "jumps", "over the lazy dog and back again, twic
 NAMES: list[str | None] = ["a", None, "b", "a", "b"]
 
 
-class World:
-    """A checkpoint with a tokenizer and two adapters, and what transformers and peft generate with them."""
+class Models:
+    """A checkpoint with a tokenizer and two adapters, and reference models of transformers and peft."""
 
     def __init__(self, folder: Path) -> None:
         self.model = make_checkpoint(folder / "model", "llama")
         save_tokenizer(byte_level(VOCAB - 1), self.model)
         self.paths = {name: make_adapter(self.model, folder / name, seed=i) for i, name in enumerate("ab", 1)}
         self.loras = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(self.paths.items(), 1)}
-        self.oracles = {None: load_oracle(self.model)}
-        self.oracles |= {name: load_adapted_oracle(self.model, path) for name, path in self.paths.items()}
+        self.references = {None: load_oracle(self.model)}
+        self.references |= {name: load_adapted_oracle(self.model, path) for name, path in self.paths.items()}
         self.llm = self.load()
 
     def load(self, **fields: Any) -> LLM:
-        """One that keeps everything small."""
+        """Return an LLM with small settings."""
         settings = {"dtype": "float32", "enable_lora": True, "max_model_len": 128, "kv_cache_memory_bytes": 2**22}
         return LLM(model=self.model, **(settings | fields))
 
@@ -52,7 +52,7 @@ class World:
     def expected(self, token_ids: list[int], name: str | None = None, num: int = 24) -> list[int]:
         with torch.inference_mode():
             ids = torch.tensor([token_ids])
-            model = self.oracles[name]
+            model = self.references[name]
             out = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, do_sample=False
             )
@@ -60,8 +60,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def test_names_are_imported_on_first_use() -> None:
@@ -76,21 +76,21 @@ def test_names_are_imported_on_first_use() -> None:
         _ = quire_engine.LLN
 
 
-def test_prompts_have_the_types_that_vllms_scripts_name(world: World) -> None:
-    token_ids = world.llm.tokenizer.encode(TEXTS[0])
+def test_prompt_types_of_vllm_are_accepted(models: Models) -> None:
+    token_ids = models.llm.tokenizer.encode(TEXTS[0])
     prompts = [TextPrompt(prompt=TEXTS[0]), TokensPrompt(prompt_token_ids=token_ids, prompt=TEXTS[0])]
-    one, other = world.llm.generate(prompts, GREEDY)
-    assert one.outputs[0].token_ids == other.outputs[0].token_ids == world.expected(token_ids)
+    one, other = models.llm.generate(prompts, GREEDY)
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids == models.expected(token_ids)
     assert (one.prompt, other.prompt_token_ids) == (TEXTS[0], token_ids)
 
 
-def test_a_batch_equals_transformers_in_the_order_of_the_prompts(world: World) -> None:
-    outputs = world.llm.generate(TEXTS, GREEDY)
+def test_batch_equals_transformers_in_prompt_order(models: Models) -> None:
+    outputs = models.llm.generate(TEXTS, GREEDY)
     assert [output.prompt for output in outputs] == TEXTS
     for output in outputs:
         [completion] = output.outputs
-        assert output.prompt_token_ids == world.llm.tokenizer.encode(output.prompt)
-        assert completion.token_ids == world.expected(output.prompt_token_ids)
+        assert output.prompt_token_ids == models.llm.tokenizer.encode(output.prompt)
+        assert completion.token_ids == models.expected(output.prompt_token_ids)
         assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
         assert output.finished and completion.finished()
         assert (completion.cumulative_logprob, completion.logprobs) == (None, None)
@@ -98,11 +98,11 @@ def test_a_batch_equals_transformers_in_the_order_of_the_prompts(world: World) -
     assert ids == sorted(set(ids))
 
 
-def test_adapters_in_one_batch_equal_peft(world: World) -> None:
-    outputs = world.llm.generate(TEXTS, GREEDY, lora_request=[world.lora(name) for name in NAMES])
+def test_adapters_in_one_batch_equal_peft(models: Models) -> None:
+    outputs = models.llm.generate(TEXTS, GREEDY, lora_request=[models.lora(name) for name in NAMES])
     for name, output in zip(NAMES, outputs, strict=True):
-        assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids, name)
-        assert output.lora_request == world.lora(name)
+        assert output.outputs[0].token_ids == models.expected(output.prompt_token_ids, name)
+        assert output.lora_request == models.lora(name)
 
 
 @pytest.mark.parametrize(
@@ -112,67 +112,67 @@ def test_adapters_in_one_batch_equal_peft(world: World) -> None:
         {"enable_chunked_prefill": False},
         {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 8},
         {"block_size": 128},
-        # One slot and one host copy: every change of adapter waits for the one before, and reads from disk.
+        # One slot and one host copy: each change of adapter waits for the previous one and reads from disk.
         {"max_loras": 1, "max_cpu_loras": 1},
         {"max_num_seqs": 1},
         {"async_scheduling": True},
     ],
     ids=str,
 )
-def test_output_does_not_depend_on_the_settings(world: World, fields: dict[str, Any]) -> None:
-    outputs = world.load(**fields).generate(TEXTS, GREEDY, lora_request=[world.lora(name) for name in NAMES])
+def test_output_does_not_depend_on_the_settings(models: Models, fields: dict[str, Any]) -> None:
+    outputs = models.load(**fields).generate(TEXTS, GREEDY, lora_request=[models.lora(name) for name in NAMES])
     for name, output in zip(NAMES, outputs, strict=True):
-        assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids, name)
+        assert output.outputs[0].token_ids == models.expected(output.prompt_token_ids, name)
 
 
-def test_output_survives_preemption(world: World) -> None:
+def test_output_survives_preemption(models: Models) -> None:
     # 128 tokens of 512 bytes each, two layers of keys and values, 32 floats: 16 blocks of 8 KiB, for 5 x 64 tokens.
-    llm = world.load(kv_cache_memory_bytes=16 * 8192, block_size=8, max_num_seqs=5)
+    llm = models.load(kv_cache_memory_bytes=16 * 8192, block_size=8, max_num_seqs=5)
     params = SamplingParams(temperature=0.0, max_tokens=50)
     outputs = llm.generate(TEXTS, params)
     assert llm.engine.stats().num_preemptions > 0
     for output in outputs:
-        assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids, num=50)
+        assert output.outputs[0].token_ids == models.expected(output.prompt_token_ids, num=50)
 
 
-def test_the_second_time_prefixes_are_cached(world: World) -> None:
-    llm = world.load()
+def test_second_run_hits_the_prefix_cache(models: Models) -> None:
+    llm = models.load()
     prompt = list(range(1, 60))
     first = llm.generate(prompt, GREEDY)
     assert llm.engine.stats().prefix_cache_hits == 0
     second = llm.generate({"prompt_token_ids": prompt}, GREEDY)
     assert llm.engine.stats().prefix_cache_hits == 48
-    assert first[0].outputs[0].token_ids == second[0].outputs[0].token_ids == world.expected(prompt)
+    assert first[0].outputs[0].token_ids == second[0].outputs[0].token_ids == models.expected(prompt)
     assert (first[0].prompt, second[0].prompt) == (None, None)
-    # An adapter's keys and values are its own.
-    [third] = llm.generate(prompt, GREEDY, lora_request=world.loras["a"])
+    # KV blocks are not shared between adapters.
+    [third] = llm.generate(prompt, GREEDY, lora_request=models.loras["a"])
     assert llm.engine.stats().prefix_cache_hits == 48
-    assert third.outputs[0].token_ids == world.expected(prompt, "a")
+    assert third.outputs[0].token_ids == models.expected(prompt, "a")
 
 
-def test_prompts_come_in_four_forms(world: World) -> None:
-    ids = world.llm.tokenizer.encode("jumps")
-    forms: list[Any] = ["jumps", {"prompt": "jumps"}, {"prompt_token_ids": ids}, ids]
-    together = world.llm.generate(forms, GREEDY)
-    alone = [world.llm.generate(form, GREEDY)[0] for form in forms]
-    assert {tuple(o.outputs[0].token_ids) for o in [*together, *alone]} == {tuple(world.expected(ids))}
-    assert world.llm.generate([]) == []
+def test_four_prompt_formats_are_equivalent(models: Models) -> None:
+    ids = models.llm.tokenizer.encode("jumps")
+    formats: list[Any] = ["jumps", {"prompt": "jumps"}, {"prompt_token_ids": ids}, ids]
+    together = models.llm.generate(formats, GREEDY)
+    alone = [models.llm.generate(prompt, GREEDY)[0] for prompt in formats]
+    assert {tuple(o.outputs[0].token_ids) for o in [*together, *alone]} == {tuple(models.expected(ids))}
+    assert models.llm.generate([]) == []
 
 
-def test_a_script_assigns_to_parameters_and_takes_ids_from_arrays(world: World) -> None:
-    params = world.llm.get_default_sampling_params()
+def test_parameters_are_assignable_and_token_ids_can_be_arrays(models: Models) -> None:
+    params = models.llm.get_default_sampling_params()
     params.max_tokens, params.temperature = 5, 0
     ids = torch.tensor([5, 9, 9, 30])
     for prompt in ([ids], [ids.numpy()], ids.numpy()):
-        [output] = world.llm.generate(prompt, params)
-        assert output.outputs[0].token_ids == world.expected(ids.tolist(), num=5)
+        [output] = models.llm.generate(prompt, params)
+        assert output.outputs[0].token_ids == models.expected(ids.tolist(), num=5)
         assert repr(output.outputs[0].finish_reason) == "'length'"
     params.n = 2
     with pytest.raises(InvalidArgument, match="'n': must be 1 with temperature 0"):
-        world.llm.generate("jumps", params)
+        models.llm.generate("jumps", params)
 
 
-def test_an_adapter_is_asked_for_as_vllms_is() -> None:
+def test_lora_request_has_the_fields_of_vllm() -> None:
     lora = LoRARequest(lora_name="sql", lora_int_id=3, lora_path="/x")
     assert (lora.name, lora.adapter_id, lora.path) == ("sql", 3, "/x")
     assert lora == LoRARequest("sql", 3, "/x") and len({lora, LoRARequest("sql", 3, "/x")}) == 1
@@ -183,38 +183,38 @@ def test_parameters_survive_copies_and_pickles() -> None:
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == replace(params) == params
 
 
-def test_parameters_per_prompt_and_by_default(world: World) -> None:
+def test_parameters_per_prompt_and_by_default(models: Models) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 7)]
-    outputs = world.llm.generate(["jumps", "jumps"], params)
+    outputs = models.llm.generate(["jumps", "jumps"], params)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 7]
-    [default] = world.llm.generate("jumps")
+    [default] = models.llm.generate("jumps")
     assert len(default.outputs[0].token_ids) == 16
-    limited = world.llm.generate([5] * 120, SamplingParams(max_tokens=None))
+    limited = models.llm.generate([5] * 120, SamplingParams(max_tokens=None))
     assert len(limited[0].outputs[0].token_ids) == 8 and limited[0].outputs[0].finish_reason == "length"
 
 
-def test_seeds_repeat_whatever_else_runs(world: World) -> None:
+def test_seed_is_reproducible_in_any_batch(models: Models) -> None:
     def tokens(seed: int | None, others: int) -> list[int]:
         params = [SamplingParams(seed=seed, max_tokens=12)] + [SamplingParams(max_tokens=12)] * others
-        return world.llm.generate([TEXTS[0]] * (1 + others), params)[0].outputs[0].token_ids
+        return models.llm.generate([TEXTS[0]] * (1 + others), params)[0].outputs[0].token_ids
 
     assert tokens(7, 0) == tokens(7, 4) != tokens(8, 0)
-    outputs = world.llm.generate([TEXTS[0]] * 4, SamplingParams(max_tokens=12))
+    outputs = models.llm.generate([TEXTS[0]] * 4, SamplingParams(max_tokens=12))
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 4
 
 
-def test_logprobs_are_those_of_transformers(world: World) -> None:
-    [output] = world.llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=5, logprobs=2))
+def test_logprobs_equal_transformers(models: Models) -> None:
+    [output] = models.llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=5, logprobs=2))
     [completion] = output.outputs
     ids = torch.tensor([output.prompt_token_ids + completion.token_ids])
     with torch.inference_mode():
-        wanted = world.oracles[None](ids).logits[0].log_softmax(-1)
+        expected = models.references[None](ids).logits[0].log_softmax(-1)
     assert completion.logprobs is not None and completion.cumulative_logprob is not None
     for i, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        row = wanted[len(output.prompt_token_ids) + i - 1]
+        row = expected[len(output.prompt_token_ids) + i - 1]
         assert list(entries) == row.topk(2).indices.tolist()
         assert next(iter(entries)) == token and entries[token].rank == 1
-        assert entries[token].decoded_token == world.llm.tokenizer.token_text(token)
+        assert entries[token].decoded_token == models.llm.tokenizer.token_text(token)
         for token_id, entry in entries.items():
             assert math.isclose(entry.logprob, row[token_id], abs_tol=1e-4)
     total = sum(
@@ -223,9 +223,9 @@ def test_logprobs_are_those_of_transformers(world: World) -> None:
     assert math.isclose(completion.cumulative_logprob, total)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_stop_strings_and_stop_tokens_say_what_stopped(world: World, ahead: bool) -> None:
-    llm = world.load(async_scheduling=True) if ahead else world.llm
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_stop_reason_is_the_stop_string_or_stop_token(models: Models, async_scheduling: bool) -> None:
+    llm = models.load(async_scheduling=True) if async_scheduling else models.llm
     [free] = llm.generate(TEXTS[0], GREEDY)
     text, tokens = free.outputs[0].text, free.outputs[0].token_ids
     stop = text[4:6]
@@ -242,18 +242,18 @@ def test_stop_strings_and_stop_tokens_say_what_stopped(world: World, ahead: bool
     end = tokens.index(tokens[5]) + 1
     assert by_token.outputs[0].token_ids == tokens[:end]
     assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", tokens[5])
-    # With min_tokens the stop token is not even drawn before its time.
+    # With min_tokens the stop token is not sampled before that.
     params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(tokens[5],), min_tokens=10)
     [later] = llm.generate(TEXTS[0], params)
     assert len(later.outputs[0].token_ids) > 10 and tokens[5] not in later.outputs[0].token_ids[:10]
     assert not llm.engine.has_work
 
 
-def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path) -> None:
+def test_model_without_tokenizer_uses_token_ids(models: Models, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "bare", "llama")
     llm = LLM(model=folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**21)
     [output] = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0.0, max_tokens=4, logprobs=0))
-    assert output.outputs[0].token_ids == world.expected([1, 2, 3], num=4)
+    assert output.outputs[0].token_ids == models.expected([1, 2, 3], num=4)
     assert output.outputs[0].text == ""
     assert output.outputs[0].logprobs is not None
     assert all(entry.decoded_token is None for p in output.outputs[0].logprobs for entry in p.values())
@@ -294,29 +294,29 @@ def test_a_folder_without_tokenizer_takes_token_ids(world: World, tmp_path: Path
         ({"prompts": [[1, 2**70]]}, "prompt: 1180591620717411303424 is not a token id"),
     ],
 )
-def test_a_wrong_request_is_refused_before_anything_runs(world: World, arguments: Any, message: str) -> None:
+def test_invalid_request_is_rejected_before_anything_runs(models: Models, arguments: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        world.llm.generate(**arguments)
-    assert not world.llm.engine.has_work
-    world.llm.engine.check_integrity()
+        models.llm.generate(**arguments)
+    assert not models.llm.engine.has_work
+    models.llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("lora_name", ["x"]), ("lora_int_id", "1"), ("lora_path", None), ("lora_path", {"a": 1})]
 )
-def test_fields_of_an_adapters_request_have_their_types(field: str, value: Any) -> None:
-    given: dict[str, Any] = {"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"}
-    with pytest.raises(InvalidArgument, match=f"lora_request: {field} .* is a {type(value).__name__}"):
-        LoRARequest(**given | {field: value})
+def test_lora_request_fields_of_wrong_type_are_rejected(field: str, value: Any) -> None:
+    fields: dict[str, Any] = {"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"}
+    with pytest.raises(InvalidArgument, match=f"lora_request: {field} has the wrong type {type(value).__name__}"):
+        LoRARequest(**fields | {field: value})
 
 
 @pytest.mark.parametrize("model", ["~nobody!/model", "a" * 5000])
-def test_a_path_that_cannot_be_is_named(model: str) -> None:
+def test_invalid_model_path_is_reported(model: str) -> None:
     with pytest.raises(ConfigError, match=f"model: '{model[:100]}.*"):
         LLM(model=model)
 
 
-def test_unknown_settings_are_refused_by_name() -> None:
+def test_unknown_settings_are_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer: must be a folder, got '\[1\]'"):
         LLM(model="/nowhere", tokenizer=[1])  # type: ignore[arg-type]
     with pytest.raises(
@@ -329,20 +329,20 @@ def test_unknown_settings_are_refused_by_name() -> None:
         LLM(model="/nowhere", trust_remote_code=True)
 
 
-def test_arguments_of_vllm_that_change_nothing_are_taken(world: World) -> None:
-    llm = world.load(
+def test_vllm_arguments_without_effect_are_accepted(models: Models) -> None:
+    llm = models.load(
         trust_remote_code=False, enforce_eager=True, disable_log_stats=True, dtype="float", hf_overrides=None
     )
     [output] = llm.generate(TEXTS[0], GREEDY)
-    assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids)
+    assert output.outputs[0].token_ids == models.expected(output.prompt_token_ids)
 
 
 @pytest.fixture
-def failing(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException], None]]:
-    """Lets the third step of the next run fail."""
+def failing(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException], None]]:
+    """Return a function that makes the third step of the next run fail."""
 
     def arm(error: BaseException) -> None:
-        runner, count = world.llm.engine._runner, iter(range(100))
+        runner, count = models.llm.engine._runner, iter(range(100))
         execute = runner.execute
 
         def fail(plan: Any) -> Any:
@@ -356,14 +356,14 @@ def failing(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=repr)
-def test_it_can_be_used_again_after_a_failure(
-    world: World, failing: Callable[[BaseException], None], error: BaseException
+def test_llm_is_usable_after_a_failure(
+    models: Models, failing: Callable[[BaseException], None], error: BaseException
 ) -> None:
     failing(error)
     with pytest.raises(Internal if isinstance(error, RuntimeError) else KeyboardInterrupt):
-        world.llm.generate(TEXTS, GREEDY)
-    engine: Engine = world.llm.engine
+        models.llm.generate(TEXTS, GREEDY)
+    engine: Engine = models.llm.engine
     assert not engine.has_work and engine.stats().num_used_blocks == 0
     engine.check_integrity()
-    [output] = world.llm.generate(TEXTS[1], GREEDY)
-    assert output.outputs[0].token_ids == world.expected(output.prompt_token_ids)
+    [output] = models.llm.generate(TEXTS[1], GREEDY)
+    assert output.outputs[0].token_ids == models.expected(output.prompt_token_ids)

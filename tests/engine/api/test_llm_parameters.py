@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each parameter of a request does in an engine what it does in transformers, in any batch and after preemption."""
+"""Each sampling parameter has the same effect as in transformers, in any batch and after preemption."""
 
 import math
 from dataclasses import replace
@@ -20,17 +20,17 @@ PROMPTS = [[5, 9, 9, 30], [7] * 11, [101, 102, 103, 104, 105, 106, 107]]
 NUM = 24
 
 
-class World:
-    """A checkpoint with a tokenizer, what transformers generates with it, and engines."""
+class Models:
+    """A checkpoint with a tokenizer, and the reference model of transformers."""
 
     def __init__(self, folder: Path) -> None:
         self.model = make_checkpoint(folder, "llama")
         save_tokenizer(byte_level(VOCAB - 1), self.model)
-        self.oracle = load_oracle(self.model)
+        self.reference = load_oracle(self.model)
         self.llm = self.load()
 
     def load(self, **fields: Any) -> LLM:
-        """One that keeps everything small."""
+        """Return an LLM with small settings."""
         settings = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 2**22}
         return LLM(model=self.model, **(settings | fields))
 
@@ -38,127 +38,125 @@ class World:
         ids = torch.tensor([token_ids])
         settings = {"max_new_tokens": NUM, "do_sample": False} | arguments
         with torch.inference_mode():
-            out = self.oracle.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+            out = self.reference.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
         return out[0, len(token_ids) :].tolist()
 
     def tokens(self, prompts: list[Any], *params: SamplingParams, **fields: Any) -> list[list[int]]:
         llm = self.load(**fields) if fields else self.llm
-        each = list(params) if len(params) > 1 else params[0]
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, each, use_tqdm=False)]
+        sampling_params = list(params) if len(params) > 1 else params[0]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, sampling_params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("model"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("model"))
 
 
 def _greedy(**params: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "max_tokens": NUM} | params))
 
 
-def test_repetition_penalty_in_a_mixed_batch(world: World) -> None:
+def test_repetition_penalty_in_a_mixed_batch(models: Models) -> None:
     params = [_greedy(repetition_penalty=1.8), _greedy(), _greedy(repetition_penalty=0.6)]
-    wanted = [
-        world.expected(prompt, repetition_penalty=p.repetition_penalty)
+    expected = [
+        models.expected(prompt, repetition_penalty=p.repetition_penalty)
         for prompt, p in zip(PROMPTS, params, strict=True)
     ]
-    assert world.tokens(PROMPTS, *params) == wanted
-    assert wanted[0] != world.expected(PROMPTS[0])
+    assert models.tokens(PROMPTS, *params) == expected
+    assert expected[0] != models.expected(PROMPTS[0])
 
 
-def test_penalties_survive_preemption_and_chunks(world: World) -> None:
+def test_penalties_survive_preemption_and_chunks(models: Models) -> None:
     params = _greedy(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, max_tokens=50)
-    wanted = world.tokens(PROMPTS * 2, params)
-    llm = world.load(kv_cache_memory_bytes=14 * 8192, block_size=8, max_num_seqs=6, max_num_batched_tokens=8)
+    expected = models.tokens(PROMPTS * 2, params)
+    llm = models.load(kv_cache_memory_bytes=14 * 8192, block_size=8, max_num_seqs=6, max_num_batched_tokens=8)
     outputs = llm.generate(PROMPTS * 2, params, use_tqdm=False)
     assert llm.engine.stats().num_preemptions > 0
-    assert [output.outputs[0].token_ids for output in outputs] == wanted
-    assert wanted[0] == wanted[3] != world.tokens(PROMPTS[:1], _greedy(max_tokens=50))[0]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert expected[0] == expected[3] != models.tokens(PROMPTS[:1], _greedy(max_tokens=50))[0]
 
 
-def test_logit_bias_and_allowed_tokens(world: World) -> None:
+def test_logit_bias_and_allowed_tokens(models: Models) -> None:
     bias = {17: 6.0, 200: 4.0}
-    wanted = world.expected(PROMPTS[0], sequence_bias={(token,): value for token, value in bias.items()})
+    expected = models.expected(PROMPTS[0], sequence_bias={(token,): value for token, value in bias.items()})
     allowed = [3, 50, 51, 300]
-    got = world.tokens(PROMPTS, _greedy(logit_bias=bias), _greedy(allowed_token_ids=allowed), _greedy())
-    assert got[0] == wanted != world.expected(PROMPTS[0])
-    assert set(got[1]) <= set(allowed) and len(got[1]) == NUM
-    assert got[2] == world.expected(PROMPTS[2])
-    drawn = world.tokens(PROMPTS, SamplingParams(temperature=5.0, allowed_token_ids=allowed, max_tokens=NUM, seed=1))
+    outputs = models.tokens(PROMPTS, _greedy(logit_bias=bias), _greedy(allowed_token_ids=allowed), _greedy())
+    assert outputs[0] == expected != models.expected(PROMPTS[0])
+    assert set(outputs[1]) <= set(allowed) and len(outputs[1]) == NUM
+    assert outputs[2] == models.expected(PROMPTS[2])
+    drawn = models.tokens(PROMPTS, SamplingParams(temperature=5.0, allowed_token_ids=allowed, max_tokens=NUM, seed=1))
     assert all(set(tokens) <= set(allowed) for tokens in drawn) and set(drawn[0]) == set(allowed)
 
 
-def test_bad_words_do_not_come(world: World) -> None:
-    # Tokens that are whole characters, so that a word made of them is tokenized into them again.
-    tokenizer = world.llm.tokenizer
+def test_bad_words_are_not_generated(models: Models) -> None:
+    # Tokens that are complete characters, so that a word made of them is tokenized into the same tokens.
+    tokenizer = models.llm.tokenizer
     assert tokenizer is not None
     whole = [i for i in range(3, VOCAB - 2) if tokenizer.token_text(i).isascii()]
     plain = _greedy(allowed_token_ids=whole, max_tokens=60)
-    [free] = world.tokens(["the quick"], plain)
+    [free] = models.tokens(["the quick"], plain)
     runs = [free[i : i + n] for n in (1, 2, 3) for i in range(len(free) - n)]
     texts = {tokenizer.decode(run): run for run in runs if not tokenizer.decode(run)[0].isspace()}
     words = {text: run for text, run in texts.items() if tokenizer.bad_word_ids([text])[0] == run}
     assert {len(run) for run in words.values()} >= {1, 2}
-    # Some of each length: each costs a generation by transformers.
+    # Five of each length, because each requires a generation with transformers.
     some = [(w, run) for n in (1, 2, 3) for w, run in [kv for kv in words.items() if len(kv[1]) == n][:5]]
     for word, run in some:
-        [got] = world.llm.generate("the quick", replace(plain, bad_words=(word,)), use_tqdm=False)
-        tokens = got.outputs[0].token_ids
+        [output] = models.llm.generate("the quick", replace(plain, bad_words=(word,)), use_tqdm=False)
+        tokens = output.outputs[0].token_ids
         others = [i for i in range(VOCAB) if i not in whole]
         bias = {(token,): -1e9 for token in others}
         bad = tokenizer.bad_word_ids([word])
-        wanted = world.expected(got.prompt_token_ids, bad_words_ids=bad, sequence_bias=bias, max_new_tokens=60)
-        assert tokens == wanted
+        expected = models.expected(output.prompt_token_ids, bad_words_ids=bad, sequence_bias=bias, max_new_tokens=60)
+        assert tokens == expected
         assert not any(tokens[i : i + len(run)] == run for i in range(len(tokens)))
 
 
-def test_min_tokens_forbids_every_token_that_would_end_it(world: World) -> None:
-    free = world.expected(PROMPTS[2])
+def test_min_tokens_forbids_every_stop_token(models: Models) -> None:
+    free = models.expected(PROMPTS[2])
     stop = free[4]
-    wanted = world.expected(PROMPTS[2], eos_token_id=stop, min_new_tokens=10, pad_token_id=stop)
-    assert stop not in wanted[:10]
-    assert world.tokens([PROMPTS[2]], _greedy(stop_token_ids=[stop], min_tokens=10)) == [wanted]
-    ended = world.tokens([PROMPTS[2]], _greedy(stop_token_ids=[stop]))[0]
+    expected = models.expected(PROMPTS[2], eos_token_id=stop, min_new_tokens=10, pad_token_id=stop)
+    assert stop not in expected[:10]
+    assert models.tokens([PROMPTS[2]], _greedy(stop_token_ids=[stop], min_tokens=10)) == [expected]
+    ended = models.tokens([PROMPTS[2]], _greedy(stop_token_ids=[stop]))[0]
     assert ended == free[: free.index(stop) + 1]
 
 
-def test_min_tokens_holds_the_end_of_sequence_back_even_where_it_is_ignored(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end = world.expected(PROMPTS[2])[4]
-    wanted = world.expected(PROMPTS[2], eos_token_id=end, min_new_tokens=10, pad_token_id=end)[:10]
-    monkeypatch.setattr(world.llm.engine, "eos_token_ids", frozenset([end]))
-    [tokens] = world.tokens([PROMPTS[2]], _greedy(ignore_eos=True, min_tokens=10))
-    assert (tokens[:10], len(tokens)) == (wanted, NUM)
+def test_min_tokens_forbids_eos_even_with_ignore_eos(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = models.expected(PROMPTS[2])[4]
+    expected = models.expected(PROMPTS[2], eos_token_id=end, min_new_tokens=10, pad_token_id=end)[:10]
+    monkeypatch.setattr(models.llm.engine, "eos_token_ids", frozenset([end]))
+    [tokens] = models.tokens([PROMPTS[2]], _greedy(ignore_eos=True, min_tokens=10))
+    assert (tokens[:10], len(tokens)) == (expected, NUM)
 
 
-def test_a_prompt_is_cut_from_its_start(world: World) -> None:
-    llm, text = world.llm, "the quick brown fox jumps over the lazy dog"
-    every = llm.tokenizer.encode(text)
-    [kept] = llm.generate(text, _greedy(truncate_prompt_tokens=5), use_tqdm=False)
-    # The special token before a prompt is kept, as transformers does when it truncates.
-    assert kept.prompt_token_ids == [every[0], *every[-4:]]
-    [kept] = llm.generate({"prompt_token_ids": every}, _greedy(truncate_prompt_tokens=5), use_tqdm=False)
-    assert kept.prompt_token_ids == every[-5:]
-    [kept] = llm.generate(text * 20, _greedy(truncate_prompt_tokens=-1, max_tokens=28), use_tqdm=False)
-    assert len(kept.prompt_token_ids) == 100 and len(kept.outputs[0].token_ids) == 28
-    [kept] = llm.generate(text, _greedy(truncate_prompt_tokens=100), use_tqdm=False)
-    assert kept.prompt_token_ids == every
+def test_truncate_prompt_tokens_keeps_the_end(models: Models) -> None:
+    llm, text = models.llm, "the quick brown fox jumps over the lazy dog"
+    all_ids = llm.tokenizer.encode(text)
+    [output] = llm.generate(text, _greedy(truncate_prompt_tokens=5), use_tqdm=False)
+    # The special token before the prompt is kept, as transformers does on truncation.
+    assert output.prompt_token_ids == [all_ids[0], *all_ids[-4:]]
+    [output] = llm.generate({"prompt_token_ids": all_ids}, _greedy(truncate_prompt_tokens=5), use_tqdm=False)
+    assert output.prompt_token_ids == all_ids[-5:]
+    [output] = llm.generate(text * 20, _greedy(truncate_prompt_tokens=-1, max_tokens=28), use_tqdm=False)
+    assert len(output.prompt_token_ids) == 100 and len(output.outputs[0].token_ids) == 28
+    [output] = llm.generate(text, _greedy(truncate_prompt_tokens=100), use_tqdm=False)
+    assert output.prompt_token_ids == all_ids
 
 
-def test_without_detokenizing_there_are_token_ids_only(world: World) -> None:
-    [output] = world.llm.generate("the quick", _greedy(detokenize=False, logprobs=1), use_tqdm=False)
+def test_without_detokenize_outputs_contain_only_token_ids(models: Models) -> None:
+    [output] = models.llm.generate("the quick", _greedy(detokenize=False, logprobs=1), use_tqdm=False)
     [completion] = output.outputs
     assert completion.text == "" and len(completion.token_ids) == NUM
     assert {entry.decoded_token for entries in completion.logprobs or [] for entry in entries.values()} == {None}
 
 
-def test_several_outputs_are_those_of_their_seeds(world: World) -> None:
-    llm, params = world.load(), SamplingParams(seed=7, max_tokens=NUM, logprobs=0)
+def test_output_i_of_n_equals_a_single_output_with_seed_plus_i(models: Models) -> None:
+    llm, params = models.load(), SamplingParams(seed=7, max_tokens=NUM, logprobs=0)
     prompt = list(range(1, 60))
     alone = [llm.generate(prompt, replace(params, seed=7 + i), use_tqdm=False)[0].outputs[0] for i in range(4)]
-    # The prompt is computed once, also without a prefix cache.
-    bare = world.load(enable_prefix_caching=False)
+    # The prompt is computed once, even without prefix caching.
+    bare = models.load(enable_prefix_caching=False)
     steps = [(llm, llm.engine.stats().prefix_cache_hits), (bare, 0)]
     for engine_, hits in steps:
         [output] = engine_.generate(prompt, replace(params, n=4, prompt_logprobs=1), use_tqdm=False)
@@ -166,12 +164,12 @@ def test_several_outputs_are_those_of_their_seeds(world: World) -> None:
             (i, one.token_ids, one.text) for i, one in enumerate(alone)
         ]
         assert engine_.engine.stats().prefix_cache_hits >= hits + 3 * 48
-        _check_prompt_logprobs(world, output, 1)
+        _check_prompt_logprobs(models, output, 1)
         assert output.num_cached_tokens == 0
         engine_.engine.check_integrity()
 
 
-def test_seeds_repeat_in_any_company(world: World) -> None:
+def test_seeds_are_reproducible_in_any_batch(models: Models) -> None:
     kinds: list[dict[str, Any]] = [
         {"top_k": 20, "logprobs": 3},
         {"repetition_penalty": 1.5, "top_p": 0.9},
@@ -182,17 +180,17 @@ def test_seeds_repeat_in_any_company(world: World) -> None:
     ]
     params = [SamplingParams(**({"seed": 40 + i, "max_tokens": 16} | kind)) for i, kind in enumerate(kinds)]
     prompts = [PROMPTS[i % 3] for i in range(len(params))]
-    alone = [world.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
-    assert world.tokens(prompts, *params) == alone
-    assert world.tokens(prompts[::-1], *params[::-1]) == alone[::-1]
-    assert world.tokens(prompts, *params, max_num_seqs=3, max_num_batched_tokens=8, block_size=8) == alone
+    alone = [models.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    assert models.tokens(prompts, *params) == alone
+    assert models.tokens(prompts[::-1], *params[::-1]) == alone[::-1]
+    assert models.tokens(prompts, *params, max_num_seqs=3, max_num_batched_tokens=8, block_size=8) == alone
 
 
-def test_the_best_of_many(world: World) -> None:
+def test_best_of_returns_the_most_likely_outputs(models: Models) -> None:
     params = SamplingParams(seed=7, max_tokens=NUM)
-    [every] = world.llm.generate(PROMPTS[0], replace(params, n=6, logprobs=0), use_tqdm=False)
+    [every] = models.llm.generate(PROMPTS[0], replace(params, n=6, logprobs=0), use_tqdm=False)
     ranked = sorted(every.outputs, key=lambda one: -one.cumulative_logprob)
-    [output] = world.llm.generate(PROMPTS[0], replace(params, n=2, best_of=6), use_tqdm=False)
+    [output] = models.llm.generate(PROMPTS[0], replace(params, n=2, best_of=6), use_tqdm=False)
     assert [one.token_ids for one in output.outputs] == [one.token_ids for one in ranked[:2]]
     assert [(one.index, one.logprobs, one.cumulative_logprob) for one in output.outputs] == [
         (0, None, None),
@@ -200,18 +198,18 @@ def test_the_best_of_many(world: World) -> None:
     ]
 
 
-def test_outputs_of_a_request_end_one_by_one(world: World) -> None:
+def test_outputs_of_a_request_end_independently(models: Models) -> None:
     params = SamplingParams(seed=1, n=5, max_tokens=60, temperature=2.0, stop=["e", "o"], stop_token_ids=[5, 6, 7])
-    outputs = world.llm.generate([PROMPTS[0], "the quick"], params, use_tqdm=False)
+    outputs = models.llm.generate([PROMPTS[0], "the quick"], params, use_tqdm=False)
     ends = {(one.finish_reason, type(one.stop_reason)) for output in outputs for one in output.outputs}
     assert ("stop", str) in ends and len({len(one.token_ids) for one in outputs[0].outputs}) > 2
-    assert not world.llm.engine.has_work and world.llm.engine.stats().num_used_blocks == 0
+    assert not models.llm.engine.has_work and models.llm.engine.stats().num_used_blocks == 0
 
 
-def _check_prompt_logprobs(world: World, output: RequestOutput, count: int) -> None:
+def _check_prompt_logprobs(models: Models, output: RequestOutput, count: int) -> None:
     ids = output.prompt_token_ids
     with torch.inference_mode():
-        table = world.oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+        table = models.reference(torch.tensor([ids])).logits[0].log_softmax(-1)
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(ids)
     assert output.prompt_logprobs[0] is None
     for position, entries in enumerate(output.prompt_logprobs[1:]):
@@ -229,17 +227,17 @@ def _check_prompt_logprobs(world: World, output: RequestOutput, count: int) -> N
         {},
         {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 8},
         {"enable_chunked_prefill": False},
-        # Prompts partly through give their blocks up for decoding ones.
+        # Partially prefilled sequences are preempted in favor of decoding ones.
         {"max_num_batched_tokens": 8, "max_num_seqs": 6, "block_size": 8, "kv_cache_memory_bytes": 17 * 8192},
     ],
     ids=str,
 )
-def test_prompt_logprobs_are_those_of_transformers(
-    world: World, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_prompt_logprobs_equal_transformers(
+    models: Models, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Logits of a few rows at a time: the parts of a prompt are not what its chunks are.
+    # Logits of a few rows at a time, so that these parts differ from the prefill chunks.
     monkeypatch.setattr(logprobs, "_MAX_CHUNK_BYTES", 3 * 4 * VOCAB)
-    llm = world.load(**fields)
+    llm = models.load(**fields)
     prompts = [*PROMPTS, [33], list(range(40, 90)), [7] * 60]
     counts = [0, 2, 5, 1, 3, None]
     plain = llm.generate(prompts, _greedy(), use_tqdm=False)
@@ -249,14 +247,14 @@ def test_prompt_logprobs_are_those_of_transformers(
         if count is None:
             assert output.prompt_logprobs is None and output.num_cached_tokens is not None
         else:
-            # What the first run left in the prefix cache is not used.
+            # The blocks that the first run cached are not used.
             assert output.num_cached_tokens == 0
-            _check_prompt_logprobs(world, output, count)
+            _check_prompt_logprobs(models, output, count)
     llm.engine.check_integrity()
 
 
-def test_the_prefix_cache_is_counted_and_filled_by_scored_prompts(world: World) -> None:
-    llm, prompt = world.load(), list(range(1, 60))
+def test_prompts_with_logprobs_fill_but_do_not_read_the_prefix_cache(models: Models) -> None:
+    llm, prompt = models.load(), list(range(1, 60))
     cached = [
         llm.generate(prompt, _greedy(prompt_logprobs=count), use_tqdm=False)[0].num_cached_tokens
         for count in (0, None, 1)
@@ -264,26 +262,26 @@ def test_the_prefix_cache_is_counted_and_filled_by_scored_prompts(world: World) 
     assert cached == [0, 48, 0]
 
 
-def test_every_log_probability_where_the_engine_allows_it(world: World) -> None:
+def test_all_logprobs_require_max_logprobs_minus_one(models: Models) -> None:
     with pytest.raises(InvalidArgument, match="'prompt_logprobs': -1, all 320, is more than max_logprobs 20"):
-        world.llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1), use_tqdm=False)
+        models.llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1), use_tqdm=False)
     with pytest.raises(InvalidArgument, match="'logprobs': 21 is more than max_logprobs 20"):
-        world.llm.generate(PROMPTS[0], _greedy(logprobs=21), use_tqdm=False)
-    llm = world.load(max_logprobs=-1)
+        models.llm.generate(PROMPTS[0], _greedy(logprobs=21), use_tqdm=False)
+    llm = models.load(max_logprobs=-1)
     [output] = llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1, logprobs=-1, max_tokens=2), use_tqdm=False)
-    _check_prompt_logprobs(world, output, VOCAB)
+    _check_prompt_logprobs(models, output, VOCAB)
     assert [len(entries) for entries in output.outputs[0].logprobs or []] == [VOCAB] * 2
 
 
-def test_log_probabilities_of_a_prompt_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_prompt_logprobs_is_bounded(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_PROMPT_LOGPROBS", 44)
-    world.llm.generate([7] * 11, _greedy(prompt_logprobs=3), use_tqdm=False)
+    models.llm.generate([7] * 11, _greedy(prompt_logprobs=3), use_tqdm=False)
     with pytest.raises(InvalidArgument, match="'prompt_logprobs': 4 for each of 11 tokens; together at most 44"):
-        world.llm.generate([7] * 11, _greedy(prompt_logprobs=4), use_tqdm=False)
+        models.llm.generate([7] * 11, _greedy(prompt_logprobs=4), use_tqdm=False)
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    ("params", "message"),
     [
         ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids: token id 320"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias: token id 320"),
@@ -291,24 +289,26 @@ def test_log_probabilities_of_a_prompt_are_bounded(world: World, monkeypatch: py
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids: token id 320"),
     ],
 )
-def test_tokens_outside_the_vocabulary_are_refused_by_name(world: World, params: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidArgument, match=words):
-        world.llm.generate([[1, 2]], SamplingParams(**params), use_tqdm=False)
-    assert not world.llm.engine.has_work
+def test_tokens_outside_the_vocabulary_are_rejected_by_parameter_name(
+    models: Models, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        models.llm.generate([[1, 2]], SamplingParams(**params), use_tqdm=False)
+    assert not models.llm.engine.has_work
 
 
-def test_parameters_that_leave_no_token_are_refused(world: World) -> None:
-    [word] = world.llm.get_tokenizer().bad_word_ids(["x"])[:1]
+def test_parameters_that_forbid_all_tokens_are_rejected(models: Models) -> None:
+    [word] = models.llm.get_tokenizer().bad_word_ids(["x"])[:1]
     assert len(word) == 1
     for allowed, params in (([40, 41], {"stop_token_ids": [40, 41, 42], "min_tokens": 2}), (word, {"bad_words": "x"})):
         with pytest.raises(InvalidArgument, match="'allowed_token_ids': bad_words and min_tokens forbid all"):
-            world.tokens([[1, 2]], SamplingParams(allowed_token_ids=allowed, **params))
-        assert not world.llm.engine.has_work
-        [tokens] = world.tokens([[1, 2]], SamplingParams(allowed_token_ids=[*allowed, 60], **params))
+            models.tokens([[1, 2]], SamplingParams(allowed_token_ids=allowed, **params))
+        assert not models.llm.engine.has_work
+        [tokens] = models.tokens([[1, 2]], SamplingParams(allowed_token_ids=[*allowed, 60], **params))
         assert tokens[:2] == [60, 60]
 
 
-def test_text_parameters_need_a_tokenizer(tmp_path: Path) -> None:
+def test_text_parameters_require_a_tokenizer(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "bare", "llama")
     llm = LLM(model=folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**21)
     for name in ("stop", "bad_words"):
