@@ -307,7 +307,7 @@ def test_edits_take_effect_and_only_those_of_pods_restart_them(operating, cluste
     cluster.merge(API, KIND, "tales", {"spec": {"engine": {"maxModelLen": 1024}}}, namespace)
     operating.wait_settled()
     assert operating.child("Deployment")["spec"]["template"] != template
-    assert operating.status()["plan"]["maxModelLen"] == {"value": 1024, "from": "Spec", "why": "pinned in the spec"}
+    assert operating.status()["plan"]["maxModelLen"] == {"value": 1024, "from": "Spec", "why": "set in the spec"}
 
 
 def test_what_is_not_wanted_any_more_goes(operating, cluster, namespace):

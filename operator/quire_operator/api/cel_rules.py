@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CEL half of the CRD's checks: every x-kubernetes-validations rule, evaluated as an API server does.
+"""CEL validation: evaluates every x-kubernetes-validations rule of the CRD, as an API server does.
 
-Pure: schema and completed value in, problems out; crd.py calls it. Rules keep to what the library here and every
-current API server share: no optional syntax (`.?`), no Kubernetes extension but quantity(), which is supplied here.
-Rules with oldSelf are judged only where there is an old value, as on an update.
+Pure: takes a schema and a completed value and yields problems. Called by crd.py. The rules use only CEL that the
+library and every current API server support: no optional syntax (`.?`), and no Kubernetes extension except quantity(),
+which this module provides. Rules with oldSelf are evaluated only with an old value, as on an update.
 """
 
 import functools
@@ -22,7 +22,7 @@ from quire_spec.errors import Internal
 
 Schema = Mapping[str, Any]
 InvalidPaths = frozenset[FieldPath]
-"""Fields that are known to be wrong."""
+"""Fields that already have a problem."""
 
 _FIELD_REFERENCE = re.compile(r"\b(?:oldSelf|self)((?:\.[A-Za-z_]\w*\b(?!\())+)")
 
@@ -33,24 +33,24 @@ class CelRule:
 
     expression: str
     requirement: str
-    """The message before `; `: what must hold. Its first word is the field to blame, or what the rule stands on."""
+    """The message before `; `: the requirement. Its first word is the field to blame, if the rule reads that field."""
     fix: str
-    """The message after it: what to do."""
+    """The message after `; `: what to do."""
 
     @classmethod
     def from_crd(cls, entry: Mapping[str, str]) -> "CelRule":
-        """An entry of x-kubernetes-validations."""
+        """Return the rule of an entry of x-kubernetes-validations."""
         requirement, _, fix = entry["message"].strip().removesuffix(".").partition("; ")
         return cls(entry["rule"].strip(), requirement, fix)
 
     @property
     def fields(self) -> list[FieldPath]:
-        """Fields that it reads, relative to where it stands, in the order of the text."""
+        """Fields that the rule reads, relative to its schema, in the order of the expression."""
         return [tuple(match.group(1)[1:].split(".")) for match in _FIELD_REFERENCE.finditer(self.expression)]
 
     @property
     def subject(self) -> FieldPath:
-        """The field to blame, relative to where the rule stands; empty: all of that."""
+        """The field to blame, relative to the rule's schema; empty for the whole value."""
         first = tuple(self.requirement.partition(" ")[0].split("."))
         return first if first in self.fields else ()
 
@@ -58,13 +58,13 @@ class CelRule:
 def iter_problems(
     schema: Schema, value: Any, old: Any = ABSENT, known_problems: Collection[Problem] = (), path: FieldPath = ()
 ) -> Iterator[Problem]:
-    """Rules that a completed value breaks, at every depth.
+    """Yield a problem for each rule that a completed value violates, at every depth.
 
-    `old` is the value before an update. `known` are the structural problems: a rule that reads a field which is
-    already known to be wrong is not judged, so that one mistake is said once.
+    `old` is the value before an update. `known_problems` are the structural problems. A rule that reads a field with a
+    structural problem is skipped, so that one mistake is reported once.
 
     Raises:
-        Internal: a rule cannot be evaluated although nothing is structurally wrong, so the rule itself is.
+        Internal: a rule cannot be evaluated although the value has no structural problem, so the rule is wrong.
     """
     yield from _iter_problems(
         schema, value, old, frozenset(problem.suggestion or problem.path for problem in known_problems), path
@@ -91,7 +91,7 @@ def _evaluate(rule: CelRule, value: Any, old: Any, invalid_paths: InvalidPaths, 
         return
     try:
         result = _compile(rule.expression).execute(_build_context(value, old))
-    except Exception as error:  # the library raises whatever its Rust side or a callback brings
+    except Exception as error:  # The library raises any exception of its Rust code or of a callback.
         if invalid_paths:
             return
         raise Internal(f"rule {rule.expression!r} cannot be evaluated: {error}") from error
@@ -108,7 +108,7 @@ def _reads_invalid_field(rule: CelRule, invalid_paths: InvalidPaths, path: Field
 def _blamed_value(value: Any, field: FieldPath) -> Any:
     for key in field:
         value = value.get(key, ABSENT) if isinstance(value, Mapping) else ABSENT
-    # A whole list or object does not help a reader to find what is wrong in it.
+    # Printing a whole list or object would not help to find the mistake.
     return ABSENT if isinstance(value, Mapping | list) else value
 
 
@@ -126,10 +126,10 @@ def _build_context(value: Any, old: Any) -> Any:
 
 @functools.cache
 def _load_cel() -> ModuleType:
-    """The compiled half of the package `cel`.
+    """Load the compiled module of the package `cel`.
 
-    Loaded without the package's __init__, which imports its command line (typer, rich): 0.2 s of the 0.4 s that
-    `quire validate` would take.
+    The package's __init__ is not imported, because it imports a command line (typer, rich), which takes 0.2 s of the
+    0.4 s that `quire validate` would need.
     """
     package = importlib.util.find_spec("cel")
     spec = package and importlib.machinery.PathFinder.find_spec("cel.cel", package.submodule_search_locations)

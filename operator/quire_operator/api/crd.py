@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRD: finds crds/llmservices.yaml and checks documents against it, as an API server would, and all at once.
+"""Validation against the CRD: loads crds/llmservices.yaml and checks documents against it, as an API server does.
 
-One source of truth for kubectl, operator and command line. schema.py and rules.py do the work; the commands call
-`check` or `valid`.
+All problems are reported at once. openapi_schema.py and cel_rules.py contain the checks; the commands and the
+controller call `validate` or `require_valid`.
 """
 
 import functools
@@ -23,7 +23,8 @@ GROUP_VERSION = f"{constants.API_GROUP}/{constants.API_VERSION}"
 
 _STRING_MAP = {"type": "object", "additionalProperties": {"type": "string"}}
 _METADATA: Mapping[str, Any] = {
-    # What a user may write is checked; what an API server adds is only known, so that its output can be read back.
+    # Fields that a user can write are checked. Fields that an API server adds are only accepted, so that its output is
+    # valid too.
     "type": "object",
     "required": ["name"],
     "properties": {
@@ -44,16 +45,16 @@ _METADATA: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """What a check found."""
+    """Result of a validation."""
 
     body: Any
-    """The document with nulls dropped and defaults filled in."""
+    """The document with nulls removed and defaults filled in."""
     problems: tuple[Problem, ...]
-    """Sorted by path; empty when the document is valid."""
+    """Problems sorted by path; empty if the document is valid."""
 
 
 def find_crd_file() -> Path:
-    """The CRD's file: beside this module in an installed wheel, in crds/ in a source tree.
+    """Return the path of the CRD: in the package in an installed wheel, in crds/ in a source tree.
 
     Raises:
         Internal: it is in neither place.
@@ -63,12 +64,12 @@ def find_crd_file() -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise Internal(f"llmservices.yaml is in none of {', '.join(map(str, candidates))}; install quire-llm again")
+    raise Internal(f"llmservices.yaml does not exist in {' or '.join(map(str, candidates))}; reinstall quire-llm")
 
 
 @functools.cache
 def load_schema() -> Mapping[str, Any]:
-    """The schema of an LLMService, from the CRD, with metadata's fields listed."""
+    """Return the schema of an LLMService from the CRD, with the fields of metadata added."""
     crd = yaml.load(find_crd_file().read_text(), yaml.CSafeLoader)
     version = next(v for v in crd["spec"]["versions"] if v["name"] == constants.API_VERSION)
     root: dict[str, Any] = version["schema"]["openAPIV3Schema"]
@@ -82,17 +83,17 @@ def load_schema() -> Mapping[str, Any]:
 
 
 def validate(body: object, old: object = ABSENT) -> ValidationResult:
-    """Everything that is wrong with a document, and the document as an API server would store it.
+    """Return all problems of a document, and the document as an API server would store it.
 
-    `old` is the stored object that the document would replace; without it, rules about changes are not judged. A
-    status is ignored, as an API server ignores it.
+    `old` is the stored object that the document replaces. Without it, rules about changes are skipped. A status is
+    ignored, as by an API server.
     """
     if isinstance(body, Mapping):
         body = {key: item for key, item in body.items() if key != "status"}
     completed = openapi_schema.with_defaults(load_schema(), body)
     old_completed = old if old is ABSENT else openapi_schema.with_defaults(load_schema(), old)
     schema_problems = list(openapi_schema.iter_problems(load_schema(), completed))
-    # Each rule gets a copy of its value, however many fields are in it that no rule knows.
+    # Unknown fields are removed first, because each rule copies its value.
     rule_problems = list(
         cel_rules.iter_problems(
             load_schema(),
@@ -105,7 +106,7 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
 
 
 def is_service(body: object) -> bool:
-    """Whether a document is meant as an LLMService: of our group, or of our kind."""
+    """Return whether a document is meant to be an LLMService: it has our API group or our kind."""
     if not isinstance(body, Mapping):
         return False
     group = str(body.get("apiVersion", "")).partition("/")[0]
@@ -113,23 +114,23 @@ def is_service(body: object) -> bool:
 
 
 def single_service(file: str) -> Manifest:
-    """The one LLMService of a file, unchecked.
+    """Return the only LLMService in a file, without validating it.
 
     Raises:
         ManifestError: the file cannot be read, or is not YAML.
-        ConfigError: it has none, or several.
+        ConfigError: the file contains no LLMService or more than one.
     """
     documents = [document for document in read_manifests(file) if is_service(document.body)]
     if len(documents) != 1:
-        raise ConfigError(f"{file}: has {len(documents)} LLMServices, and this command takes one; split the file")
+        raise ConfigError(f"{file}: must contain exactly one LLMService, got {len(documents)}; split the file")
     return documents[0]
 
 
 def require_valid(manifest: Manifest) -> Any:
-    """The checked body of a manifest.
+    """Return the body of a manifest with defaults filled in.
 
     Raises:
-        InvalidService: with every problem and the line of each.
+        InvalidService: the manifest is invalid; the message contains every problem with its line.
     """
     result = validate(manifest.body)
     if result.problems:

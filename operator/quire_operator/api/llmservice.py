@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLMService as frozen values, read from a document that crd.py has found valid.
+"""LLMService as frozen dataclasses, created from a document that crd.py has validated.
 
-Fields are spelled as in the resource, so that one search finds a field everywhere; crds/llmservices.yaml documents
-each, and a test holds the two together. Values that go into Kubernetes objects as they are stay dictionaries.
-Called by whoever takes a manifest: reconcile, render, plan and the commands.
+Fields have the same names as in the resource, so that one search finds a field everywhere. crds/llmservices.yaml
+documents each field, and a test compares both. Values that are copied into Kubernetes objects remain dictionaries.
+Called by the controller, render, plan and the commands.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Hu
 
 
 class Device(StrEnum):
-    """Where the model runs."""
+    """Device that the model runs on."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -42,7 +42,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """spec.engine; None is planned."""
+    """spec.engine; the planner chooses fields that are None."""
 
     prefixCaching: bool
     minConcurrency: int
@@ -221,17 +221,17 @@ class LLMServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class LLMService:
-    """What is wanted, by name."""
+    """An LLMService: name and spec."""
 
     name: str
     spec: LLMServiceSpec
     namespace: str | None = None
     generation: int = 0
-    """metadata.generation; 0 for a file, which no API server has numbered."""
+    """metadata.generation; 0 for a document from a file."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read a body that `crd.check` completed and found nothing wrong with."""
+        """Return the service of a body that `crd.validate` completed and found valid."""
         meta = body["metadata"]
         return cls(
             meta["name"],
@@ -242,11 +242,11 @@ class LLMService:
 
     @property
     def served_name(self) -> str:
-        """Model name that clients call the base model by."""
+        """Model name that clients use for the base model."""
         return self.spec.model.servedName or self.name
 
     def build_catalog(self) -> AdapterCatalog:
-        """The adapters, as a pod is told them; those on the hub without a token have the model's."""
+        """Return the adapter catalog for pods. Hub adapters without a token get the token of the model."""
         return AdapterCatalog(self.generation, tuple(self._with_model_token(adapter) for adapter in self.spec.adapters))
 
     def _with_model_token(self, adapter: AdapterSpec) -> AdapterSpec:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structural half of the CRD's checks: nulls pruned and defaults filled in as an API server does, then OpenAPI.
+"""OpenAPI validation: removes nulls and fills in defaults like an API server, then checks a value against the schema.
 
-Pure: schema and value in, value or problems out. crd.py calls it; the CEL half is rules.py. Where it is stricter than
-an API server: an unknown field is a problem (kubectl says the same, an API server may drop the field silently).
+Pure: takes a schema and a value, and returns a value or yields problems. Called by crd.py; cel_rules.py contains the
+CEL rules. It is stricter than an API server in one point: an unknown field is a problem, as for kubectl, while an API
+server may drop the field silently.
 """
 
 import json
@@ -22,7 +23,7 @@ _PRESERVE_UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 
 
 def with_defaults(schema: Schema, value: Any) -> Any:
-    """The value as an API server would store it: listed fields that are null dropped, defaults filled in. A copy."""
+    """Return a copy of the value as an API server would store it: known null fields removed, defaults filled in."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         present = {key: item for key, item in value.items() if item is not None or key not in fields}
@@ -39,7 +40,7 @@ def with_defaults(schema: Schema, value: Any) -> Any:
 
 
 def without_defaults(schema: Schema, value: Any) -> Any:
-    """The value without what `complete` would fill in again: fields that are their default, at every depth. A copy."""
+    """Return a copy of the value without fields that equal their default, the inverse of `with_defaults`."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         pruned = {
@@ -55,7 +56,7 @@ def without_defaults(schema: Schema, value: Any) -> Any:
 
 
 def without_unknown_fields(schema: Schema, value: Any) -> Any:
-    """The value without fields that the schema does not have, as an API server stores it. A copy."""
+    """Return a copy of the value without fields that the schema does not contain, as an API server stores it."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         preserves_unknown = schema.get(_PRESERVE_UNKNOWN) or "properties" not in schema
@@ -70,13 +71,13 @@ def without_unknown_fields(schema: Schema, value: Any) -> Any:
 
 
 def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
-    """What is structurally wrong with a completed value; `path` is where it stands in its document."""
+    """Yield the structural problems of a completed value. `path` is its path in the document."""
     paths_by_name: dict[str, list[FieldPath]] = {}
     for field_path in field_paths(schema, path):
         paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
     for error in _build_validator(schema).iter_errors(value):
         if error.validator == "enum" and _has_wrong_type(error.schema, error.instance):
-            continue  # which is told, and says more
+            continue  # The error about the type is more precise.
         error_path = (*path, *error.absolute_path)
         yield from explain_error(
             str(error.validator), error.validator_value, error.instance, error.schema, error_path, paths_by_name
@@ -85,18 +86,18 @@ def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[
 
 
 def _build_validator(schema: Schema) -> Any:
-    # OpenAPI 3.0 descends from draft 4; there 1.0 is no integer, as for an API server.
+    # OpenAPI 3.0 is based on draft 4, in which 1.0 is not an integer, as for an API server.
     extend: Any = jsonschema.validators.extend
     return extend(jsonschema.Draft4Validator, {"pattern": _check_pattern})(_strict_schema(schema))
 
 
 def _has_wrong_type(schema: Any, value: object) -> bool:
-    """Whether a value has not even the type that its schema asks for."""
+    """Return whether a value does not have the type of its schema."""
     return "type" in schema and not jsonschema.Draft4Validator({"type": schema["type"]}).is_valid(value)
 
 
 def _strict_schema(schema: Schema) -> dict[str, Any]:
-    """The schema with unknown fields refused wherever fields are listed."""
+    """Return the schema with additionalProperties false in every object that lists its fields."""
     strict = dict(schema)
     if "properties" in schema:
         strict["properties"] = {name: _strict_schema(field) for name, field in schema["properties"].items()}
@@ -110,19 +111,19 @@ def _strict_schema(schema: Schema) -> dict[str, Any]:
 
 
 def _check_pattern(validator: Any, pattern: str, value: object, schema: Schema) -> Iterator[ValidationError]:
-    # An API server's `$` is the end of the text, Python's also matches before a last newline.
+    # For an API server, `$` matches only at the end of the text; in Python it also matches before a final newline.
     if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
         yield ValidationError("pattern")
 
 
 def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    """Entries of x-kubernetes-list-type map or set that are there twice."""
+    """Yield a problem for each duplicate entry in a list of x-kubernetes-list-type map or set."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, item in value.items():
             yield from _duplicates(fields.get(key, additional_schema), item, (*path, key))
     elif isinstance(value, list):
-        # By their text: values do not hash, and to compare each with each takes minutes for a list that is too long.
+        # Compared as JSON text: values are not hashable, and comparing all pairs of a long list would take minutes.
         first_index: dict[str, int] = {}
         keys = schema.get("x-kubernetes-list-map-keys")
         for i, item in enumerate(value):
@@ -134,5 +135,5 @@ def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem
                     entry_path = (*path, i, *(keys or ())[:1])
                     duplicate_value = identity[0] if keys and isinstance(identity, list) else item
                     yield Problem(
-                        entry_path, duplicate_value, f"is in entry {first} already", "give each entry its own"
+                        entry_path, duplicate_value, f"is the same as in entry {first}", "give each entry its own"
                     )

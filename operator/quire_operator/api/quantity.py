@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes quantities as numbers: 4Gi, 512Mi, 1.5G. Called by rules.py (CEL's quantity), plan and reconcile."""
+"""Kubernetes quantities as numbers: 4Gi, 512Mi, 1.5G. Called by cel_rules.py (CEL's quantity), plan and controller."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _QUANTITY = re.compile(r"([+-]?[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)(m|u|n|[kMGT
 
 
 def to_bytes(text: str) -> int:
-    """Bytes of a quantity that the CRD's pattern has accepted, rounded up as Kubernetes does."""
+    """Return the bytes of a quantity that matches the CRD's pattern, rounded up as Kubernetes does."""
     for suffix, factor in _FACTORS.items():
         if text.endswith(suffix):
             return math.ceil(Decimal(text.removesuffix(suffix)) * factor)
@@ -26,7 +26,7 @@ def to_bytes(text: str) -> int:
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """The number that a quantity is, with its fractions: 500m, 2, 1Gi, 1e3; None for any other text."""
+    """Return the exact number of a quantity such as 500m, 2, 1Gi or 1e3, or None for other text."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural faults in words: what a failed OpenAPI keyword means for the reader of a file, and how to put it right.
+"""Messages for schema violations: converts a failed OpenAPI keyword to a problem with a rule and a fix.
 
-Called by schema.py for each fault; knows nothing of how it was found.
+Called by openapi_schema.py for each violation. A test checks that every pattern in the CRD has a message here.
 """
 
 import difflib
@@ -15,7 +15,7 @@ Schema = Mapping[str, Any]
 
 _TYPE_NAMES = {
     "string": "a string",
-    "integer": "a whole number",
+    "integer": "an integer",
     "boolean": "true or false",
     "object": "an object",
     "array": "a list",
@@ -31,7 +31,7 @@ _BOUND_MESSAGES = {
 
 
 PathsByName = Mapping[str, Sequence[FieldPath]]
-"""Where in the document there is a field of a name, by `folded` names."""
+"""Paths of the fields with each normalized name (`normalize_name`)."""
 
 _VLLM_ALIASES = {
     "maxloras": "maxloaded",
@@ -39,40 +39,40 @@ _VLLM_ALIASES = {
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
 }
-"""Engine arguments of vLLM, `folded`, whose fields have names that are not near theirs."""
+"""Normalized names of vLLM's engine arguments, and of the corresponding fields with different names."""
 
 _MAX_SUGGESTED_PATHS = 3
-"""A field that is in more places than that, such as name, was hardly meant as one of them."""
+"""A field name with more paths than this, such as name, is too common for a suggestion."""
 _MAX_UNKNOWN_FIELDS = 50
-"""Of an object's unknown fields, those that are told one by one: finding what was meant takes 0.1 ms for each."""
+"""Number of an object's unknown fields that are reported one by one: finding a suggestion takes 0.1 ms for each."""
 
 QUANTITY_RULE = "must be a number with a unit"
-"""Of a size: without a unit it would be bytes."""
-_NAME_RULE = "must be a-z, 0-9, '-' and '.', beginning and ending with a letter or digit"
-_CIDR_RULE = "must be a range of addresses"
+"""Rule for sizes. A number without a unit would be bytes."""
+_NAME_RULE = "must contain only a-z, 0-9, '-' and '.', and begin and end with a letter or digit"
+_CIDR_RULE = "must be an IP range"
 
 PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": (_NAME_RULE, "use a name such as tales-1.5"),
     r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$": (
-        "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",
+        "must contain only letters, digits, '-', '_' and '.', and begin and end with a letter or digit",
         "use a name such as Tales-1.5",
     ),
     r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (QUANTITY_RULE, "write it like 4Gi or 512Mi"),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),
     r"^0\.[1-9][0-9]{0,2}$": ("must be a decimal from 0.1 to 0.999", 'write it like "0.90", with the quotes'),
     r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$": (
-        "must be a hub repository's id",
-        "write it like organisation/name, without the hub's address",
+        "must be the ID of a hub repository",
+        "write it like organization/name, without the address of the hub",
     ),
-    r"^[A-Za-z0-9][A-Za-z0-9._/-]*$": ("must be a branch, tag or commit", "take it from the repository's page"),
+    r"^[A-Za-z0-9][A-Za-z0-9._/-]*$": ("must be a branch, tag or commit", "copy it from the page of the repository"),
     r"^[-._a-zA-Z0-9]+$": ("must be a key of a Secret", "use letters, digits, '-', '_' and '.'"),
     r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$": (
         "must be s3://, a bucket (two or more of a-z, 0-9, '-' and '.') and a folder",
         "write it like s3://bucket/folder",
     ),
     r"^https?://[^ ]+$": ("must be a URL", "begin it with https:// or http://"),
-    r"^[a-z0-9-]+$": ("must be a region's name", "write it like eu-central-1"),
-    r"^[0-9a-f]{64}$": ("must be 64 hexadecimal digits", "take the first column of sha256sum's output"),
+    r"^[a-z0-9-]+$": ("must be the name of a region", "write it like eu-central-1"),
+    r"^[0-9a-f]{64}$": ("must be 64 hexadecimal digits", "copy the first column of the output of sha256sum"),
     r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$": (
         "must be a label value: letters, digits, '-', '_' and '.'",
         "copy it from kubectl get nodes -L nvidia.com/gpu.product",
@@ -81,9 +81,9 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be an extended resource, domain/name",
         "write it like nvidia.com/gpu",
     ),
-    r"^[A-Za-z0-9][-A-Za-z0-9._/:@]*$": ("must be an image's reference", "write it like name:tag or name@sha256:..."),
+    r"^[A-Za-z0-9][-A-Za-z0-9._/:@]*$": ("must be an image reference", "write it like name:tag or name@sha256:..."),
     r"^[A-Za-z_][A-Za-z0-9_]*$": (
-        "must be a variable's name: letters, digits and '_', not beginning with a digit",
+        "must be the name of a variable: letters, digits and '_', not beginning with a digit",
         "write it like NCCL_DEBUG",
     ),
     r"^[0-9a-fA-F.:]+/[0-9]{1,3}$": (_CIDR_RULE, "write it like 10.0.0.0/8"),
@@ -93,13 +93,13 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
 def explain_error(
     keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath, paths_by_name: PathsByName
 ) -> Iterator[Problem]:
-    """The problems behind one failed keyword of `schema`, whose argument is `limit`, at `path` with `value`."""
+    """Yield the problems for one failed keyword of `schema` with argument `limit`, for `value` at `path`."""
     if keyword == "additionalProperties":
         yield from _unknown_fields(value, schema, path, paths_by_name)
     elif keyword in ("minLength", "minItems") and limit == 1:
         yield Problem(path, value, "must not be empty", "fill it in, or omit the field")
     elif keyword == "minLength" and not re.search(schema.get("pattern", ""), value):
-        return  # the pattern says more
+        return  # The problem about the pattern is more precise.
     elif keyword in _BOUND_MESSAGES:
         rule, fix = _BOUND_MESSAGES[keyword]
         yield Problem(path, value, rule.format(limit), fix)
@@ -108,21 +108,21 @@ def explain_error(
 
 
 def closest_match(name: str, candidates: Sequence[str]) -> str | None:
-    """The known name that was probably meant, or None."""
+    """Return the candidate that is most similar to the name, or None."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
 
 
 def field_paths(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
-    """Every field of `schema`, which stands at `path`, but for those of lists' entries."""
+    """Yield the path of every field of `schema`, which is at `path`, except fields of list entries."""
     for name, field in schema.get("properties", {}).items():
         yield (*path, name)
         yield from field_paths(field, (*path, name))
 
 
 def normalize_name(name: str) -> str:
-    """The name without what is often written otherwise: gpu_memory as gpuMemory."""
+    """Return the name in lower case without underscores, so that gpu_memory equals gpuMemory."""
     return name.replace("_", "").lower()
 
 
@@ -133,7 +133,7 @@ def _unknown_fields(value: Any, schema: Schema, path: FieldPath, paths_by_name: 
     for name in unknown[:_MAX_UNKNOWN_FIELDS]:
         closest, normalized = closest_match(name, known_names), normalize_name(str(name))
         normalized = _VLLM_ALIASES.get(normalized, normalized)
-        # Deeper in the same object, if it is there: an entry of a list has such fields of its own.
+        # Prefer a field of the same object at a deeper level, for example within the same list entry.
         nested_paths = [
             field_path for field_path in field_paths(schema, path) if normalize_name(str(field_path[-1])) == normalized
         ]
@@ -144,7 +144,7 @@ def _unknown_fields(value: Any, schema: Schema, path: FieldPath, paths_by_name: 
                 " or ".join(map(format_path, suggested_paths)),
                 suggested_paths[0] if len(suggested_paths) == 1 else None,
             )
-        fix = f"did you mean {guess}? There are {known_list}" if guess else f"there are {known_list}"
+        fix = f"did you mean {guess}? Known fields: {known_list}" if guess else f"known fields: {known_list}"
         yield Problem((*path, name), ABSENT, "unknown field", fix, suggestion)
     if len(unknown) > _MAX_UNKNOWN_FIELDS:
         yield Problem(path, ABSENT, f"has {len(unknown) - _MAX_UNKNOWN_FIELDS} more unknown fields", "remove them")
@@ -164,7 +164,7 @@ def _wrong_type(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iter
 
 
 def _type_fix(limit: str, value: Any, schema: Schema) -> str:
-    """How to give a value the type that it must have."""
+    """Return how to change a value to the required type."""
     if limit == "string" and isinstance(value, bool | int | float):
         pattern = schema.get("pattern")
         if pattern and (PATTERN_MESSAGES[pattern][0] == QUANTITY_RULE or not re.search(pattern, format_value(value))):
@@ -173,7 +173,7 @@ def _type_fix(limit: str, value: Any, schema: Schema) -> str:
     if limit in ("integer", "boolean") and isinstance(value, str):
         return f"write {_TYPE_NAMES[limit]}, without quotes"
     if limit == "object" and (fields := _writable_fields(schema)):
-        return f"give an object; there are {', '.join(fields)}"
+        return f"give an object with the fields {', '.join(fields)}"
     if limit == "array":
         fields = schema["items"].get("required") or list(schema["items"].get("properties", {}))
         entry = f"{fields[0]}: ..." if fields else "..." if isinstance(value, Mapping) else format_value(value)
@@ -182,7 +182,7 @@ def _type_fix(limit: str, value: Any, schema: Schema) -> str:
 
 
 def _writable_fields(schema: Schema) -> list[str]:
-    """Fields that a user may write: one with an empty schema is one that only an API server writes."""
+    """Return the fields that a user can write. Fields with an empty schema are written only by an API server."""
     return sorted(name for name, field in schema.get("properties", {}).items() if field)
 
 
@@ -192,12 +192,12 @@ def _not_in_enum(limit: Any, value: Any, _: Schema, path: FieldPath) -> Iterator
     if suggestion:
         fix = f"did you mean {suggestion}?"
     else:
-        fix = "take one of these" if len(allowed) > 1 else f"write {allowed[0]}"
+        fix = "use one of these" if len(allowed) > 1 else f"write {allowed[0]}"
     yield Problem(path, value, f"must be {'one of ' if len(allowed) > 1 else ''}{', '.join(allowed)}", fix)
 
 
 def _pattern_mismatch(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
-    if value or schema.get("minLength") != 1:  # which says that it must not be empty
+    if value or schema.get("minLength") != 1:  # For an empty value, minLength reports the problem.
         yield Problem(path, value, *PATTERN_MESSAGES[limit])
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with an LLMService file: problems with path, value, rule and fix, and the error that carries them.
+"""Validation problems of an LLMService (path, value, rule, fix), and the error that contains them.
 
-Found by schema.py, rules.py and serve.py; shown by the commands. Knows nothing of YAML or of CEL.
+Created by openapi_schema.py, cel_rules.py and the commands; printed by the commands. Independent of YAML and CEL.
 """
 
 import json
@@ -12,11 +12,11 @@ from typing import Any
 from quire_spec.errors import ConfigError
 
 FieldPath = tuple[str | int, ...]
-"""Where a field is: keys and list indexes from the document's root."""
+"""Keys and list indexes from the root of the document to a field."""
 
 
 class _Absent:
-    """The value of a problem that is about a field which is not there."""
+    """Type of ABSENT, the value of a field that does not exist."""
 
     def __repr__(self) -> str:
         return "absent"
@@ -27,31 +27,31 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, said so that it can be put right without looking anything up."""
+    """One problem, with everything that is needed to fix it."""
 
     path: FieldPath
-    """The field that is wrong."""
+    """The invalid field."""
     value: object
-    """What was found there; ABSENT when nothing was."""
+    """The field's value, or ABSENT."""
     rule: str
-    """What must hold."""
+    """The rule that the field violates."""
     fix: str
     """What to do."""
     suggestion: FieldPath | None = None
-    """The field that was probably meant, for an unknown one: rules about that field are not judged too."""
+    """For an unknown field: the field that was probably meant. Rules about that field are skipped."""
 
     def __str__(self) -> str:
         value_text = "" if self.value is ABSENT else f" {format_value(self.value)}:"
         return f"{format_path(self.path)}:{value_text} {self.rule}; {self.fix}"
 
     def to_json(self) -> dict[str, Any]:
-        """Path, value (absent when there is none), rule and fix."""
+        """Return path, value (unless ABSENT), rule and fix."""
         value = {} if self.value is ABSENT else {"value": self.value}
         return {"path": format_path(self.path), **value, "rule": self.rule, "fix": self.fix}
 
 
 class InvalidService(ConfigError):
-    """A document is not an LLMService that can be used; the message has a line for each problem."""
+    """A document is not a valid LLMService. The message has one line for each problem."""
 
     def __init__(self, problems: Iterable[Problem], location: Callable[[FieldPath], str]) -> None:
         self.problems = tuple(problems)
@@ -59,13 +59,13 @@ class InvalidService(ConfigError):
 
 
 def sorted_unique(problems: Iterable[Problem]) -> list[Problem]:
-    """The problems sorted by path, each once; list entries by number."""
+    """Return the problems sorted by path without duplicates. List entries are sorted by index."""
     unique = {(problem.path, problem.rule): problem for problem in problems}
     return sorted(unique.values(), key=lambda p: ([(isinstance(k, str), k) for k in p.path], p.rule))
 
 
 def format_path(path: FieldPath) -> str:
-    """The path as people write it: spec.adapters[0].source; keys that hold dots or slashes in quotes."""
+    """Format a path like spec.adapters[0].source; keys with dots or slashes are quoted."""
     text = ""
     for key in path:
         if isinstance(key, int):
@@ -78,6 +78,6 @@ def format_path(path: FieldPath) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as in the file, cut to a length that fits a line."""
+    """Format a value as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifest: a YAML document with the line of each of its fields.
+"""YAML manifests with the line number of each field.
 
-Reads YAML as kubectl does where PyYAML differs by itself: a key given twice is an error, dates stay text, keys are
-text. Knows nothing of LLMService; the commands call it.
+Reads YAML like kubectl where PyYAML's default differs: a duplicate key is an error; dates and keys are strings.
+Independent of LLMService. Called by the commands and crd.py.
 """
 
 import math
@@ -20,25 +20,26 @@ from quire_spec.errors import ConfigError
 _NodesByKey = dict[str, tuple[yaml.Node, yaml.Node]]
 
 MAX_VALUES = 100_000
-"""Values in a document: ten times the largest LLMService. YAML's aliases can blow a small file up without bound."""
+"""Maximum number of values in a document, ten times the largest LLMService. YAML aliases can expand a small file
+without bound."""
 
 MAX_DEPTH = 100
-"""Objects and lists inside of each other: three times what a pod template has. Whoever checks them recurses."""
+"""Maximum nesting of objects and lists, three times that of a pod template. Validation is recursive."""
 
 
 _FIXES: dict[str | None, str] = {
-    "found character that cannot start any token": "indent by spaces, no tabs; quote text that begins with @ ` or %",
-    "mapping values are not allowed in this context": "indent it like its neighbours, and quote text that holds ': '",
+    "found character that cannot start any token": "indent with spaces, not tabs; quote text that begins with @ ` or %",
+    "mapping values are not allowed in this context": "correct the indentation, and quote text that contains ': '",
     "could not find expected ':'": "write it as key: value, with the space",
-    "found unexpected end of stream": "end the quotes that begin here",
-    "did not find expected node content": "close each [ and {, or quote them; render a template of Helm first",
+    "found unexpected end of stream": "close the quotes that begin here",
+    "did not find expected node content": "close each [ and {, or quote them; render Helm templates first",
     "found undefined alias": "quote text that begins with *",
 }
-"""What to do about what YAML's parser finds most often, by its words."""
+"""Fixes for the most common errors, by the message of the YAML parser."""
 
 
 class ManifestError(ConfigError):
-    """A file cannot be read, or is not YAML; the message begins with file, line and column where they are known."""
+    """A file cannot be read, or is not YAML. The message begins with the file, and line and column if known."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -46,7 +47,7 @@ _MERGE = f"{_TAG}merge"
 
 
 class _Loader(yaml.CSafeLoader):
-    """The safe loader, less the guesses that text like 2026-01-01 is a date and that = is more than text."""
+    """The safe loader without implicit dates (2026-01-01) and without the value type (=)."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -60,26 +61,26 @@ class Manifest:
     """One document of a file."""
 
     file: str
-    """The file's name as it was given; `-` is the standard input."""
+    """File name as given by the user; `-` for standard input."""
     body: Any
     """Parsed JSON types."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
-    """Line of each key and list entry, from 1; the empty path is the document's first."""
+    """Line of each key and list entry, starting at 1. The empty path is the first line of the document."""
 
     @property
     def folder(self) -> Path:
-        """Folder that relative paths in the document start from."""
+        """Base folder of relative paths in the document."""
         return Path.cwd() if self.file == "-" else Path(self.file).resolve().parent
 
     def location(self, path: FieldPath) -> str:
-        """file:line of the field, or of the nearest thing around it that is in the file."""
+        """Return file:line of the field, or of its nearest parent in the file."""
         while path not in self.lines and path:
             path = path[:-1]
         return f"{self.file}:{self.lines.get(path, 1)}"
 
 
 def read_manifests(file: str) -> list[Manifest]:
-    """The documents of a file, without empty ones.
+    """Return the non-empty documents of a file.
 
     Raises:
         ManifestError: the file cannot be read, is not UTF-8, or is not YAML.
@@ -96,19 +97,23 @@ def read_manifests(file: str) -> list[Manifest]:
 
 
 def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
-    """The documents of a YAML text; raises ManifestError as `read` does."""
+    """Yield the non-empty documents of a YAML text.
+
+    Raises:
+        ManifestError: the text is not YAML, or too deep or too large.
+    """
     loader = _Loader(text)
     try:
         _check_depth(text, file)
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None, "check_node said that there is one"
+            assert node is not None, "check_node returned True"
             lines: dict[FieldPath, int] = {(): node.start_mark.line + 1}
             body = _NodeBuilder(loader, lines, file).build(node, ())
             if body is not None:
                 yield Manifest(file, body, lines)
     except yaml.MarkedYAMLError as error:
-        # What a scanner looks for in vain it misses where the text ends; what is wrong is where it began to look.
+        # A scanner reports the end of the text for an unclosed token; the mistake is where the token began.
         is_scanner_error = (error.context or "").startswith("while scanning a ")
         mark = error.context_mark if is_scanner_error else error.problem_mark or error.context_mark
         location = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
@@ -121,8 +126,11 @@ def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
 
 
 def _check_depth(text: str, file: str) -> None:
-    """Refuse what is too deep while it is only events: the loader makes nodes of it by recursion in C, and ends the
-    process where its stack ends."""
+    """Reject documents that are nested too deeply.
+
+    This is checked on parser events, because the loader builds nodes recursively in C and crashes the process when its
+    stack overflows.
+    """
     loader = _Loader(text)
     depth = 0
     try:
@@ -132,14 +140,14 @@ def _check_depth(text: str, file: str) -> None:
                 depth -= 1
             elif isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
-                if depth > MAX_DEPTH + 1:  # the outermost has a depth of 0
-                    assert event.start_mark is not None, "only tokens made by hand have none"
+                if depth > MAX_DEPTH + 1:  # The outermost collection has depth 0.
+                    assert event.start_mark is not None, "events of a parser have a mark"
                     raise _manifest_error(file, event.start_mark, _TOO_DEEP)
     finally:
         loader.dispose()
 
 
-_TOO_DEEP = f"more than {MAX_DEPTH} objects and lists inside of each other"
+_TOO_DEEP = f"more than {MAX_DEPTH} nested objects and lists"
 
 
 def _manifest_error(file: str, mark: Any, reason: str) -> ManifestError:
@@ -147,7 +155,7 @@ def _manifest_error(file: str, mark: Any, reason: str) -> ManifestError:
 
 
 class _NodeBuilder:
-    """Turns the nodes of one document into values, and notes their lines."""
+    """Converts the nodes of one document to values and records their lines."""
 
     def __init__(self, loader: _Loader, lines: dict[FieldPath, int], file: str) -> None:
         self.loader, self.lines, self.file = loader, lines, file
@@ -174,16 +182,15 @@ class _NodeBuilder:
         try:
             value = self.loader.construct_object(node)
         except (ValueError, KeyError, AttributeError) as error:
-            # Whatever the constructors make of 0x_, !!int abc, or a number of thousands of digits.
+            # Errors of the constructors for 0x_, !!int abc, or a number with thousands of digits.
             raise self._error(
-                node, f"{format_value(node.value)} is not a valid {kind}; put it in quotes to be text"
+                node, f"{format_value(node.value)} is not a valid {kind}; put it in quotes to make it a string"
             ) from error
         if not isinstance(value, str | bool | int | float | None) or (
             isinstance(value, float) and not math.isfinite(value)
         ):
-            raise self._error(
-                node, f"{format_value(node.value)} is a {kind}, which JSON cannot say; put it in quotes to be text"
-            )
+            problem = f"{format_value(node.value)} is a {kind}, which JSON does not support"
+            raise self._error(node, f"{problem}; put it in quotes to make it a string")
         return value
 
     def _build_mapping(self, node: yaml.MappingNode, path: FieldPath) -> dict[str, Any]:
@@ -202,10 +209,9 @@ class _NodeBuilder:
         return value
 
     def _resolve_fields(self, node: yaml.MappingNode) -> _NodesByKey:
-        """Key and value by name, with what is merged into them.
+        """Return key and value nodes by name, including merged ones (<<).
 
-        PyYAML's own way copies what is merged again and again, so that a few lines of merges within merges fill the
-        memory.
+        PyYAML copies merged fields repeatedly, so that a few lines of nested merges exhaust the memory.
         """
         if id(node) in self.resolved_fields:
             return self.resolved_fields[id(node)]
@@ -216,18 +222,18 @@ class _NodeBuilder:
         merged_fields: _NodesByKey = {}
         for key, value_node in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise self._error(key, "a key that is not text; quote it, or render the template that {{ }} is of")
+                raise self._error(key, "a key is not a string; quote it, or render the template if it contains {{ }}")
             if key.value in own_fields:
                 line = own_fields[key.value][0].start_mark.line + 1
-                raise self._error(key, f"key {key.value!r} is given in line {line} already; keep one of them")
+                raise self._error(key, f"key {key.value!r} already exists in line {line}; keep one of them")
             own_fields[key.value] = (key, value_node)
         for key, value_node in [pair for pair in own_fields.values() if pair[0].tag == _MERGE]:
             del own_fields[key.value]
-            # Of several sources, the first that has a key counts.
+            # If several sources have a key, the first one takes precedence.
             for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
                 if not isinstance(source, yaml.MappingNode):
                     raise self._error(
-                        source, "<< takes an object, or a list of them; quote it to have a key of that name"
+                        source, "<< requires an object or a list of objects; quote it for a key with that name"
                     )
                 fields = self._resolve_fields(source)
                 self._count_values(source, len(fields))
@@ -242,7 +248,7 @@ class _NodeBuilder:
             raise self._too_many_values(node)
 
     def _too_many_values(self, node: yaml.Node) -> ManifestError:
-        return self._error(node, f"more than {MAX_VALUES} values, or an alias inside of itself")
+        return self._error(node, f"more than {MAX_VALUES} values, or a recursive alias")
 
     def _error(self, node: yaml.Node, reason: str) -> ManifestError:
         return _manifest_error(self.file, node.start_mark, reason)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources on one machine: which folder a path or a claim means here, and what `quire serve` has no way to reach.
+"""Model and adapter sources on the local machine: maps paths and claims to folders and checks that they are readable.
 
-Reads the file system, changes nothing. Called by serve.py, which shows the problems.
+Reads the file system and writes nothing. Called by serve.py, plan.py and render.py, which print the problems.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class LocalSources:
-    """Where things are on this machine."""
+    """Local folders for relative paths, claims and Secrets."""
 
     base_dir: Path
-    """Folder that relative paths start from: the one of the LLMService's file."""
+    """Base of relative paths: the folder of the LLMService file."""
     volumes: Mapping[str, Path]
     """Claim name to folder, from --volume."""
     secrets_dir: Path | None = None
-    """Folder with a folder for each Secret, from --secrets-dir."""
+    """Folder with one folder for each Secret, from --secrets-dir."""
 
     def resolve(self, source: Source) -> Path | None:
-        """The folder that a path or pvc source means here; None for other sources and for unknown claims."""
+        """Return the local folder of a path or pvc source, or None for other sources and unknown claims."""
         if source.path is not None:
             return (self.base_dir / Path(source.path).expanduser()).resolve()
         if source.pvc is not None and source.pvc.claimName in self.volumes:
@@ -36,7 +36,7 @@ class LocalSources:
         return None
 
     def localize(self, source: Source) -> Source:
-        """The source as the server is told it: paths absolute, and no Secret where there are none.
+        """Return the source for the server's catalog: with absolute paths, and without a Secret if no Secrets exist.
 
         Without --secrets-dir a hub token comes from this machine's own login (HF_TOKEN, `hf auth login`).
         """
@@ -47,14 +47,14 @@ class LocalSources:
         return source
 
     def iter_problems(self, source: Source, source_path: FieldPath, files: Sequence[str]) -> Iterator[Problem]:
-        """What keeps this machine from reading the source; `files` are those that must be in its folder."""
+        """Yield the problems that prevent this machine from reading the source. Its folder must contain `files`."""
         yield from self._iter_secret_problems(source, source_path)
         if source.pvc is not None and source.pvc.claimName not in self.volumes:
             yield Problem(
                 (*source_path, "pvc", "claimName"),
                 source.pvc.claimName,
-                "there are no claims on this machine",
-                f"say which folder it is: --volume {source.pvc.claimName}=FOLDER",
+                "claims are not available on this machine",
+                f"give the folder of the claim: --volume {source.pvc.claimName}=FOLDER",
             )
         folder = self.resolve(source)
         if folder is None:
@@ -62,42 +62,54 @@ class LocalSources:
         field = (*source_path, "path") if source.pvc is None else (*source_path, "pvc", "path")
         value = source.path if source.pvc is None else source.pvc.path
         if source.pvc is not None and not folder.is_relative_to(self.volumes[source.pvc.claimName].resolve()):
-            yield Problem(field, value, f"{folder} is outside of the volume", "copy the files into the volume")
+            yield Problem(field, value, f"{folder} is outside the volume", "copy the files into the volume")
         elif not folder.is_dir():
             yield Problem(field, value, f"{folder} is not a folder", _path_fix(source.pvc, self.base_dir))
         elif missing := [name for name in files if not (folder / name).is_file()]:
-            yield Problem(field, value, f"{folder} has no {' and no '.join(missing)}", "give the folder that has")
+            yield Problem(
+                field,
+                value,
+                f"{folder} does not contain {' and '.join(missing)}",
+                "give the folder that contains the files",
+            )
 
     def read_secret(self, ref: SecretRef) -> dict[str, str]:
-        """The keys and values of a Secret; raises ConfigError when it cannot be read."""
+        """Return the keys and values of a Secret.
+
+        Raises:
+            ConfigError: the folder of the Secret cannot be read.
+        """
         folder = (self.secrets_dir or Path()) / ref.name
         try:
             return {path.name: path.read_text().strip() for path in folder.iterdir() if path.is_file()}
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"secret {ref.name!r}: {folder} cannot be read; make it, with a file a key") from error
+            raise ConfigError(
+                f"Secret {ref.name!r}: {folder} cannot be read; create it with one file for each key"
+            ) from error
 
     def _iter_secret_problems(self, source: Source, source_path: FieldPath) -> Iterator[Problem]:
         for kind, field, ref in _secret_refs(source):
             ref_path = (*source_path, kind, field, "name")
             if self.secrets_dir is None and kind != "huggingFace":
-                yield Problem(ref_path, ref.name, "there are no Secrets on this machine", _SECRETS_FIX.format(ref.name))
+                fix = _SECRETS_FIX.format(ref.name)
+                yield Problem(ref_path, ref.name, "Secrets are not available on this machine", fix)
             elif self.secrets_dir is not None and not (self.secrets_dir / ref.name).is_dir():
                 folder = self.secrets_dir / ref.name
-                yield Problem(ref_path, ref.name, f"{folder} is not a folder", "make it, with a file for each key")
+                yield Problem(ref_path, ref.name, f"{folder} is not a folder", "create it with one file for each key")
 
 
-_SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} has a file for each key of the Secret"
+_SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} contains one file for each key of the Secret"
 
 
 def unsupported_sources(source: Source, source_path: FieldPath) -> Iterator[Problem]:
-    """Model sources that `quire serve` does not download."""
+    """Yield a problem if `quire serve` cannot download the model source."""
     for kind in ("s3", "http"):
         if getattr(source, kind) is not None:
             yield Problem(
                 (*source_path, kind),
                 ABSENT,
-                "quire serve reads a model from a folder, a claim's folder or the Hugging Face hub",
-                "download them (python -m quire_server.download --help) and give their folder as path",
+                "quire serve reads models only from a folder, a claim's folder or the Hugging Face hub",
+                "download the files (python -m quire_server.download --help) and give their folder as path",
             )
 
 
@@ -114,4 +126,4 @@ def _secret_refs(source: Source) -> Iterator[tuple[str, str, SecretRef]]:
 
 
 def _path_fix(pvc: PvcSource | None, base_dir: Path) -> str:
-    return "correct the path in the volume" if pvc else f"correct the path; relative ones start at {base_dir}"
+    return "correct the path in the volume" if pvc else f"correct the path; relative paths start at {base_dir}"

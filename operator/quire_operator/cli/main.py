@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `quire` command: reads arguments, calls one function for each subcommand, prints, and decides the exit status.
+"""The `quire` command: parses arguments, runs one function for each subcommand and sets the exit status.
 
-Modules are imported where they are used: `quire --version` needs no YAML, `quire validate` nothing of the server.
+Modules are imported where they are used, so that `quire --version` does not load YAML and `quire validate` does not
+load the server.
 """
 
 import argparse
@@ -16,26 +17,25 @@ from quire_operator.cli import options
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
-"""Does what a command line says; the exit status."""
+"""Runs a subcommand and returns the exit status."""
 
 _DESCRIPTION = """\
-Serve large language models with many LoRA adapters from one resource, LLMService.
-The same file works on a cluster (kubectl apply -f) and on a laptop (quire serve -f)."""
+Serve large language models with many LoRA adapters. One resource, LLMService, describes a model and its adapters.
+The same file works in a cluster (kubectl apply -f) and on a laptop (quire serve -f)."""
 
 _EPILOG = """\
 examples:
-  quire validate -f llmservice.yaml          is the file right?
-  quire plan -f llmservice.yaml --gpu NVIDIA-L4      does it fit, and how does it run?
-  quire render -f llmservice.yaml            the Kubernetes objects that it becomes
-  quire serve -f llmservice.yaml             run it on this machine
-  quire operate                              look after all LLMServices of a cluster
-  quire serve --help                         how to reach what runs
+  quire validate -f llmservice.yaml                check the file
+  quire plan -f llmservice.yaml --gpu NVIDIA-L4    show whether it fits on a GPU, and how it runs
+  quire render -f llmservice.yaml                  print the Kubernetes objects
+  quire serve -f llmservice.yaml                   run it on this machine
+  quire operate                                    reconcile all LLMServices of a cluster
 
-All fields of the file, with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
+To list all fields with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
 
 _VALIDATE_DESCRIPTION = """\
-Check LLMService files against the CRD: fields, types, ranges and the rules between fields, as an API server would,
-but all problems at once, each with its line, and without a cluster. Exit status 0: all right, 1: problems."""
+Check LLMService files against the CRD: fields, types, ranges and the rules between fields. No cluster is needed.
+All problems are reported at once, each with its line. Exit status 0: valid, 1: problems were found."""
 
 _VALIDATE_EXAMPLES = """\
 examples:
@@ -44,26 +44,26 @@ examples:
   quire validate -o json -f llmservice.yaml  [{"file", "ok", "problems": [{"line", "path", "rule", "fix"}]}]"""
 
 _SERVE_DESCRIPTION = """\
-Run an LLMService on this machine: Triton Inference Server, the engine, and the adapters of the file.
-Models come from a folder (path), the Hugging Face hub, or a claim's folder given by --volume."""
+Run an LLMService on this machine: Triton Inference Server, the engine, and the adapters in the file.
+The model is read from a folder (path), the Hugging Face hub, or the folder given for a claim with --volume."""
 
 _SERVE_EXAMPLES = """\
 examples:
   quire serve -f examples/llmservice.yaml
-  curl -s localhost:8003/health/ready        200 once the model and the adapters are loaded, 503 and why before
+  curl -s localhost:8003/health/ready        200 when the model and the adapters are loaded, else 503 and the reason
   curl -s localhost:8000/v2/models/tales/generate -d '{"text_input": "Once upon a time", "max_tokens": 32}'
   curl -s localhost:8000/v2/models/pirate/generate -d '{"text_input": "Hello", "max_tokens": 32}'   an adapter
 
   quire serve -f llmservice.yaml --volume models=/srv/models       spec.model.source.pvc.claimName: models
-  quire serve --vllm-repository model_repository/vllm_model        a vllm_backend model, as it is
-  quire serve -f llmservice.yaml --host 0.0.0.0                    also for other machines; nothing is encrypted
+  quire serve --vllm-repository model_repository/vllm_model        an unchanged vllm_backend model
+  quire serve -f llmservice.yaml --host 0.0.0.0                    accept other machines; connections are unencrypted
 
-Stop it with Ctrl-C: requests that are running get spec.rollout.drainSeconds to finish.
-Adapters in the file follow the file at the next start."""
+Press Ctrl-C to stop. Running requests then have spec.rollout.drainSeconds to finish.
+Changes to the adapters in the file take effect at the next start."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 something is wrong, 2 used wrongly (from argparse)."""
+    """Run a command and return the exit status: 0 success, 1 failure, 2 wrong usage (from argparse)."""
     args = _build_parser().parse_args(arguments)
     try:
         status = int(args.run(args))
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python would complain again when it closes the stream.
+        # The reader (head, less) closed the pipe. Without this, Python would report it again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -94,14 +94,16 @@ def _build_parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=help_text, description=description, epilog=examples, formatter_class=formatter_class
         )
-        subparser.set_defaults(run=run, refuse=subparser.error)
+        subparser.set_defaults(run=run, usage_error=subparser.error)
         return subparser
 
     _add_validate_options(
         add_command("validate", "check LLMService files", _VALIDATE_DESCRIPTION, _VALIDATE_EXAMPLES, _validate)
     )
     options.add_plan_options(
-        add_command("plan", "work out memory, context and GPUs", options.PLAN_DESCRIPTION, options.PLAN_EXAMPLES, _plan)
+        add_command(
+            "plan", "show GPUs, context length and memory", options.PLAN_DESCRIPTION, options.PLAN_EXAMPLES, _plan
+        )
     )
     options.add_render_options(
         add_command(
@@ -111,13 +113,15 @@ def _build_parser() -> argparse.ArgumentParser:
     options.add_operate_options(
         add_command(
             "operate",
-            "look after the LLMServices of a cluster",
+            "run the operator of a cluster",
             options.OPERATE_DESCRIPTION,
             options.OPERATE_EXAMPLES,
             _operate,
         )
     )
-    _add_serve_options(add_command("serve", "run an LLMService here", _SERVE_DESCRIPTION, _SERVE_EXAMPLES, _serve))
+    _add_serve_options(
+        add_command("serve", "run an LLMService on this machine", _SERVE_DESCRIPTION, _SERVE_EXAMPLES, _serve)
+    )
     return parser
 
 
@@ -129,28 +133,28 @@ def _add_validate_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         required=True,
-        help="files to check; - is standard input",
+        help="files to check; - for standard input",
     )
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the report")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="format of the report")
 
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-f", "--file", help="the LLMService; relative paths in it start at its folder")
+    source.add_argument("-f", "--file", help="the LLMService; paths in it are relative to its folder")
     source.add_argument(
         "--vllm-repository",
         type=Path,
         metavar="DIR",
-        help="instead: a model of NVIDIA's vllm_backend (1/model.json), served under its folder's name",
+        help="a model of NVIDIA's vllm_backend (1/model.json) instead; its folder's name is the model name",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="for --vllm-repository, where model.json says none (default: cuda)"
+        "--device", choices=("cuda", "cpu"), help="for --vllm-repository, if model.json has no device (default: cuda)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     for name, purpose in (
         ("http", "requests over HTTP"),
         ("grpc", "requests over gRPC"),
-        ("metrics", "the server's own metrics"),
+        ("metrics", "metrics of Triton Inference Server"),
         ("health", "health, all metrics, status"),
     ):
         parser.add_argument(
@@ -160,15 +164,19 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
             help=f"{purpose} (default: spec.runtime.ports.{name})",
         )
     options.add_folder_options(parser)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="sockets and configuration (default: below /tmp)")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="downloaded adapters (default: ~/.cache/quire)")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="folder for downloaded adapters (default: ~/.cache/quire)"
+    )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also print the engine's configuration and the server's log"
     )
 
 
 class _VersionAction(argparse.Action):
-    """Asks the installed distribution for its version only when it is wanted: that takes longer than the rest."""
+    """Read the version from the installed distribution, only when asked for, because this is slow."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -190,7 +198,7 @@ def _validate(args: argparse.Namespace) -> int:
             print(*reports[-1].render_lines(), sep="\n")
     if args.output == "json":
         print(json.dumps([file_report.to_json() for file_report in reports], indent=2, default=str))
-    return 0 if all(found.ok for found in reports) else 1
+    return 0 if all(file_report.ok for file_report in reports) else 1
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -230,12 +238,12 @@ def _serve(args: argparse.Namespace) -> int:
     )
     if args.vllm_repository is not None:
         if args.volumes:
-            args.refuse("--volume is for -f: a vllm_backend repository names folders, and no claims")
+            args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")
         argv = list(serve_vllm.supervisor_argv(args.vllm_repository, args.device or "cuda", serve_options, os.environ))
         serve.require_packages()
         serve.exec_supervisor(argv, os.environ)
     if args.device is not None:
-        args.refuse("--device is for --vllm-repository: an LLMService says it, as spec.device")
+        args.usage_error("--device is only for --vllm-repository; set spec.device in the LLMService")
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
     launch_plan = serve.prepare(manifest, service, serve_options, os.environ)

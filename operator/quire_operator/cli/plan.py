@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire plan`: reads what it is told to, has planner.py plan, and prints. Called by cli.py."""
+"""`quire plan`: reads the LLMService, the model's configuration and the GPU, and prints the plan.
+
+Called by main.py; render.py uses `plan_from_args` too.
+"""
 
 import argparse
 import asyncio
@@ -27,7 +30,7 @@ from quire_spec.errors import ConfigError, Unavailable
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan and return the exit status."""
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
     model, plan = plan_from_args(args, manifest, service)
@@ -46,7 +49,12 @@ def plan_from_args(
     service: LLMService,
     images: Mapping[str, str] = DEFAULT_IMAGES,
 ) -> tuple[CheckpointInfo, Plan]:
-    """The model and its plan; raises ConfigError, Unavailable and NotFound with what to do."""
+    """Return the model and its plan.
+
+    Raises:
+        ConfigError: the file, an option or the model is invalid, or the model does not fit.
+        Unavailable, NotFound: the model cannot be read.
+    """
     gpu = _resolve_gpu(args, service)
     model = _read_model(args, manifest, service)
     inputs = PlannerInputs.from_service(service, model, gpu)
@@ -59,7 +67,7 @@ def _resolve_gpu(args: argparse.Namespace, service: LLMService) -> GpuInfo | Non
     if service.spec.device is Device.CPU:
         if args.gpu or args.count or args.nodes:
             raise ConfigError(
-                "spec.device: CPU: --gpu, --count and --nodes are for GPUs; remove them, or set it to GPU"
+                "spec.device: --gpu, --count and --nodes require GPU, got CPU; remove them, or set spec.device to GPU"
             )
         return None
     nodes = [] if args.nodes is None else node_labels(_read_node_list(args.nodes))
@@ -94,10 +102,10 @@ def _read_model(args: argparse.Namespace, manifest: Manifest, service: LLMServic
         return asyncio.run(read_source_checkpoint(local_sources.localize(source), local_sources.read_secret))
     except Unavailable as error:
         raise Unavailable(
-            f"{error}; where this machine cannot reach it, say where config.json is: --model-config PATH"
+            f"{error}; if this machine cannot reach the source, give the path of config.json: --model-config PATH"
         ) from error
 
 
 def _with_model_config_hint(problem: Problem) -> Problem:
-    fix = f"{problem.fix}, or say where config.json is: --model-config PATH"
+    fix = f"{problem.fix}, or give the path of config.json: --model-config PATH"
     return Problem(problem.path, problem.value, problem.rule, fix)

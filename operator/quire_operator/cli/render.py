@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire render`: plans, has desired.py make the objects, and prints them. Called by cli.py."""
+"""`quire render`: plans an LLMService, renders its Kubernetes objects and prints them. Called by main.py."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from quire_operator.render.objects import render_objects
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the objects."""
+    """Print the objects and return the exit status."""
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
     images = dict.fromkeys(DEFAULT_IMAGES, args.image) if args.image else DEFAULT_IMAGES
@@ -43,14 +43,17 @@ def run(args: argparse.Namespace) -> int:
         end="",
     )
     for kind in rendered.unavailable_kinds:
-        print(f"quire: {kind} left out; where the cluster has that kind, add --with {kind}", file=sys.stderr)
+        print(f"quire: {kind} omitted; if the cluster has that kind, add --with {kind}", file=sys.stderr)
     if not args.secrets_dir and (missing := sorted({ref.name for ref in secret_refs(service)})):
-        print(f"quire: values of {', '.join(missing)} left out; give --secrets-dir to have them", file=sys.stderr)
+        print(
+            f"quire: values of Secrets {', '.join(missing)} omitted; give --secrets-dir to include them",
+            file=sys.stderr,
+        )
     return 0
 
 
 def read_credentials(service: LLMService, local_sources: LocalSources) -> dict[str, dict[str, str]]:
-    """The values of the Secrets that the service's sources name, no more keys than they use."""
+    """Return the values of the Secrets that the service's sources reference, with only the keys that they use."""
     secret_values: dict[str, dict[str, str]] = {}
     for ref in secret_refs(service):
         values = local_sources.read_secret(ref)
@@ -59,12 +62,12 @@ def read_credentials(service: LLMService, local_sources: LocalSources) -> dict[s
 
 
 def dump_yaml(manifests: Iterable[Mapping[str, Any]]) -> str:
-    """The objects as YAML documents, texts of several lines as blocks."""
+    """Return the objects as YAML documents, with multi-line strings as block scalars."""
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=120, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without anchors, which people do not expect in manifests."""
+    """A dumper without anchors, which are unusual in manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

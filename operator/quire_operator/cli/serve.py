@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire serve`: an LLMService on this machine, by the same supervisor that runs in a pod.
+"""`quire serve`: runs an LLMService on this machine, with the same supervisor as in a pod.
 
-Writes engine.json and adapters.json to a run folder and becomes `python -m quire_server`. `prepare` decides, `write`
-and `become` act. Imports neither quire_server nor torch; whether they are installed is asked without importing them.
+`prepare` decides, `write_run_dir` writes engine.json and adapters.json, and `exec_supervisor` replaces the process by
+`python -m quire_server`. Does not import quire_server or torch; it only checks that they are installed.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 GPU_DEVICE_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-"""Device nodes of NVIDIA's driver, and of Windows' under WSL; asked without any library."""
+"""Device nodes of NVIDIA's driver, and of the Windows driver under WSL. They are checked without a library."""
 
 REQUIRED_PACKAGES = {"torch": "engine", "tokenizers": "engine", "aiohttp": "server", "quire_server": "server"}
-"""Packages of the processes to be started, with the extra that brings each."""
+"""Packages that the started processes need, and the extra that installs each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     host: str = "127.0.0.1"
     http_port: int | None = None
@@ -49,12 +49,12 @@ class ServeOptions:
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
     verbose: bool = False
-    """Also the server's own log."""
+    """Also print the log of Triton Inference Server."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that is needed to start."""
+    """Everything that is needed to start the supervisor."""
 
     engine: EngineConfig
     catalog: AdapterCatalog
@@ -70,10 +70,10 @@ def prepare(
     environment: Mapping[str, str],
     dev_dir: Path = Path("/dev"),
 ) -> LaunchPlan:
-    """Decide how the service runs on this machine; `environment` is the one to extend.
+    """Decide how the service runs on this machine. The launch plan's environment extends `environment`.
 
     Raises:
-        InvalidService: it cannot run here; every reason is listed, with the line of its field.
+        InvalidService: the service cannot run here; every reason is listed, with the line of its field.
         ConfigError: the token of the model's Secret cannot be read.
     """
     local_sources = LocalSources(manifest.folder, dict(options.volumes), options.secrets_dir)
@@ -97,16 +97,16 @@ def prepare(
 
 
 def write_run_dir(launch_plan: LaunchPlan) -> None:
-    """Make the run folder and write both documents.
+    """Create the run folder and write both documents.
 
     Raises:
-        ConfigError: the folder is another user's, or another server runs in it.
+        ConfigError: the folder belongs to another user, or another server runs in it.
     """
     folder = launch_plan.run_dir
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"run folder {folder} is another user's or a link; give another with --run-dir")
+            raise ConfigError(f"run folder {folder}: belongs to another user or is a link; give another with --run-dir")
         with _locked_run_dir(folder):
             (folder / constants.ENGINE_FILE).write_text(json.dumps(launch_plan.engine.to_json(), indent=2))
             (folder / constants.CATALOG_FILE).write_text(json.dumps(launch_plan.catalog.to_json(), indent=2))
@@ -115,14 +115,18 @@ def write_run_dir(launch_plan: LaunchPlan) -> None:
 
 
 def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the supervisor; returns only by exception."""
+    """Replace this process by the supervisor."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], list(argv), dict(environment))
 
 
 def require_packages() -> None:
-    """Raise ConfigError naming the packages that are not installed, with the command that installs them."""
+    """Check that the packages of the supervisor are installed.
+
+    Raises:
+        ConfigError: packages are missing; the message contains the command that installs them.
+    """
     missing = [package for package in REQUIRED_PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         extras = ",".join(sorted({REQUIRED_PACKAGES[package] for package in missing}))
@@ -130,16 +134,16 @@ def require_packages() -> None:
 
 
 def default_run_dir(name: str, environment: Mapping[str, str]) -> Path:
-    """A folder of this user and service, so that restarts leave nothing behind: $XDG_RUNTIME_DIR, else below /tmp."""
+    """Return the run folder of this user and service, in $XDG_RUNTIME_DIR or else in /tmp. Restarts reuse it."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / f"quire-{name}"
-    # Directly below /tmp, where the sticky bit keeps others from moving it away.
+    # Directly in /tmp, where the sticky bit prevents other users from moving it.
     return Path(tempfile.gettempdir()) / f"quire-{os.getuid()}-{name}"
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
-    """$XDG_CACHE_HOME/quire, else ~/.cache/quire."""
+    """Return $XDG_CACHE_HOME/quire, or else ~/.cache/quire."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "quire"
 
@@ -151,18 +155,18 @@ def _iter_problems(service: LLMService, local_sources: LocalSources, dev_dir: Pa
         yield Problem(
             ("spec", "device"),
             "GPU",
-            f"this machine has no NVIDIA GPU ({', '.join(GPU_DEVICE_NODES)}: none exists)",
-            "use a machine that has one, or set spec.device to CPU and remove spec.gpu",
+            f"this machine has no NVIDIA GPU (none of {', '.join(GPU_DEVICE_NODES)} exists)",
+            "use a machine with a GPU, or set spec.device to CPU and remove spec.gpu",
         )
     model_path = ("spec", "model", "source")
     hub = service.spec.model.source.huggingFace
     if hub is not None and Path(hub.repo).is_dir():
-        # The engine takes a folder for what it is asked for, as vLLM and transformers do.
+        # A local folder takes precedence over a hub repository of the same name, as in vLLM and transformers.
         yield Problem(
             (*model_path, "huggingFace", "repo"),
             hub.repo,
-            f"{Path(hub.repo).absolute()} is a folder, which would be served in the place of the hub's model",
-            "give that folder as path, or start where there is none of that name",
+            f"the folder {Path(hub.repo).absolute()} would be served instead of the hub's model",
+            "give that folder as path, or start in another folder",
         )
     yield from unsupported_sources(service.spec.model.source, model_path)
     yield from local_sources.iter_problems(service.spec.model.source, model_path, MODEL_FILES)
@@ -202,14 +206,14 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
     yield from (sys.executable, "-m", "quire_server")
     for flag, value in flags:
         yield from (flag, str(value))
-    # Whoever runs this command may read the files that its own document names.
+    # The user who runs this command can read the files that the user's own LLMService names.
     yield "--allow-path-sources"
     if options.verbose:
         yield "--verbose"
 
 
 def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]:
-    """The hub token of the model's Secret, as the variable that huggingface_hub reads: never an argument or a file."""
+    """Return the hub token of the model's Secret as HF_TOKEN, so that it is never in an argument or a file."""
     if model.huggingFace is None or model.huggingFace.tokenSecretRef is None or local_sources.secrets_dir is None:
         return {}
     ref = model.huggingFace.tokenSecretRef
@@ -217,12 +221,12 @@ def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]
     try:
         return {"HF_TOKEN": path.read_text().strip()}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read; put the token of Secret {ref.name!r} there") from error
+        raise ConfigError(f"{path}: cannot be read; write the token of Secret {ref.name!r} to it") from error
 
 
 @contextlib.contextmanager
 def _locked_run_dir(folder: Path) -> Iterator[None]:
-    """Hold the lock that a supervisor holds for its life, so that the folder of one that runs is not written to."""
+    """Lock the run folder. A running supervisor keeps this lock, so its folder is never overwritten."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire serve --vllm-repository`: a model repository of NVIDIA's vllm_backend, served as it is.
+"""`quire serve --vllm-repository`: serves an unchanged model repository of NVIDIA's vllm_backend.
 
-The supervisor reads model.json and multi_lora.json; here is only the command line that it is started with.
+Builds the supervisor's command line; the supervisor reads model.json and multi_lora.json. Called by main.py.
 """
 
 import sys
@@ -14,17 +14,16 @@ from quire_spec.errors import ConfigError
 
 
 def served_name(repository: Path) -> str:
-    """The name that vllm_backend's clients know the model by: that of its folder.
+    """Return the model name that clients of vllm_backend use: the name of the model's folder.
 
     Raises:
-        ConfigError: there is not exactly one model in `repository`, or its name is none here.
+        ConfigError: `repository` does not contain exactly one model, or its name is not a valid model name.
     """
     model_files = sorted(repository.glob("1/model.json")) or sorted(repository.glob("*/1/model.json"))
     if len(model_files) != 1:
         raise ConfigError(
-            f"--vllm-repository {repository}: {len(model_files)} files 1/model.json found, one is needed; give the "
-            "folder of "
-            "one model, or a repository that holds only one"
+            f"--vllm-repository {repository}: must contain one file 1/model.json, found {len(model_files)}; give the "
+            "folder of one model, or a repository with only one model"
         )
     name = model_files[0].resolve().parents[1].name
     constants.check_model_name(name, f"--vllm-repository {repository}: model")
@@ -34,7 +33,7 @@ def served_name(repository: Path) -> str:
 def supervisor_argv(
     repository: Path, device: str, options: ServeOptions, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """The supervisor's command line; raises as `served_name`."""
+    """Yield the supervisor's command line. Raises the errors of `served_name`."""
     name = served_name(repository)
     flags: list[tuple[str, object | None]] = [
         ("--vllm-repository", repository),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire validate`: every problem of every document, each with its line. Called by cli.py."""
+"""`quire validate`: reports every problem of every document, each with its line. Called by main.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from quire_spec import constants
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """What was found in one file."""
+    """Result of checking one file."""
 
     file: str
     services: tuple[str, ...] = ()
-    """Names of the LLMServices in it."""
+    """Names of the LLMServices in the file."""
     num_skipped: int = 0
-    """Documents of other kinds."""
+    """Number of documents of other kinds."""
     findings: tuple[tuple[str, Problem], ...] = ()
-    """file:line and what is wrong there."""
+    """Location (file:line) and problem."""
     read_error: str = ""
-    """Why the file could not be read."""
+    """Reason that the file could not be read; empty if it was read."""
 
     @property
     def ok(self) -> bool:
-        """Whether the file can be applied as it is."""
+        """Whether the file is valid."""
         return not self.findings and not self.read_error
 
     def render_lines(self) -> Iterator[str]:
-        """The report for people."""
+        """Yield the lines of the text report."""
         if self.read_error:
             yield self.read_error
         for location, problem in self.findings:
@@ -41,7 +41,7 @@ class ValidationReport:
             yield f"{self.file}: ok ({constants.KIND} {', '.join(self.services)}{skipped})"
 
     def to_json(self) -> dict[str, Any]:
-        """The report for programs."""
+        """Return the report for `-o json`."""
         problems = [{"line": int(location.rpartition(":")[2]), **p.to_json()} for location, p in self.findings]
         return {
             "file": self.file,
@@ -54,7 +54,7 @@ class ValidationReport:
 
 
 def validate_file(file: str) -> ValidationReport:
-    """Check all LLMServices of a file; documents of other kinds are counted and left to their own tools."""
+    """Check all LLMServices in a file. Documents of other kinds are counted but not checked."""
     try:
         documents = yaml_manifest.read_manifests(file)
     except ManifestError as error:
@@ -62,9 +62,10 @@ def validate_file(file: str) -> ValidationReport:
     llmservices = [document for document in documents if crd.is_service(document.body)]
     findings = [finding for document in llmservices for finding in _iter_findings(document)]
     if not llmservices:
-        contents = f"{len(documents)} of other kinds" if documents else "nothing at all"
+        other_kinds = ", only documents of other kinds" if documents else ""
+        rule = f"the file has no {constants.KIND}{other_kinds}"
         fix = f"add a document with apiVersion: {crd.GROUP_VERSION} and kind: {constants.KIND}"
-        findings = [(f"{file}:1", Problem((), ABSENT, f"no {constants.KIND} in this file, found {contents}", fix))]
+        findings = [(f"{file}:1", Problem((), ABSENT, rule, fix))]
     services = tuple(_service_name(document.body) for document in llmservices)
     return ValidationReport(file, services, len(documents) - len(llmservices), tuple(findings))
 

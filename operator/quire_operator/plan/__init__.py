@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model, a GPU and a spec to the numbers that an engine starts with. Pure but for files.py."""
+"""The planner: computes the engine's settings from a model, a GPU and a spec. Pure, except for reading files."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do when a plan is tight or there is none: what was tried, which GPU would do, what is worth changing.
+"""Advice for tight plans and for models that do not fit: attempted candidates, sufficient GPUs, useful changes.
 
-Pure. Everything it recommends has been planned first; what the engine refuses is never recommended.
+Pure. Every recommendation has been planned first, so a setting that the engine rejects is never recommended. Called by
+planner.py and build_plan.py.
 """
 
 from collections.abc import Iterator
@@ -19,18 +20,18 @@ from quire_operator.plan.plan import FitReason
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 MIN_FULL_LENGTH_REQUESTS = 4
-"""Requests of full length that a service without LowConcurrency holds."""
+"""Requests of length maxModelLen that must fit into the KV cache; with fewer, a plan gets LowConcurrency."""
 _LARGE_LORA_DIVISOR = 4
-"""Adapters take much when they take a quarter of what KV gets."""
+"""Fewer adapter slots are suggested when the slots use more than a quarter of the KV cache's size."""
 _RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
     "swapSpace",
 )  # fmt: skip
-"""Fields of spec.engine that may be what does not fit, and can be left out."""
+"""Fields of spec.engine that can be omitted and may be the reason that a model does not fit."""
 
 
 def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, str]:
-    """How well the way fits, and what to change; "" when nothing."""
+    """Return how well the candidate fits, and what to change ("" if there is nothing)."""
     fits: list[tuple[FitReason, str]] = []
     if inputs.gpu is not None and (text := _utilization_risk(inputs, inputs.gpu, candidate)):
         fits.append((FitReason.UTILIZATION_RISK, text))
@@ -38,7 +39,7 @@ def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, 
         fits.append((FitReason.LOW_CONCURRENCY, _low_concurrency(inputs, candidate)))
     if inputs.gpu is not None and inputs.gpu.larger_products:
         kinds = ", ".join(inputs.gpu.larger_products)
-        text = f"Pods may also land on {kinds}, which are larger; set spec.gpu.product to plan for one kind."
+        text = f"Pods can also be scheduled to larger GPUs ({kinds}); set spec.gpu.product to plan for one product."
         fits.append((FitReason.HETEROGENEOUS_POOL, text))
     if text := _host_memory_advice(inputs, candidate):
         fits.append((FitReason.FITS, text))
@@ -46,19 +47,19 @@ def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, 
 
 
 def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
-    """The message of DoesNotFit: a sentence, the table of what was tried, and what would do."""
+    """Return the message of DoesNotFit: a sentence, the table of attempts, and GPUs that are sufficient."""
     if inputs.gpu is None:
         return _explain_no_fit_on_cpu(inputs, attempts)
     gpu, context = inputs.gpu, limits.min_context(inputs)
     summary = (
-        f"spec.gpu: {gpu.name}: the model does not fit with a context of {context} tokens; take a larger GPU, or "
+        f"spec.gpu: {gpu.name}: the model does not fit with a context of {context} tokens; use a larger GPU, or "
         f"{_reduction_options(inputs)}"
     )
     return "\n".join([summary, *_attempts_table(inputs, attempts), _sufficient_gpus(inputs)])
 
 
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
-    """For each number of GPUs that the engine and the model allow, the smallest product that fits."""
+    """Yield each number of GPUs that the engine and the model allow, with the smallest product that fits."""
     for count in limits.TP_SIZES:
         if count not in inputs.capabilities.tensor_parallel_sizes or unsupported_reason(inputs.model.shape, count):
             continue
@@ -70,7 +71,7 @@ def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
 
 
 def _attempts_table(inputs: PlannerInputs, attempts: list[Candidate]) -> Iterator[str]:
-    """One row for each number of GPUs: its best attempt, or why there was none."""
+    """Yield one row for each number of GPUs: its best attempt, or the reason that it was not tried."""
     columns = ("GPUs", "share", "weights", "step", "other", "adapters", "left", "short by")
     yield "  " + " ".join(f"{name:>8}" for name in columns) + "   (GiB on each)"
     for tp in limits.TP_SIZES:
@@ -110,11 +111,11 @@ def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:
 
 def _sufficient_gpus(inputs: PlannerInputs) -> str:
     options = ", or ".join(f"{count} x {product}" for count, product in smallest_gpus(inputs))
-    return f"The smallest that would do: {options}." if options else "No GPU in the table of products would do."
+    return f"The smallest that fit: {options}." if options else "No GPU in the table of products is large enough."
 
 
 def _reduction_options(inputs: PlannerInputs) -> str:
-    """What in the spec could be made smaller, or left to the planner."""
+    """Return the fields that can be reduced, or omitted so that the planner chooses them."""
     engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
         options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
@@ -146,14 +147,14 @@ def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> 
     context = limits.min_context(inputs)
     if pinned is not None and to_bytes(pinned) < min_kv:
         summary = (
-            f"spec.engine.kvCacheMemory: {pinned}: a context of {context} tokens takes {min_kv // MIB}Mi; raise it, or "
-            f"take {_reduction_options(inputs)}"
+            f"spec.engine.kvCacheMemory: {pinned}: a context of {context} tokens needs {min_kv // MIB}Mi; raise it, or "
+            f"use {_reduction_options(inputs)}"
         )
     else:
-        assert limit is not None, "where nobody says how much memory there is, the KV cache is as large as it must be"
+        assert limit is not None, "without a memory limit the KV cache always has the minimum size"
         summary = (
             f"spec.runtime.memory: {limit // MIB}Mi: the model does not fit with a context of {context} tokens; raise "
-            f"it to {total // MIB}Mi, or take {_reduction_options(inputs)}"
+            f"it to {total // MIB}Mi, or use {_reduction_options(inputs)}"
         )
     table = [f"  {name:<18} {size / GIB:>8.2f} GiB" for name, size in rows.items() if size]
     return "\n".join([summary, *table])
@@ -168,14 +169,15 @@ def _utilization_risk(inputs: PlannerInputs, gpu: GpuInfo, candidate: Candidate)
         return ""
     return (
         f"spec.engine.gpuMemoryUtilization {inputs.engine.gpuMemoryUtilization} leaves {unreserved / GIB:.1f} GiB, "
-        "and CUDA "
-        f"graphs and the server take about {required / GIB:.1f}; lower it."
+        f"but CUDA graphs and the server need about {required / GIB:.1f} GiB; lower it."
     )
 
 
 def _low_concurrency(inputs: PlannerInputs, candidate: Candidate) -> str:
     requests = candidate.kv_tokens / candidate.max_model_len
-    summary = f"{candidate.kv_tokens} KV tokens hold {requests:.1f} requests of {candidate.max_model_len} tokens."
+    summary = (
+        f"{candidate.kv_tokens} KV tokens are enough for {requests:.1f} requests of {candidate.max_model_len} tokens."
+    )
     options = [*_more_gpus_options(inputs, candidate), *_fewer_adapter_slots_options(inputs, candidate)]
     if inputs.engine.maxModelLen is not None:
         max_model_len = candidate.kv_tokens // MIN_FULL_LENGTH_REQUESTS
@@ -183,11 +185,11 @@ def _low_concurrency(inputs: PlannerInputs, candidate: Candidate) -> str:
             options.append(f"lower spec.engine.maxModelLen to {max_model_len}")
     if inputs.gpu is None:
         options.append("raise spec.runtime.memory or spec.engine.kvCacheMemory")
-    return f"{summary} To hold more: {'; '.join(options)}." if options else summary
+    return f"{summary} To fit more: {'; '.join(options)}." if options else summary
 
 
 def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[str]:
-    """More GPUs of the same kind, and the smallest kind whose memory is enough for ENOUGH_REQUESTS."""
+    """Yield more GPUs of the same product, and the smallest product that fits MIN_FULL_LENGTH_REQUESTS."""
     gpu = inputs.gpu
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return
@@ -198,7 +200,7 @@ def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[
         if alternative := _sufficient_candidate_with(inputs, max_gpus=count):
             yield _suggestion(f"spec.gpu.count {count}", alternative)
             break
-        # By itself a plan takes the fewest GPUs that have the longest context.
+        # Without a pinned tensorParallelSize, the planner uses the fewest GPUs that give the longest context.
         if alternative := _sufficient_candidate_with(unpinned, engine=replace(inputs.engine, tensorParallelSize=count)):
             yield _suggestion(f"spec.gpu.count {count} with spec.engine.tensorParallelSize {count}", alternative)
             break
@@ -213,13 +215,13 @@ def _fewer_adapter_slots_options(inputs: PlannerInputs, candidate: Candidate) ->
     if candidate.costs.lora * _LARGE_LORA_DIVISOR > max(candidate.kv_bytes, 1):
         size, lora = candidate.costs.lora / GIB, inputs.lora
         yield (
-            f"the {lora.maxLoaded} adapter slots of rank {lora.maxRank} take {size:.1f} GiB: lower spec.lora.maxLoaded "
-            "or maxRank"
+            f"lower spec.lora.maxLoaded or maxRank (the {lora.maxLoaded} adapter slots of LoRA rank {lora.maxRank} use "
+            f"{size:.1f} GiB)"
         )
 
 
 def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
-    """The best way with these changes, if one fits."""
+    """Return the best candidate with these changes, or None if none fits."""
     changed = replace(inputs, **changes)
     if changed.gpu is not None and limits.dtype_error(changed, changed.gpu):
         return None
@@ -227,7 +229,7 @@ def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | N
 
 
 def _sufficient_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
-    """The same, if it holds ENOUGH_REQUESTS."""
+    """Return the best candidate with these changes if it fits MIN_FULL_LENGTH_REQUESTS, else None."""
     candidate = _best_candidate_with(inputs, **changes)
     return (
         candidate if candidate and candidate.kv_tokens >= MIN_FULL_LENGTH_REQUESTS * candidate.max_model_len else None
@@ -245,5 +247,6 @@ def _host_memory_advice(inputs: PlannerInputs, candidate: Candidate) -> str:
     if required <= inputs.memory_limit:
         return ""
     return (
-        f"spec.runtime.memory is less than the {required // MIB + 1}Mi that the pod's processes are expected to take."
+        f"spec.runtime.memory is less than the {required // MIB + 1}Mi that the pod's processes are expected to use; "
+        "raise it."
     )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the way that was chosen to the Plan: values with their origins and reasons, memory in whole MiB. Pure."""
+"""Converts the chosen candidate to a Plan: values with origins and reasons, memory in whole MiB. Pure.
+
+Called by planner.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,11 +26,11 @@ from quire_operator.plan.plan import (
     to_quantity,
 )
 
-_PINNED_REASON = "pinned in the spec"
+_PINNED_REASON = "set in the spec"
 
 
 def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str, str]) -> Plan:
-    """The plan that the way `found` is; `images` has this release's for GPU and CPU."""
+    """Return the plan of the candidate. `images` maps each device to the image of this release."""
     engine, gpu = inputs.engine, inputs.gpu
     device_memory = _device_memory(inputs, candidate)
     fit, text = advice.assess_fit(inputs, candidate)
@@ -42,7 +45,7 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
         gpuMemoryUtilization=None if gpu is None else _utilization(inputs, candidate),
         kvCacheMemory=_kv_cache_memory(inputs, device_memory),
         blockSize=_planned_value(
-            engine.blockSize, choose_block_size(inputs, candidate), "few tokens are lost in half-filled blocks"
+            engine.blockSize, choose_block_size(inputs, candidate), "few tokens are wasted in half-filled blocks"
         ),
         maxModelLen=_planned_value(engine.maxModelLen, candidate.max_model_len, _context_reason(inputs, candidate)),
         maxNumSeqs=_planned_value(engine.maxNumSeqs, candidate.max_num_seqs, _max_num_seqs_reason(inputs, candidate)),
@@ -54,9 +57,11 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
         sharedMemory=PlannedValue(
             to_quantity(round_up_mib(shm)),
             Origin.COMPUTED if inputs.shared_memory is None else Origin.SPEC,
-            "1Gi for each GPU, at least one" if inputs.shared_memory is None else _PINNED_REASON,
+            "1Gi for each GPU, at least 1Gi" if inputs.shared_memory is None else _PINNED_REASON,
         ),
-        image=_planned_value(inputs.image, images["CPU" if gpu is None else "GPU"], "of the release that planned"),
+        image=_planned_value(
+            inputs.image, images["CPU" if gpu is None else "GPU"], "image of the release that made the plan"
+        ),
         modelBytes=round_up_mib(inputs.model.weights_bytes),
         kvTokens=candidate.kv_tokens,
         fit=fit,
@@ -113,9 +118,9 @@ def _default_dtype(inputs: PlannerInputs) -> tuple[str, str]:
     if inputs.gpu is None:
         return (
             "auto",
-            f"the checkpoint's {inputs.model.dtype} where the CPU computes in it, else float32 (counted here)",
+            f"the checkpoint's {inputs.model.dtype} if the CPU supports it, else float32 (assumed here)",
         )
-    return inputs.model.dtype, "the checkpoint's"
+    return inputs.model.dtype, "dtype of the checkpoint"
 
 
 def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[str]:
@@ -123,7 +128,7 @@ def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[st
     return _planned_value(
         pinned,
         f"{candidate.utilization / 1000:.2f}",
-        "leaves room for CUDA graphs, the server and fragments, 0.80 to 0.93",
+        "the rest is for CUDA graphs, the server and fragmentation (0.80 to 0.93)",
     )
 
 
@@ -131,36 +136,37 @@ def _kv_cache_memory(inputs: PlannerInputs, device_memory: DeviceMemory) -> Plan
     pinned = inputs.engine.kvCacheMemory
     if inputs.gpu is not None and pinned is None:
         return None
-    reason = "a bounded share of memory" if inputs.memory_limit is None else "what the container's memory leaves"
+    reason = "a bounded fraction of memory" if inputs.memory_limit is None else "the rest of the container's memory"
     return _planned_value(pinned, to_quantity(device_memory.kv), reason)
 
 
 def _tp_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     if inputs.gpu is None:
-        return "a CPU"
+        return "one process on a CPU"
     if inputs.max_gpus == 1:
         return "one GPU for each replica"
     sizes = limits.allowed_tp_sizes(inputs)
     if len(sizes) == 1:
-        return "the only number that the model divides by and the engine can do"
+        return "the only number that divides the model and that the engine supports"
     allowed = ", ".join(map(str, sizes))
-    return f"the fewest of {allowed} with the longest context, up to {limits.MAX_DEFAULT_CONTEXT} tokens"
+    return f"the smallest of {allowed} with the longest context, up to {limits.MAX_DEFAULT_CONTEXT} tokens"
 
 
 def _context_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     limit = limits.max_context(inputs)
     if candidate.max_model_len < limit:
-        return f"{candidate.kv_tokens} KV tokens for {inputs.engine.minConcurrency} requests (minConcurrency) at once"
-    return "the model's own limit" if limit < limits.MAX_DEFAULT_CONTEXT else "the longest that is planned"
+        return f"{candidate.kv_tokens} KV tokens for {inputs.engine.minConcurrency} requests (minConcurrency)"
+    return "limit of the model" if limit < limits.MAX_DEFAULT_CONTEXT else "the planner's maximum"
 
 
 def _max_num_seqs_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     if candidate.max_num_seqs <= inputs.engine.minConcurrency:
         return "minConcurrency"
-    return f"{candidate.kv_tokens} KV tokens at about {min(MEAN_SEQUENCE_LEN, candidate.max_model_len)} for each"
+    mean = min(MEAN_SEQUENCE_LEN, candidate.max_model_len)
+    return f"{candidate.kv_tokens} KV tokens with about {mean} for each sequence"
 
 
 def _token_budget_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     if candidate.max_num_batched_tokens == candidate.max_num_seqs:
         return "one token for each sequence"
-    return "a CPU: more would hold up running answers" if inputs.gpu is None else "by the GPU's memory"
+    return "more would delay running requests on a CPU" if inputs.gpu is None else "chosen by the GPU's memory"

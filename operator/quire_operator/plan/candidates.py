@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to run a model: numbers of GPUs, token budget and sequences, with what they cost and the context they lead to.
+"""Candidates for a plan: number of GPUs, token budget and sequences, with their memory costs and context length.
 
-Pure. Ways are compared in one fixed order, and more memory only makes more of them fit: so it never leads to a worse
-plan. planner.py takes the best one, advice.py looks at the others.
+Pure. Candidates are compared in one fixed order, and more memory only makes more of them fit. Therefore more memory
+never gives a worse plan. planner.py uses the best candidate; advice.py evaluates others.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,25 +16,25 @@ from quire_operator.plan.host_memory import host_costs
 from quire_operator.plan.inputs import PlannerInputs
 
 MEAN_SEQUENCE_LEN = 2048
-"""Tokens that a sequence is assumed to hold on average, when sequences are counted."""
+"""Assumed average length of a sequence in tokens, for choosing maxNumSeqs."""
 CONTEXT_STEP = 1024
 MAX_BLOCK_SIZE = 128
-"""Tokens are counted in blocks of the largest size, so that the choice of a size never shortens the context."""
+"""Tokens are counted in blocks of the largest size, so that the block size never shortens the context."""
 GPU_MAX_NUM_SEQS = (512, 256, 128, 64, 32, 16)
 CPU_MAX_NUM_SEQS = (64, 32, 16, 8, 4, 2, 1)
 GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
-"""Token budget by memory: a large GPU needs more tokens in a step to be busy."""
+"""Minimum GPU memory and token budget: a large GPU needs more tokens in a step to be busy."""
 CPU_TOKEN_BUDGET = 512
-"""Token budget on a CPU: at 2048 one long prompt would hold up running answers for seconds."""
+"""Token budget on a CPU: with 2048, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
-"""A status holds no larger number, and a spec may pin any size of the KV cache: its plan could not be written."""
+"""Largest integer in a status. A spec can pin any KV cache size; its plan could not be written without this limit."""
 MAX_CPU_KV_BYTES = 4 * GIB
-"""Most that a KV cache on a CPU takes when nobody says how much memory there is."""
+"""Largest KV cache on a CPU if neither the spec nor a limit sets the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the model, and what it costs on each device."""
+    """One combination of settings, and its memory costs on each device."""
 
     tp: int
     max_num_batched_tokens: int
@@ -43,14 +43,14 @@ class Candidate:
     """Thousandths of a GPU's memory; 0 on a CPU."""
     costs: DeviceCosts
     kv_bytes: int
-    """For the KV cache; negative when not even the rest fits."""
+    """Memory for the KV cache; negative when the weights and other costs do not fit."""
     kv_tokens: int
     max_model_len: int
-    """0: too little is left for a useful length."""
+    """0 when the KV cache is too small for the minimum context."""
 
 
 def generate_candidates(inputs: PlannerInputs) -> Iterator[Candidate]:
-    """Every way that the rules allow, whether it fits or not; raises Unplannable as limits.tp_allowed does."""
+    """Yield every allowed candidate, including those that do not fit. Raises the errors of limits.allowed_tp_sizes."""
     for tp in limits.allowed_tp_sizes(inputs):
         for tokens in _token_budgets(inputs):
             for seqs in _max_num_seqs_options(inputs):
@@ -60,15 +60,16 @@ def generate_candidates(inputs: PlannerInputs) -> Iterator[Candidate]:
 
 
 def best_candidate(inputs: PlannerInputs, candidates: Iterable[Candidate]) -> Candidate | None:
-    """The highest in `rank` of those that fit."""
+    """Return the candidate with the highest `sort_key` among those that fit, or None."""
     return max((w for w in candidates if w.max_model_len), key=lambda w: sort_key(inputs, w), default=None)
 
 
 def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int, int]:
-    """The order of ways: the longest context that minConcurrency requests can have at once, then the fewest GPUs, then
-    the most sequences, then the largest token budget.
+    """Return the order of candidates: the longest context for minConcurrency requests, then the fewest GPUs, then the
+    most sequences, then the largest token budget.
 
-    Sequences count as far as each has MEAN_SEQUENCE tokens, so that none of them waits for blocks all the time.
+    More sequences are better only while each has MEAN_SEQUENCE_LEN tokens, so that sequences do not constantly wait for
+    blocks.
     """
     context = min(candidate.max_model_len, candidate.kv_tokens // inputs.engine.minConcurrency)
     mean = min(MEAN_SEQUENCE_LEN, limits.max_context(inputs))
@@ -82,7 +83,7 @@ def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int
 
 
 def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidate:
-    """One way, with its costs and the length that it leads to."""
+    """Return the candidate with these settings, its costs and its context length."""
     shape, dtype_bytes = inputs.model.shape, limits.element_bytes(inputs)
     costs = DeviceCosts(
         weights=device_memory.weights_bytes(limits.loaded_weights_bytes(inputs), tp),
@@ -98,7 +99,7 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
 
 
 def choose_block_size(inputs: PlannerInputs, candidate: Candidate) -> int:
-    """16 tokens, 32 for very many long requests, fewer where half-filled last blocks would waste over 2 %."""
+    """Return 16 tokens, 32 for very many long requests, or less if half-filled last blocks would waste over 2 %."""
     if inputs.engine.blockSize is not None:
         return inputs.engine.blockSize
     target = 32 if candidate.max_num_seqs >= 256 and candidate.max_model_len >= limits.MAX_DEFAULT_CONTEXT else 16
@@ -115,8 +116,10 @@ def _utilization(inputs: PlannerInputs, tp: int) -> int:
 
 
 def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: int, seqs: int, per_token: int) -> int:
-    """Bytes left for the KV cache on each device, or for each process of a CPU; those pinned for it where they are
-    left, else what they lack, negative."""
+    """Return the bytes for the KV cache on each GPU, or for each process on a CPU.
+
+    The pinned size is returned if it fits, else the missing bytes as a negative number.
+    """
     pinned = None if inputs.engine.kvCacheMemory is None else to_bytes(inputs.engine.kvCacheMemory)
     if inputs.gpu is not None:
         available = inputs.gpu.visible_bytes * utilization // 1000 - costs.total
@@ -132,7 +135,7 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
 
 
 def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> int:
-    """A KV cache on a CPU of unknown memory: room for all sequences, bounded, but never less than one of them."""
+    """Return the KV cache size on a CPU without a memory limit: enough for all sequences, bounded, at least one."""
     length = round_up_to_blocks(limits.max_context(inputs))
     target = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE_LEN, length)) * per_token
     shortest = round_up_to_blocks(limits.min_context(inputs))
@@ -141,7 +144,7 @@ def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> 
 
 
 def round_up_to_blocks(num_tokens: int) -> int:
-    """So many tokens or more, in whole blocks."""
+    """Round a number of tokens up to whole blocks."""
     return -(-num_tokens // MAX_BLOCK_SIZE) * MAX_BLOCK_SIZE
 
 
@@ -165,7 +168,7 @@ def _token_budgets(inputs: PlannerInputs) -> list[int]:
 
 
 def _max_num_seqs_options(inputs: PlannerInputs) -> list[int]:
-    """Fewer than minConcurrency would make that a promise that cannot be kept; more than the budget cannot run."""
+    """Return the values to try: at least minConcurrency, and not more than the token budget of a step."""
     if inputs.engine.maxNumSeqs is not None:
         return [inputs.engine.maxNumSeqs]
     default_options = GPU_MAX_NUM_SEQS if inputs.gpu else CPU_MAX_NUM_SEQS

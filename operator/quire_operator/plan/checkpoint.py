@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint: what a plan needs to know of a model, from its config.json and the sizes of its weights.
+"""Facts about a model that the planner needs: its config.json and the size of its weights.
 
-Pure; files.py reads the files. The size comes from the safetensors index where there is one, else from the header of
-the one file, and only without both from the shape.
+Pure; checkpoint_files.py reads the files. The size comes from the safetensors index, or else from the header of the
+single weights file, or else is estimated from the model configuration.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class SizeSource(StrEnum):
-    """Where the size of the weights is known from."""
+    """Source of the size of the weights."""
 
     INDEX = "safetensors index"
     HEADER = "safetensors header"
@@ -34,26 +34,26 @@ class SizeSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A model's files, as far as memory goes."""
+    """Configuration and size of a model."""
 
     shape: ModelConfig
     weights_bytes: int
-    """All tensors of the files."""
+    """Bytes of all tensors in the files."""
     size_source: SizeSource
     config_digest: str
-    """sha256:... of config.json's content, however it is written."""
+    """Digest (sha256:...) of the content of config.json, independent of its formatting."""
 
     @property
     def dtype(self) -> str:
-        """Type of the tensors: float32, bfloat16 or float16, or what config.json says instead."""
+        """Dtype of the tensors in config.json, normally float32, bfloat16 or float16."""
         return self.shape.dtype
 
     @classmethod
     def from_files(cls, config: object, index: object = None, header: object = None) -> Self:
-        """From the parsed config.json, and the parsed index or header where there is one.
+        """Return the facts from the parsed config.json and, if present, the parsed index or header.
 
         Raises:
-            ConfigError: config.json is not one that the engine runs, or another file does not say what it should.
+            ConfigError: the engine does not support config.json, or another file is invalid.
         """
         shape = ModelConfig.from_config(cast(Mapping[str, Any], config))
         digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
@@ -65,12 +65,16 @@ class CheckpointInfo:
 
 
 def index_total_bytes(index: object) -> int:
-    """Bytes of all tensors, from a parsed model.safetensors.index.json; raises ConfigError when it does not tell."""
+    """Return the bytes of all tensors from a parsed model.safetensors.index.json.
+
+    Raises:
+        ConfigError: it does not contain a valid total size.
+    """
     metadata = index.get("metadata") if isinstance(index, Mapping) else None
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     # Some tools write it as a float.
     if isinstance(total, bool) or not isinstance(total, int | float) or not math.isfinite(total) or total <= 0:
-        raise ConfigError(f"{INDEX_FILE}: metadata.total_size is {total!r}; it must be the bytes of all tensors")
+        raise ConfigError(f"{INDEX_FILE}: metadata.total_size must be the bytes of all tensors, got {total!r}")
     return int(total)
 
 

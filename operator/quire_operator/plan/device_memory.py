@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of one device's memory: what weights, a step, adapters and a token cost, and what is left for KV.
+"""Memory costs on one device: weights, the peak of a step, adapter slots, KV bytes of a token, and the reserve.
 
-Formulas and constants are fitted to start logs of vLLM with Llama 3.1 8B (tests/operator/plan/test_plan_tables.py has
-the
-five points), so they are estimates for this engine: it measures at its start, and status.plan.measured compares.
-Integers in, bytes out; planner.py decides with them.
+Formulas and constants are fitted to startup logs of vLLM with Llama 3.1 8B; the five points are in
+tests/operator/plan/test_plan_tables.py. For this engine they are estimates: it measures at startup, and
+status.plan.measured contains the result. Called by candidates.py and host_memory.py.
 """
 
 import math
@@ -17,23 +16,23 @@ MIB = 2**20
 GIB = 2**30
 
 _NON_TORCH = GIB // 2
-"""CUDA context and libraries of the engine's process."""
+"""CUDA context and libraries of the engine process."""
 _COMMUNICATION = GIB // 2
-"""NCCL's buffers, where layers are shared."""
+"""NCCL buffers, with tensor parallelism."""
 _SERVER = GIB // 2
-"""CUDA context of the server's process, outside of the engine's share."""
+"""CUDA context of the server process, not part of the engine's memory."""
 _SHARED_MARGIN = 3 * GIB // 10
 _FRAGMENTATION_PERCENT = 2
 _WEIGHTS_PERCENT = 101
-"""What torch takes for tensors of 100 bytes: 15.1 GiB measured for 14.96 GiB of files."""
+"""Bytes that torch allocates for 100 bytes of tensors: 15.1 GiB measured for 14.96 GiB of files."""
 _ACTIVATIONS_PERCENT = 115
 _SAMPLING_BYTES = 20
-"""For each sequence and word: logits, what sorting and softmax copy, and the counts that penalties keep."""
+"""For each sequence and vocabulary entry: logits, copies for sorting and softmax, and the counts of penalties."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """Bytes on one device, beside the KV cache."""
+    """Bytes on one device, without the KV cache."""
 
     weights: int
     activations: int
@@ -44,38 +43,38 @@ class DeviceCosts:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all costs."""
         return self.weights + self.activations + self.non_torch + self.lora
 
     @property
     def rounded_total(self) -> int:
-        """All of it with each part in whole MiB, as a plan has it."""
+        """Sum of all costs, each rounded up to whole MiB, as in a plan."""
         return sum(map(round_up_mib, (self.weights, self.activations, self.non_torch, self.lora)))
 
 
 def round_up_mib(size: int) -> int:
-    """Rounded up to whole MiB."""
+    """Round a size up to whole MiB."""
     return -(-size // MIB) * MIB
 
 
 def kv_bytes_per_token(shape: ModelConfig, element_bytes: int, tp: int) -> int:
-    """KV bytes of one token on each of `tp` devices; KV heads that are fewer than devices are on several."""
+    """Return the KV bytes of one token on each of `tp` devices. Fewer KV heads than `tp` are replicated."""
     heads = max(1, shape.num_kv_heads // tp)
     return memory_sizing.kv_block_bytes(shape, 1, element_bytes) // shape.num_kv_heads * heads
 
 
 def weights_bytes(files_bytes: int, tp: int) -> int:
-    """Bytes of the weights on each of `tp` devices, in the type that they are computed in."""
+    """Return the bytes of the weights on each of `tp` devices, in the dtype of the computation."""
     return math.ceil(files_bytes * _WEIGHTS_PERCENT / (100 * tp))
 
 
 def lora_bytes(shape: ModelConfig, num_slots: int, max_rank: int, element_bytes: int) -> int:
-    """Bytes of the adapter slots on each device. Not divided by tp: one half of each pair is on all of them."""
+    """Return the bytes of the adapter slots on each device. With tp, one matrix of each pair is replicated."""
     return num_slots * memory_sizing.lora_slot_bytes(shape, max_rank, element_bytes)
 
 
 def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:
-    """Bytes at the peak of a step of `num_tokens` tokens, or of sampling for `num_seqs` sequences if that is more."""
+    """Return the peak bytes of a step: of its `num_tokens` tokens, or of sampling `num_seqs` sequences if larger."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
     sampling = num_seqs * shape.vocab_size * _SAMPLING_BYTES
@@ -83,22 +82,25 @@ def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element
 
 
 def non_torch_bytes(tp: int) -> int:
-    """Bytes that libraries take beside torch, on each of `tp` GPUs."""
+    """Return the bytes that libraries other than torch allocate on each of `tp` GPUs."""
     return _NON_TORCH + (_COMMUNICATION if tp > 1 else 0)
 
 
 def graph_bytes(shape: ModelConfig) -> int:
-    """Bytes of captured CUDA graphs: 0.5 GiB for 32 layers, 1 GiB for 64 and more. Outside of the engine's share."""
+    """Return the bytes of captured CUDA graphs, which are not part of the engine's memory.
+
+    0.5 GiB for 32 layers, 1 GiB for 64 layers and more.
+    """
     return min(max(shape.num_layers * GIB // 64, GIB // 2), GIB)
 
 
 def reserve_bytes(shape: ModelConfig, visible: int, tp: int) -> int:
-    """What the engine's share should leave of each GPU: graphs, the server, fragments."""
+    """Return the bytes of each GPU to leave for CUDA graphs, the server and fragmentation."""
     margin = _SHARED_MARGIN if tp > 1 else 0
     return graph_bytes(shape) + visible * _FRAGMENTATION_PERCENT // 100 + _SERVER + margin
 
 
 def utilization(shape: ModelConfig, visible: int, tp: int) -> int:
-    """The engine's share of each GPU in thousandths: what the reserve leaves, from 0.80 to 0.90 (0.93 from 32 GiB)."""
+    """Return the engine's fraction of GPU memory in thousandths: 800 to 900, or to 930 from 32 GiB."""
     share = (visible - reserve_bytes(shape, visible, tp)) * 100 // visible
     return 10 * max(80, min(share, 90 if visible < 32 * GIB else 93))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why there is no plan: a reason in one word, as the condition Planned has it, and a sentence that says what to do."""
+"""The planner's error: a reason for the condition Planned, and a message that contains a fix."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from quire_spec.errors import ConfigError
 
 
 class UnplannableReason(StrEnum):
-    """Reasons of Planned=False."""
+    """Reasons of the condition Planned with status False."""
 
     DOES_NOT_FIT = "DoesNotFit"
     GPU_UNKNOWN = "GPUUnknown"
@@ -17,7 +17,7 @@ class UnplannableReason(StrEnum):
 
 
 class Unplannable(ConfigError):
-    """There is no plan."""
+    """No plan can be made for the inputs."""
 
     def __init__(self, reason: UnplannableReason, message: str) -> None:
         self.reason = reason

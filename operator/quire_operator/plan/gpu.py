@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gpu: a kind of GPU and its memory, from the spec, the nodes' labels, or the table of products.
+"""GPU products and their memory, from the spec, node labels, or the table of products.
 
-Labels are those of NVIDIA's GPU feature discovery. Pure; the callers read nodes and command lines.
+The labels are those of NVIDIA's GPU feature discovery. Pure: cli/plan.py and the controller read the nodes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ _MIG_RESOURCES = "nvidia.com/mig-"
 
 
 class MemorySource(StrEnum):
-    """Where a GPU's memory is known from."""
+    """Source of the memory size of a GPU."""
 
     SPEC = "Spec"
     NODE_LABELS = "NodeLabels"
@@ -30,38 +30,38 @@ class MemorySource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
-    """One kind of GPU."""
+    """One GPU product."""
 
     product: str
-    """As the node label says it; empty when only the memory is known."""
+    """Value of the node label; empty if only the memory is known."""
     memory_mib: int
-    """As the driver says it (NVML's total), which is more than CUDA gives out."""
+    """Total memory that the driver (NVML) reports. CUDA reports less."""
     memory_source: MemorySource
     compute_capability: tuple[int, int] | None = None
-    """Compute capability, where it is known."""
+    """None if unknown."""
     gpus_per_node: int | None = None
-    """GPUs of a node at most, where nodes say it: layers are shared on one node only."""
+    """Number of GPUs of a node, None if unknown. A replica runs on one node."""
     larger_products: tuple[str, ...] = ()
-    """Larger kinds that the same pods could land on."""
+    """Larger products that the same pods can be scheduled to."""
 
     @property
     def visible_bytes(self) -> int:
-        """Memory that CUDA gives out: the label less 640 MiB or 1.1 %.
+        """Memory that CUDA reports, estimated as the label less 640 MiB or 1.1 %.
 
-        Pairs of label and CUDA's own figure: L4 23034 MiB and 22.03 GiB, A10G 23028 and 22.06, A100 40960 and 39.4 to
-        39.6, A100 81920 and 79.14 to 79.25, H100 81559 and 79.1, H200 143771 and 139.7 to 139.8. This is below all.
+        Label (MiB) and CUDA's value (GiB): L4 23034, 22.03; A10G 23028, 22.06; A100 40960, 39.4 to 39.6; A100 81920,
+        79.14 to 79.25; H100 81559, 79.1; H200 143771, 139.7 to 139.8. The estimate is below all of them.
         """
         label = self.memory_mib * MIB
         return max(label - max(640 * MIB, label * 11 // 1000), MIB)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return self.product or f"GPU of {self.memory_mib} MiB"
 
     @classmethod
     def from_product(cls, product: str) -> Self | None:
-        """From the table; None when it is not there."""
+        """Return the GPU from the table of products, or None if the table does not contain it."""
         if product not in PRODUCTS:
             return None
         memory, compute_capability = PRODUCTS[product]
@@ -69,12 +69,12 @@ class GpuInfo:
 
     @classmethod
     def from_labels(cls, labels: Mapping[str, str], resource: str = GPU_RESOURCE) -> Self | None:
-        """From one node's labels; None when it has no GPU that they describe.
+        """Return the GPU of a node from its labels, or None if they do not describe one.
 
-        A MIG slice that has a resource of its own has labels of its own too: nvidia.com/mig-3g.40gb.memory.
+        A MIG resource has its own labels, for example nvidia.com/mig-3g.40gb.memory.
 
         Raises:
-            Unplannable: its GPUs are shared by time-slicing or MPS, whose parts have no memory of their own.
+            Unplannable: pods share the node's GPUs by time-slicing or MPS, which do not partition memory.
         """
         prefix = resource if resource.startswith(_MIG_RESOURCES) else GPU_RESOURCE
         product, memory = labels.get(f"{prefix}.product"), _int_label(labels, f"{prefix}.memory")
@@ -83,9 +83,9 @@ class GpuInfo:
         if (num_sharing := _int_label(labels, f"{prefix}.replicas") or 1) > 1:
             raise Unplannable(
                 UnplannableReason.SHARED_GPU,
-                f"spec.gpu.product: nodes with {product} share each GPU between {num_sharing} pods, "
-                "which do not keep out of each other's memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
-                "the part that a pod may take",
+                f"spec.gpu.product: nodes with {product} share each GPU among {num_sharing} pods "
+                "without separating their memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
+                "the part for one pod",
             )
         major, minor = (_int_label(labels, f"{GPU_RESOURCE}.compute.{part}") for part in ("major", "minor"))
         compute_capability = None if major is None or minor is None else (major, minor)
@@ -95,13 +95,13 @@ class GpuInfo:
 def resolve_gpu(
     gpu_spec: GpuSpec | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None
 ) -> GpuInfo:
-    """The GPU to plan for: the smallest that the pods could land on.
+    """Return the GPU to plan for: the smallest that the pods can be scheduled to.
 
-    `nodes` are the labels of the cluster's nodes; `product` is asked for on a command line and goes before the spec's.
-    spec.gpu.memory goes before both labels and table.
+    `nodes` are the labels of the cluster's nodes. `product` comes from the command line and overrides the spec.
+    spec.gpu.memory takes precedence over labels and table.
 
     Raises:
-        Unplannable: nothing says how much memory it has, or the nodes share their GPUs.
+        Unplannable: the memory of the GPU is unknown, or pods share the nodes' GPUs.
     """
     name = product or (gpu_spec.product if gpu_spec else None)
     if gpu_spec and gpu_spec.memory and not product:
@@ -114,8 +114,8 @@ def resolve_gpu(
     if resource.startswith(_MIG_RESOURCES):
         raise Unplannable(
             UnplannableReason.GPU_UNKNOWN,
-            f"spec.gpu.resourceName: {resource!r}: no node says how much memory such a slice has (label "
-            f"{resource}.memory); set spec.gpu.memory",
+            f"spec.gpu.resourceName: the memory of {resource!r} is unknown, because no node has the label "
+            f"{resource}.memory; set spec.gpu.memory",
         )
     if name and (table_gpu := GpuInfo.from_product(name)):
         return table_gpu
@@ -123,7 +123,7 @@ def resolve_gpu(
 
 
 def _int_label(labels: Mapping[str, str], name: str) -> int | None:
-    """What a label says; None where it says no number, which anybody may have written there."""
+    """Return the number in a label, or None if it is not a number (labels can be edited)."""
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -144,8 +144,8 @@ def _unknown_gpu_error(product: str | None) -> Unplannable:
     if product is None:
         return Unplannable(
             UnplannableReason.GPU_UNKNOWN,
-            f"spec.gpu: no node says what GPU it has (label {PRODUCT_LABEL}); set spec.gpu.product, such as NVIDIA-L4, "
-            "or spec.gpu.memory, such as 23034Mi",
+            f"spec.gpu: the GPU is unknown, because no node has the label {PRODUCT_LABEL}; set spec.gpu.product, such "
+            "as NVIDIA-L4, or spec.gpu.memory, such as 23034Mi",
         )
     suggestions = [name for name in PRODUCTS if product.lower() in name.lower()]
     if not suggestions and (closest := closest_match(product, list(PRODUCTS))):
@@ -153,8 +153,8 @@ def _unknown_gpu_error(product: str | None) -> Unplannable:
     guess = f"did you mean {' or '.join(suggestions)}? " if suggestions else ""
     return Unplannable(
         UnplannableReason.GPU_UNKNOWN,
-        f"spec.gpu.product: {product!r} is on no node and not in the table of products; {guess}Write it as kubectl get "
-        "nodes -L nvidia.com/gpu.product shows it, or set spec.gpu.memory too",
+        f"spec.gpu.product: {product!r} is neither on a node nor in the table of products; {guess}Copy the value from "
+        "kubectl get nodes -L nvidia.com/gpu.product, or also set spec.gpu.memory",
     )
 
 
@@ -182,10 +182,10 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "NVIDIA-H200": (143771, (9, 0)),
     "NVIDIA-B200": (183359, (10, 0)),
 }
-"""Product label to MiB of the memory label and compute capability, smallest first. Nodes' own labels go before it."""
+"""Product label to memory label (MiB) and compute capability, smallest first. Node labels take precedence."""
 
 
 def node_labels(node_list: Any) -> list[dict[str, str]]:
-    """Labels of each node, from the parsed output of `kubectl get nodes -o json` (a list, or one node)."""
+    """Return the labels of each node in the parsed output of `kubectl get nodes -o json` (a list, or one node)."""
     items = node_list.get("items", [node_list]) if isinstance(node_list, Mapping) else []
     return [dict(item.get("metadata", {}).get("labels") or {}) for item in items if isinstance(item, Mapping)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of a pod's host memory, of its shared memory, and of the time that it may take to start.
+"""Host memory and shared memory of a pod, and the time that it can take to start.
 
 Measured with `quire serve -f examples/llmservice.yaml` (two cores, Python 3.11; proportional set sizes): a stub 22 MiB,
-supervisor 45, text 27, server 34, core 235 with a model of 2.8 million parameters. Adapters come and go without a
-restart, so stubs are counted for as many as can have a model of their own.
+supervisor 45, text 27, server 34, core 235 with a model of 2.8 million parameters. Adapters are added without a
+restart, so stubs are counted for the largest number of exposed adapters.
 """
 
 import math
@@ -18,13 +18,13 @@ from quire_spec import constants
 _STUB = 24 * MIB
 _STUB_SHM = MIB
 _PROMPTS_SHM = 64 * MIB
-"""Requests and answers on their way between the server and its stubs."""
+"""Requests and responses between the server and its stubs."""
 _PROCESSES_CPU = GIB
-"""Supervisor, server, text with a large vocabulary, and the core without what the plan counts by itself."""
+"""Supervisor, server, text process with a large vocabulary, and core process without memory that the plan counts."""
 _PROCESSES_FURTHER_CPU = 256 * MIB
-"""For each further process that shares the layers on a CPU: 200 measured, without what the plan counts by itself."""
+"""For each additional tensor-parallel rank on a CPU: 200 MiB measured, without memory that the plan counts."""
 _PROCESSES_GPU = 8 * GIB
-"""The same with CUDA's libraries, pinned buffers and loading; an estimate that no GPU has confirmed yet."""
+"""The same with CUDA libraries, pinned buffers and loading; an estimate."""
 _PROCESSES_FURTHER_GPU = 2 * GIB
 
 _NETWORK_BYTES_S = 200_000_000
@@ -35,58 +35,60 @@ _GRAPHS_S = 120
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Bytes of host memory in a pod."""
+    """Host memory of a pod, in bytes."""
 
     processes: int
     stubs: int
     lora_copies: int
-    """Adapters that wait in host memory for a slot."""
+    """Adapters that are cached in host memory."""
     shared_memory: int
-    """Of /dev/shm, as far as the pod's memory is charged for it."""
+    """Part of /dev/shm that counts as the pod's memory."""
     swap: int = 0
     """KV blocks of preempted requests."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all costs."""
         return self.processes + self.stubs + self.lora_copies + self.shared_memory + self.swap
 
     @property
     def rounded_total(self) -> int:
-        """All of it with each part in whole MiB, as a plan has it."""
+        """Sum of all costs, each rounded up to whole MiB, as in a plan."""
         return sum(map(round_up_mib, (self.processes, self.stubs, self.lora_copies, self.shared_memory, self.swap)))
 
 
 def compute_host_costs(
     num_gpus: int, with_adapters: bool, lora_copies: int, shm_limit: int, swap_space: int = 0, num_ranks: int = 1
 ) -> HostCosts:
-    """A pod's host memory with `num_gpus` GPUs (0: a CPU, shared by `num_ranks` processes), without what a CPU holds of
-    the model."""
+    """Return the host memory of a pod with `num_gpus` GPUs, or 0 for a CPU with `num_ranks` processes.
+
+    On a CPU, the memory of the model is not included.
+    """
     stubs = 1 + (constants.MAX_EXPOSED_ADAPTERS if with_adapters else 0)
     processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     if num_gpus == 0:
         processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU
-    # GPUs talk through it and may fill it; stubs alone do not.
+    # NCCL between GPUs can fill /dev/shm; stubs alone do not.
     shm_bytes = shm_limit if num_gpus > 1 else min(shm_limit, stubs * _STUB_SHM + _PROMPTS_SHM)
     return HostCosts(processes, stubs * _STUB, lora_copies, shm_bytes, swap_space * max(num_ranks, num_gpus))
 
 
 def shared_memory(num_gpus: int) -> int:
-    """Default size of /dev/shm: 1 GiB for each GPU, at least one. A container's usual 64 MB is too little."""
+    """Return the default size of /dev/shm: 1 GiB for each GPU, at least 1 GiB. A container's 64 MB are not enough."""
     return max(1, num_gpus) * GIB
 
 
 def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
-    """Seconds that a pod may take to become ready: twice what loading should take, a download included.
+    """Return the seconds that a pod can take to become ready: twice the expected time, including a download.
 
-    Bytes come at 0.2 GB/s from the network and at 1 GB/s from a volume; graphs take two minutes.
+    Assumes 0.2 GB/s from the network, 1 GB/s from a volume, and two minutes for CUDA graphs.
     """
     reading = model_bytes / _VOLUME_BYTES_S + (model_bytes / _NETWORK_BYTES_S if downloads else 0)
     return 2 * math.ceil(_START_S + reading + (_GRAPHS_S if gpu else 0))
 
 
 def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
-    """A pod's host memory for these inputs, without what a CPU holds of the model."""
+    """Return the host memory of a pod for these inputs. On a CPU, the memory of the model is not included."""
     lora = inputs.lora
     limit = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
     swap = inputs.engine.swapSpace
@@ -96,7 +98,7 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:
-    """Bytes of adapters in host memory at most."""
+    """Return the maximum bytes of cached adapters in host memory."""
     lora = inputs.lora
     if not lora.maxLoaded:
         return 0

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs: everything that a plan follows from, and its digest, which says whether a plan still holds.
+"""Inputs of the planner, and their digest. A stored plan is valid while the digest of its inputs is the same.
 
-The digest covers what a user or a cluster changes, never what a release of Quire changes: an upgrade of the operator
-must not restart anybody. So a field is in it only when it is set, and a new field that is not set leaves it as it was.
+The digest covers values that a user or a cluster changes, but nothing that a release of Quire changes, because an
+upgrade of the operator must not restart pods. Therefore only fields that are set are included, and a new optional field
+does not change existing digests.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from quire_spec.model import capabilities
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """What the engine of this release can do. Not part of the digest: more abilities must restart nobody."""
+    """Values that the engine of this release supports. Not in the digest: a new release must not restart pods."""
 
     tensor_parallel_sizes: tuple[int, ...] = capabilities.TENSOR_PARALLEL_SIZES
     block_sizes: tuple[int, ...] = capabilities.BLOCK_SIZES
@@ -28,21 +29,21 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class PlannerInputs:
-    """What a plan is made from."""
+    """Everything that a plan depends on."""
 
     model: CheckpointInfo
     engine: EngineSpec
     lora: LoraSpec
     gpu: GpuInfo | None
-    """None: a CPU."""
+    """None on a CPU."""
     max_gpus: int = 1
-    """GPUs of a replica at most."""
+    """Maximum number of GPUs of a replica."""
     memory_limit: int | None = None
-    """Bytes that the container may take; None: as many as the plan finds right."""
+    """Memory limit of the container in bytes; None: the planner chooses it."""
     shared_memory: int | None = None
-    """Bytes of /dev/shm; None: planned."""
+    """Size of /dev/shm in bytes; None: the planner chooses it."""
     image: str | None = None
-    """Of the pods; None: the one of this release, which stays the plan's when the operator is upgraded."""
+    """Image of the pods; None: the image of this release. The plan keeps it when the operator is upgraded."""
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
 
     @classmethod
@@ -53,7 +54,7 @@ class PlannerInputs:
         gpu: GpuInfo | None,
         capabilities: EngineCapabilities | None = None,
     ) -> Self:
-        """The inputs of a service; `gpu` is what gpu.resolve found, None for a CPU."""
+        """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
         spec = service.spec
         cpu = spec.device is Device.CPU
         gpu_count = spec.gpu.count if spec.gpu else None
@@ -71,12 +72,12 @@ class PlannerInputs:
         )
 
     def with_max_gpus(self, count: int) -> Self:
-        """The same with up to `count` GPUs for each replica."""
+        """Return a copy with at most `count` GPUs for each replica."""
         return replace(self, max_gpus=count)
 
     @property
     def digest(self) -> str:
-        """sha256:... of what is set."""
+        """Digest of the fields that are set, as sha256:...."""
         text = json.dumps(drop_nulls(self._digest_fields()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -102,7 +103,7 @@ class PlannerInputs:
                 "dtype": engine.dtype,
                 "gpuMemoryUtilization": engine.gpuMemoryUtilization,
                 "kvCacheMemory": engine.kvCacheMemory,
-                # Absent where it changes nothing: plans of before the field was there stay what they are.
+                # Absent for the default, so that plans made before this field existed keep their digest.
                 **({"kvCacheDtype": engine.kvCacheDtype} if engine.kvCacheDtype not in (None, "auto") else {}),
                 "maxModelLen": engine.maxModelLen,
                 "maxNumBatchedTokens": engine.maxNumBatchedTokens,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model, the GPU and the engine allow at all: numbers of GPUs, types, lengths. Pure."""
+"""Limits of the model, the GPU and the engine: allowed numbers of GPUs, dtypes and context lengths. Pure.
+
+Called by planner.py, candidates.py and advice.py.
+"""
 
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory
@@ -12,17 +15,18 @@ from quire_spec.model.tensor_parallel import unsupported_reason
 
 TP_SIZES = (1, 2, 4, 8)
 MAX_DEFAULT_CONTEXT = 32768
-"""Longest maxModelLen that is planned; more has to be asked for."""
+"""Longest maxModelLen that the planner chooses. A longer one must be set in the spec."""
 MIN_DEFAULT_CONTEXT = 4096
-"""Shortest that is planned, unless the model itself is made for less."""
+"""Shortest maxModelLen that the planner chooses, unless the model's own limit is lower."""
 
 
 def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
-    """Numbers of GPUs that the spec, the model and the engine allow; of processes on a CPU, where more than one is
-    never better by itself and has to be asked for.
+    """Return the numbers of GPUs that the spec, the model and the engine allow.
+
+    On a CPU it is the number of processes, which is 1 unless the spec sets it.
 
     Raises:
-        Unplannable: the pinned one is not among them.
+        Unplannable: spec.engine.tensorParallelSize is not allowed.
     """
     pinned = inputs.engine.tensorParallelSize
     if pinned is None and inputs.gpu is None:
@@ -35,19 +39,19 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
     if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and pinned > inputs.gpu.gpus_per_node:
         fix = (
-            f"nodes with {inputs.gpu.name} have {inputs.gpu.gpus_per_node} GPUs, and layers are shared on "
-            f"one node; lower it"
+            f"nodes with {inputs.gpu.name} have {inputs.gpu.gpus_per_node} GPUs, and a replica runs on one node; "
+            "lower it"
         )
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
     if pinned not in inputs.capabilities.tensor_parallel_sizes:
         supported = ", ".join(map(str, inputs.capabilities.tensor_parallel_sizes))
-        fix = f"the engine of this release knows {supported}; omit the field, and use a larger GPU where one is needed"
+        fix = f"the engine of this release supports {supported}; omit the field, and use a larger GPU if needed"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {fix}")
     return [pinned]
 
 
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
-    """Why a number of GPUs is not tried, when none is pinned; empty when it is."""
+    """Return the reason that a number of GPUs is not tried if none is pinned, or "" if it is tried."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
     if tp > inputs.max_gpus:
@@ -55,83 +59,97 @@ def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
     if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and tp > inputs.gpu.gpus_per_node:
         return f"not possible: a node has {inputs.gpu.gpus_per_node}"
     if tp not in inputs.capabilities.tensor_parallel_sizes:
-        return "not possible: the engine of this release does not share layers between so many"
+        return "not possible: the engine of this release does not support it"
     return ""
 
 
 def check_dtypes(inputs: PlannerInputs) -> None:
-    """Raise Unplannable when the engine or the GPU cannot compute in the type that is asked for."""
+    """Check that the engine and the GPU support the dtype.
+
+    Raises:
+        Unplannable: they do not.
+    """
     dtype = inputs.engine.dtype or inputs.model.dtype
     if dtype not in capabilities.DTYPE_BYTES:
         fix = f"set {' or '.join(capabilities.DTYPE_BYTES)}"
         raise Unplannable(
             UnplannableReason.UNSUPPORTED_DTYPE,
-            f"spec.engine.dtype: {_describe_dtype(inputs)}, which the engine does not know; {fix}",
+            f"spec.engine.dtype: {_describe_dtype(inputs)}, which the engine does not support; {fix}",
         )
     if inputs.gpu is not None and (problem := dtype_error(inputs, inputs.gpu)):
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, problem)
 
 
 def dtype_error(inputs: PlannerInputs, gpu: GpuInfo) -> str:
-    """Why a GPU cannot compute in the types that are asked for; "" when it can, or nothing is known of it."""
+    """Return the reason that a GPU does not support the dtypes, or "" if it does or its capability is unknown."""
     if gpu.compute_capability is None:
         return ""
     capability_text = f"{gpu.name} has compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}"
     dtype = inputs.engine.dtype or inputs.model.dtype
     if dtype == "bfloat16" and gpu.compute_capability < (8, 0):
         fix = "set it to float16, or use another GPU"
-        return f"spec.engine.dtype: {_describe_dtype(inputs)}: {capability_text} and bfloat16 needs 8.0; {fix}"
+        return f"spec.engine.dtype: {_describe_dtype(inputs)}: {capability_text}, but bfloat16 needs 8.0; {fix}"
     if inputs.engine.kvCacheDtype == "fp8" and gpu.compute_capability < (8, 9):
-        return f"spec.engine.kvCacheDtype: fp8: {capability_text} and fp8 needs 8.9; set it to auto, or use another GPU"
+        return (
+            f"spec.engine.kvCacheDtype: fp8: {capability_text}, but fp8 needs 8.9; set it to auto, or use another GPU"
+        )
     return ""
 
 
 def _describe_dtype(inputs: PlannerInputs) -> str:
-    return inputs.engine.dtype or f"absent, and the checkpoint's is {inputs.model.dtype}"
+    return inputs.engine.dtype or f"not set, and the checkpoint's dtype is {inputs.model.dtype}"
 
 
 def check_context(inputs: PlannerInputs) -> None:
-    """Raise Unplannable when the pinned context is longer than the model was made for: the engine refuses it."""
+    """Check that the pinned context is not longer than the model supports.
+
+    Raises:
+        Unplannable: it is longer; the engine would reject it.
+    """
     pinned, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
     if pinned is not None and pinned > limit:
-        fix = f"the model is made for {limit} tokens (max_position_embeddings), and the engine refuses more; lower it"
+        fix = f"the model supports at most {limit} tokens (max_position_embeddings); lower it"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {pinned}: {fix}")
 
 
 def check_lora_cache(inputs: PlannerInputs) -> None:
-    """Raise Unplannable when host memory has no room for the copy of an adapter in each slot: the engine refuses it."""
+    """Check that maxCachedMemory is large enough for a copy of the adapter in each slot.
+
+    Raises:
+        Unplannable: it is not; the engine would reject it.
+    """
     lora = inputs.lora
     if lora.maxCachedMemory is None or not lora.maxLoaded:
         return
     min_bytes = device_memory.lora_bytes(inputs.model.shape, lora.maxLoaded, lora.maxRank, element_bytes(inputs))
     if to_bytes(lora.maxCachedMemory) < min_bytes:
-        size_text = f"{lora.maxLoaded} adapters of rank {lora.maxRank} take {-(-min_bytes // MIB)}Mi"
+        size_text = f"{lora.maxLoaded} adapters of LoRA rank {lora.maxRank} need {-(-min_bytes // MIB)}Mi"
         fix = f"{size_text}; raise it, or lower spec.lora.maxLoaded or maxRank"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"spec.lora.maxCachedMemory: {lora.maxCachedMemory}: {fix}")
 
 
 def element_bytes(inputs: PlannerInputs) -> int:
-    """Bytes of a number that the engine computes with. A CPU without bfloat16 takes float32, so that is counted."""
+    """Return the bytes of an element in the engine's dtype. On a CPU without a set dtype, float32 is assumed."""
     if inputs.engine.dtype is None and inputs.gpu is None:
         return capabilities.DTYPE_BYTES["float32"]
     return capabilities.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
 
 
 def kv_element_bytes(inputs: PlannerInputs) -> int:
-    """Bytes of a number in the KV cache."""
+    """Return the bytes of an element in the KV cache."""
     return element_bytes(inputs) if inputs.engine.kvCacheDtype in (None, "auto") else 1
 
 
 def loaded_weights_bytes(inputs: PlannerInputs) -> int:
-    """Bytes of all weights in the type that the engine computes in."""
+    """Return the bytes of all weights in the engine's dtype."""
     return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
 
 
 def max_context(inputs: PlannerInputs) -> int:
-    """The context that is planned when memory is no matter."""
+    """Return the context length that is planned if memory is sufficient."""
     return inputs.engine.maxModelLen or min(inputs.model.shape.max_position_embeddings, MAX_DEFAULT_CONTEXT)
 
 
 def min_context(inputs: PlannerInputs) -> int:
-    """The shortest context that is worth a start."""
+    """Return the shortest context length that is accepted."""
     return inputs.engine.maxModelLen or min(MIN_DEFAULT_CONTEXT, max_context(inputs))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: the numbers that a pod starts with, each with where it comes from and why. Its JSON form is status.plan.
+"""The plan: the settings that a pod starts with, each with its origin and reason. Its JSON form is status.plan.
 
-A plan is written once for its inputs and then read back from the status, so the JSON form loses nothing: memory is in
-whole MiB. Made by planner.py; read by the renderer, the commands and the status.
+A plan is made once for its inputs and then read back from the status, so the JSON form is lossless: memory is in whole
+MiB. Made by planner.py; read by the renderer, the commands and the status.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ from quire_spec.errors import ConfigError
 T = TypeVar("T", int, str)
 
 VERSION = 1
-"""Rises when the planner would plan differently from the same inputs."""
+"""Incremented when the planner makes a different plan for the same inputs."""
 
 
 class Origin(StrEnum):
-    """Where a value comes from."""
+    """Origin of a value."""
 
     SPEC = "Spec"
     COMPUTED = "Computed"
 
 
 class FitReason(StrEnum):
-    """Reasons of Planned=True."""
+    """Reasons of the condition Planned with status True."""
 
     FITS = "Fits"
     LOW_CONCURRENCY = "LowConcurrency"
@@ -40,15 +40,15 @@ class FitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedValue(Generic[T]):
-    """A value, with where it comes from."""
+    """A value with its origin and reason."""
 
     value: T
     origin: Origin
     why: str
-    """In a few words."""
+    """Reason, in a few words."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in status.plan."""
+        """Return the JSON form in status.plan."""
         return {"value": self.value, "from": self.origin.value, "why": self.why}
 
 
@@ -58,7 +58,7 @@ class PlannedGpu:
 
     product: str
     visibleMiB: int
-    """Memory of one that CUDA gives out."""
+    """Memory of one GPU that CUDA reports."""
     count: int
     memory_source: MemorySource
 
@@ -73,11 +73,11 @@ class DeviceMemory:
     lora: int
     kv: int
     reserve: int
-    """Of a GPU: what the engine leaves to CUDA graphs, the server and fragments."""
+    """On a GPU: left for CUDA graphs, the server and fragmentation."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all fields."""
         return self.weights + self.activations + self.nonTorch + self.lora + self.kv + self.reserve
 
 
@@ -90,21 +90,21 @@ class HostMemory:
     loraCopies: int
     sharedMemory: int
     model: int
-    """On a CPU: what DeviceBytes says, which is host memory there."""
+    """On a CPU: the total of DeviceMemory, which is host memory there."""
     total: int
-    """What the container asks for: the sum, or what the spec gives it."""
+    """Memory request of the container: the sum, or the value in the spec."""
     swap: int = 0
     """KV blocks of preempted requests."""
 
     @property
     def required(self) -> int:
-        """The sum."""
+        """Sum of all uses."""
         return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model + self.swap
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was decided for one service."""
+    """Settings of one service."""
 
     inputsHash: str
     plannerVersion: int
@@ -115,7 +115,7 @@ class Plan:
     gpuMemoryUtilization: PlannedValue[str] | None
     """None on a CPU."""
     kvCacheMemory: PlannedValue[str] | None
-    """None on a GPU, where the engine measures what gpuMemoryUtilization leaves, unless the spec pins it."""
+    """None on a GPU unless the spec sets it: the engine measures the memory that gpuMemoryUtilization leaves."""
     blockSize: PlannedValue[int]
     maxModelLen: PlannedValue[int]
     maxNumSeqs: PlannedValue[int]
@@ -124,21 +124,21 @@ class Plan:
     hostBytes: HostMemory
     sharedMemory: PlannedValue[str]
     image: PlannedValue[str]
-    """Of the pods. In the plan, so that a new release of the operator does not bring a new one by itself."""
+    """Image of the pods. Part of the plan, so that a new release of the operator does not change it."""
     modelBytes: int
-    """Of the weights' files, in whole MiB."""
+    """Size of the weights' files, in whole MiB."""
     kvTokens: int
     fit: FitReason
     advice: str
-    """What to change, where something is worth changing; else empty."""
+    """Recommended changes; empty if there are none."""
 
     @property
     def concurrency(self) -> float:
-        """Requests of full length that the KV cache holds."""
+        """Number of requests of length maxModelLen that fit into the KV cache."""
         return self.kvTokens / self.maxModelLen.value
 
     def to_json(self) -> dict[str, Any]:
-        """status.plan."""
+        """Return the content of status.plan."""
         planned = {
             name: planned_value.to_json()
             for name in _PLANNED_FIELDS
@@ -160,10 +160,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:
-        """Read status.plan back; `measured` is not the planner's and is left out.
+        """Read status.plan. `measured` is ignored, because the planner does not write it.
 
         Raises:
-            ConfigError: it is not what `to_json` writes.
+            ConfigError: it does not have the form that `to_json` writes.
         """
         try:
             fields: dict[str, Any] = dict.fromkeys(_OPTIONAL_FIELDS)
@@ -185,17 +185,19 @@ class Plan:
                 **fields,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"status.plan: not a plan of this operator ({error}); remove it to plan anew") from error
+            raise ConfigError(
+                f"status.plan: is not a plan of this operator ({error}); remove it to plan again"
+            ) from error
 
 
 def to_quantity(size: int) -> str:
-    """Whole MiB as Kubernetes writes them; 0 without a unit."""
+    """Format a size in whole MiB as a Kubernetes quantity; 0 has no unit."""
     assert size % MIB == 0, size
     return f"{size // MIB}Mi" if size else "0"
 
 
 def round_down_mib(size: int) -> int:
-    """Rounded down to whole MiB."""
+    """Round a size down to whole MiB."""
     return size // MIB * MIB
 
 
@@ -206,11 +208,11 @@ _PLANNED_FIELDS = (
 
 
 _OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
-"""Those that not every device has."""
+"""Fields that are absent on some devices."""
 
 
 def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:
-    # Swap space is rare, and plans of before it have none.
+    # Swap space is rarely used, and plans of older releases do not contain it.
     quantities = {name: to_quantity(getattr(sizes, name)) for name in sizes.__slots__}
     return (
         quantities

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: the best way to run a model on a GPU or CPU as a Plan, or why there is none. Pure."""
+"""The planner: chooses the best candidate for running a model on GPUs or a CPU and returns it as a Plan. Pure.
+
+Called by cli/plan.py and the controller.
+"""
 
 from collections.abc import Mapping
 
@@ -11,14 +14,14 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import VERSION, Plan
 
 DEFAULT_IMAGES = {"GPU": "quire:gpu", "CPU": "quire:cpu"}
-"""As backend/Dockerfile's targets are tagged; an installed operator has them from its own release."""
+"""Tags of the targets in backend/Dockerfile. The chart passes the images of its own release to the operator."""
 
 
 def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES) -> Plan:
-    """The plan for these inputs; `images` are this release's.
+    """Return the plan for these inputs. `images` maps each device to the image of this release.
 
     Raises:
-        Unplannable: nothing fits, or the GPU or the engine cannot do what is pinned.
+        Unplannable: no candidate fits, or the GPU or the engine does not support a pinned value.
     """
     limits.check_dtypes(inputs)
     limits.check_context(inputs)
@@ -33,9 +36,9 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
 def reuse_or_make_plan(
     stored: Plan | None, inputs: PlannerInputs, replan: bool = False, images: Mapping[str, str] = DEFAULT_IMAGES
 ) -> Plan:
-    """The stored plan as long as its inputs are the same, else a new one; raises as `make_plan`.
+    """Return the stored plan if its inputs are the same, else a new one. Raises the errors of `make_plan`.
 
-    A new release changes nothing by itself, neither values nor image, unless `replan` (rollout.updatePolicy: Auto).
+    A new release of the operator changes neither values nor image, unless `replan` (rollout.updatePolicy: Auto).
     """
     if stored is not None and stored.inputsHash == inputs.digest:
         is_current = stored.plannerVersion == VERSION and stored.image.value in (inputs.image, *images.values())

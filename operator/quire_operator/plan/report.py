@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan for people: memory as a bar and a table, the settings with their reasons, and what is worth changing.
+"""The text report of `quire plan`: memory as a bar and a table, settings with their reasons, and advice.
 
-Pure: a width and whether colours are wanted come in, lines go out.
+Pure: takes the width and whether to use color, and yields lines. Called by cli/plan.py.
 """
 
 import textwrap
@@ -29,10 +29,10 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """A purpose of memory: a row of the table, and a stretch of the bar."""
+    """One use of memory: a row of the table and a segment of the bar."""
 
     symbol: str
-    """What the bar is drawn with."""
+    """Character of the segment."""
     color: str
     name: str
     size: int
@@ -40,7 +40,10 @@ class MemoryRow:
 
 
 def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: int, use_color: bool) -> Iterator[str]:
-    """The report, in lines of at most `width` columns where words allow; `colours`: ANSI escapes in the bar."""
+    """Yield the report in lines of at most `width` columns, except for longer words.
+
+    With `use_color`, the bar contains ANSI escapes.
+    """
     width = max(MIN_WIDTH, min(width, MAX_WIDTH))
     yield from _wrap(_headline(service, plan), width)
     weights = f"{model.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(model)}"
@@ -60,18 +63,21 @@ def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: 
 
 
 def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
-    """One line of `width` columns in which each part has its share; a part that is there has a column at least."""
+    """Return a bar of `width` columns with a proportional segment for each row.
+
+    The segment of a row with a size above 0 has at least one column.
+    """
     bar_width = width - 2
     end_columns, total, cumulative = [], sum(row.size for row in rows) or 1, 0
-    for part in rows:
-        cumulative += part.size
+    for row in rows:
+        cumulative += row.size
         end_columns.append(round(cumulative * bar_width / total))
     text, start = "", 0
-    for i, (part, end) in enumerate(zip(rows, end_columns, strict=True)):
+    for i, (row, end) in enumerate(zip(rows, end_columns, strict=True)):
         num_later = sum(later_row.size > 0 for later_row in rows[i + 1 :])
-        end_column = min(max(end, start + (part.size > 0)), bar_width - num_later)
-        segment = part.symbol * (end_column - start)
-        text += f"\x1b[{part.color}m{segment}{_RESET}" if use_color and segment else segment
+        end_column = min(max(end, start + (row.size > 0)), bar_width - num_later)
+        segment = row.symbol * (end_column - start)
+        text += f"\x1b[{row.color}m{segment}{_RESET}" if use_color and segment else segment
         start = end_column
     return f"[{text}]"
 
@@ -79,9 +85,7 @@ def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
 def _headline(service: LLMService, plan: Plan) -> str:
     if plan.gpu is None:
         return f"{service.name}: on a CPU"
-    size = (
-        f"{plan.gpu.visibleMiB / 1024:.2f} GiB each that CUDA gives out, {_MEMORY_SOURCE_TEXT[plan.gpu.memory_source]}"
-    )
+    size = f"{plan.gpu.visibleMiB / 1024:.2f} GiB of CUDA memory each, {_MEMORY_SOURCE_TEXT[plan.gpu.memory_source]}"
     return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each replica ({size})"
 
 
@@ -93,14 +97,16 @@ def _size_source_text(model: CheckpointInfo) -> str:
 
 def _gpu_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
     lora, sizes = service.spec.lora, plan.bytes
-    slots = f"{lora.maxLoaded} slots of rank {lora.maxRank}" if lora.maxLoaded else "none: spec.lora.maxLoaded is 0"
+    slots = (
+        f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}" if lora.maxLoaded else "none: spec.lora.maxLoaded is 0"
+    )
     return [
         MemoryRow("W", "44", "weights", sizes.weights),
-        MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens at once"),
+        MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
         MemoryRow("o", "100", "other libraries", sizes.nonTorch),
         MemoryRow("A", "43", "adapters", sizes.lora, slots),
         MemoryRow("K", "42", "KV cache", sizes.kv, _kv_note(plan)),
-        MemoryRow(".", "0", "left free", sizes.reserve, "CUDA graphs, the server, fragments"),
+        MemoryRow(".", "0", "unused", sizes.reserve, "CUDA graphs, the server, fragmentation"),
     ]
 
 
@@ -110,7 +116,7 @@ def _host_rows(plan: Plan) -> list[MemoryRow]:
     if plan.gpu is None:
         model_rows = [
             MemoryRow("W", "44", "weights", sizes.weights),
-            MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens at once"),
+            MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
             MemoryRow("A", "43", "adapters", sizes.lora),
             MemoryRow("K", "42", "KV cache", sizes.kv, _kv_note(plan)),
         ]
@@ -120,8 +126,8 @@ def _host_rows(plan: Plan) -> list[MemoryRow]:
         *([MemoryRow("S", "104", "swap space", host.swap, "KV blocks of preempted requests")] if host.swap else []),
         MemoryRow("p", "100", "processes", host.processes),
         MemoryRow("m", "47", "models' processes", host.stubs, "one for each model name"),
-        MemoryRow("h", "41", "shared memory", host.sharedMemory, f"of {plan.sharedMemory.value} at most"),
-        MemoryRow(".", "0", "left free", max(0, host.total - host.required)),
+        MemoryRow("h", "41", "shared memory", host.sharedMemory, f"at most {plan.sharedMemory.value}"),
+        MemoryRow(".", "0", "unused", max(0, host.total - host.required)),
     ]
 
 
@@ -134,7 +140,7 @@ def _table(title: str, rows: Sequence[MemoryRow], width: int) -> Iterator[str]:
     for row in rows:
         if row.size:
             yield from _hanging_indent(f"{row.symbol} {row.name:<20} {row.size / GIB:>8.2f}  ", row.note, width)
-    yield f"  {'total':<20} {sum(part.size for part in rows) / GIB:>8.2f}"
+    yield f"  {'total':<20} {sum(row.size for row in rows) / GIB:>8.2f}"
 
 
 def _settings(plan: Plan, width: int) -> Iterator[str]:
@@ -153,7 +159,7 @@ def _fit_text(plan: Plan) -> str:
 
 
 def _hanging_indent(prefix: str, text: str, width: int) -> Iterator[str]:
-    """A column of text beside `head`."""
+    """Yield the text, wrapped into a column to the right of `prefix`."""
     first, *continuation_lines = textwrap.wrap(text, width - len(prefix)) or [""]
     yield f"{prefix}{first}".rstrip()
     yield from (" " * len(prefix) + line for line in continuation_lines)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an LLMService and its plan to Kubernetes objects. Pure but for command.py."""
+"""Renders the Kubernetes objects of an LLMService from its spec and plan. Pure."""

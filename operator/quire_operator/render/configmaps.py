@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ConfigMaps, Secrets and the ServiceAccount of a service: what its pods read, and who they are."""
+"""ConfigMaps, Secrets and the ServiceAccount of a service. Called by objects.py."""
 
 import base64
 import json
@@ -14,14 +14,14 @@ from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MAX_CONFIGMAP_BYTES = 1_000_000
-"""A ConfigMap ends at 1 MiB, its metadata included."""
+"""A ConfigMap can have at most 1 MiB, including its metadata."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The ConfigMap of engine.json.
+    """Return the ConfigMap of engine.json.
 
-    It has what was decided and no defaults: those of a new release would change it, and restart the pods.
+    It contains no default values: defaults of a new release would change it and restart the pods.
     """
     content = json.dumps(dict(arguments), indent=2, sort_keys=True)
     return {
@@ -34,15 +34,15 @@ def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> dict[
 
 
 def adapter_configmap(service: LLMService) -> dict[str, Any]:
-    """The ConfigMap of adapters.json, for pods that start; running ones are told by the operator.
+    """Return the ConfigMap of adapters.json, which pods read at startup. The operator pushes changes to running pods.
 
     Raises:
-        ConfigError: it would be larger than a ConfigMap can be.
+        ConfigError: the content is too large for a ConfigMap.
     """
     content = json.dumps(drop_nulls(service.build_catalog().to_json()), separators=(",", ":"))
     if (size := len(content.encode())) > MAX_CONFIGMAP_BYTES:
         raise ConfigError(
-            f"spec.adapters: {len(service.spec.adapters)} adapters with their sources take {size} bytes, and "
+            f"spec.adapters: {len(service.spec.adapters)} adapters with their sources need {size} bytes, but at most "
             f"{MAX_CONFIGMAP_BYTES} are possible; shorten the sources, or split the service"
         )
     return {
@@ -54,17 +54,17 @@ def adapter_configmap(service: LLMService) -> dict[str, Any]:
 
 
 def admin_secret(service: LLMService, context: RenderContext) -> dict[str, Any]:
-    """The Secret with the key of the pods' admin port."""
+    """Return the Secret with the key of the pods' admin port."""
     return _secret_manifest(
         service, object_names.admin_secret(service.name), {object_names.ADMIN_KEY_FIELD: context.admin_key}
     )
 
 
 def credentials_secret(service: LLMService, context: RenderContext) -> dict[str, Any] | None:
-    """Copies of the Secrets that sources name, one JSON object for each; None when there are none.
+    """Return a Secret with copies of the Secrets that sources reference, one JSON object for each, or None.
 
-    Copies, because mounting each by itself would make the pods' template depend on the adapters: adding one with a
-    Secret of its own would restart the pods.
+    They are copied because mounting each Secret would make the pod template depend on the adapters: adding an adapter
+    with another Secret would restart the pods.
     """
     referenced = {ref.name for ref in secret_refs(service)}
     contents = {name: json.dumps(dict(values)) for name, values in context.credentials.items() if name in referenced}
@@ -72,7 +72,7 @@ def credentials_secret(service: LLMService, context: RenderContext) -> dict[str,
 
 
 def service_account(service: LLMService) -> dict[str, Any]:
-    """The pods' identity: nothing is granted to it, but clouds may give it access to buckets."""
+    """Return the ServiceAccount of the pods. It has no Kubernetes permissions; clouds can give it access to buckets."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -82,7 +82,7 @@ def service_account(service: LLMService) -> dict[str, Any]:
 
 
 def secret_refs(service: LLMService) -> list[SecretRef]:
-    """Every Secret that a source names, with the key it uses; None: all keys."""
+    """Return every Secret that a source references, with the key it uses (None: all keys)."""
     catalog = service.build_catalog()
     return [
         ref

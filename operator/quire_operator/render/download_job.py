@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job that downloads a model to its claim before any GPU is taken."""
+"""The Job that downloads a model to its claim before pods occupy GPUs. Called by objects.py."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names
 
 EXIT_INVALID_CONFIG = 2
-"""Of quire_server.download: trying again would change nothing."""
+"""Exit code of quire_server.download for an error that a retry cannot fix."""
 _MAX_RETRIES = 6
 _POD_PLACEMENT_FIELDS = (
     "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
@@ -17,9 +17,10 @@ _POD_PLACEMENT_FIELDS = (
 
 
 def job(service: LLMService, plan: Plan, server_pod_spec: dict[str, Any]) -> dict[str, Any]:
-    """The Job; `server` is the spec of the pods that serve.
+    """Return the Job. `server_pod_spec` is the pod spec of the Deployment.
 
-    It runs where they will: a volume that belongs to one node would otherwise be made on a node without a GPU.
+    The Job has the same placement as the server pods. Otherwise a node-local volume could be created on a node without
+    a GPU.
     """
     (container,) = [c for c in server_pod_spec["containers"] if c["name"] == object_names.SERVER]
     downloader = {
@@ -69,5 +70,5 @@ def job(service: LLMService, plan: Plan, server_pod_spec: dict[str, Any]) -> dic
 
 
 def download_target(service: LLMService) -> str:
-    """The label `names.BRINGS` of the Jobs that bring a service's model."""
+    """Return the value of DOWNLOAD_TARGET_LABEL for the Jobs that download the service's model."""
     return object_names.digest([object_names.model_claim(service.name), model_storage.folder(service)])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From LLMService to EngineConfig: pinned fields as they are, and for the rest what suits the device.
+"""The engine's configuration from an LLMService and its plan.
 
-Pure; called by serve.py and by the renderer. It measures and plans nothing: what neither spec nor plan decides is the
-engine's own default.
+Pure; called by cli/serve.py and objects.py. It does not measure or plan: fields that neither the spec nor the plan sets
+keep the engine's defaults.
 """
 
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ _SPEC_PATHS: Mapping[str, FieldPath] = {
     "max_cpu_loras": ("lora", "maxCached"),
     "cpu_lora_memory_bytes": ("lora", "maxCachedMemory"),
 }
-"""Where in the spec each field of EngineConfig comes from, for its errors."""
+"""Path in the spec of each field of EngineConfig, for error messages."""
 
 
 class UnsupportedByEngine(Exception):
-    """The engine cannot do what the spec pins; `problem` says so in the resource's words."""
+    """The engine does not support a value of the spec. `problem` names the field of the spec."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -52,17 +52,17 @@ class UnsupportedByEngine(Exception):
 def engine_config(
     service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
 ) -> EngineConfig:
-    """The engine's configuration, see `engine_arguments`."""
+    """Return the engine's configuration, see `engine_arguments`."""
     return EngineConfig.from_json(engine_arguments(service, model, revision, plan))
 
 
 def engine_arguments(
     service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
 ) -> dict[str, Any]:
-    """What engine.json has to say; `model` is a folder or a hub id. A plan decides what the spec leaves open.
+    """Return the content of engine.json. `model` is a folder or a hub ID. The plan sets fields that the spec omits.
 
     Raises:
-        EngineRefuses: a pinned value is beyond what the engine can do.
+        UnsupportedByEngine: the engine does not support a value of the spec.
     """
     hub = {"revision": revision} if revision is not None else {}
     arguments = {"model": model, **hub, **_spec_arguments(service), **_plan_arguments(plan)}
@@ -72,12 +72,12 @@ def engine_arguments(
         name, _, reason = str(error).partition(": ")
         path = ("spec", *_SPEC_PATHS.get(name, ("engine",)))
         fix = "change the field or omit it"
-        raise UnsupportedByEngine(Problem(path, ABSENT, f"the engine refuses this: {reason}", fix)) from error
+        raise UnsupportedByEngine(Problem(path, ABSENT, f"the engine rejects the value: {reason}", fix)) from error
     return arguments
 
 
 def _spec_arguments(service: LLMService) -> dict[str, Any]:
-    """The fields that the spec or the device decides; all others keep EngineConfig's defaults."""
+    """Return the fields that the spec or the device sets."""
     spec, lora = service.spec.engine, service.spec.lora
     cpu = service.spec.device is Device.CPU
     pinned = {
@@ -109,7 +109,7 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
 
 
 def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
-    """What a plan decides; what the spec pins is in it as it is."""
+    """Return the fields that the plan sets. It contains pinned values of the spec unchanged."""
     if plan is None:
         return {}
     kv, utilization = plan.kvCacheMemory, plan.gpuMemoryUtilization
@@ -126,6 +126,6 @@ def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
 
 
 def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
-    """The default budget, widened where more sequences are pinned than it has tokens."""
+    """Return the default token budget, increased if the spec pins more sequences than it has tokens."""
     default = CPU_TOKEN_BUDGET if cpu else EngineConfig(model="-").max_num_batched_tokens
     return max(default, max_num_seqs or 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables of a pod's containers."""
+"""Environment variables of a pod's containers. Called by pod_template.py and model_storage.py."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from quire_spec.net.addresses import POD_IP_VARIABLE
 
 
 def container_env(service: LLMService, **extra: str) -> list[dict[str, Any]]:
-    """What each container is told, `more`, and what the service asks for, which wins."""
+    """Return the variables of every container, `extra`, and spec.runtime.env, which takes precedence."""
     configured = extra | {variable.name: variable.value for variable in service.spec.runtime.env}
     defaults = {POD_IP_VARIABLE: {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
     values = defaults | {name: {"value": value} for name, value in configured.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job that reads config.json and the size of the weights of a model that is on a claim, which only a pod can see.
+"""The Job that reads config.json and the size of the weights from a claim, which only a pod can access.
 
-It tells them in its container's termination message (quire_server.read_model): that is in the pod's status, so the
-operator needs no right to read logs. Services whose Job would be the same share it.
+The container writes them to its termination message (quire_server.read_model). That is part of the pod's status, so the
+operator does not need permission to read logs. Services with identical Jobs share one. Called by the controller.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ READER_COMPONENT = "model-reader"
 """Component label of the Job and its pod."""
 _MAX_RETRIES = 2
 _DEADLINE_S = 600
-"""An image of some gigabytes is pulled in that time; a claim that does not exist is not waited for for ever."""
+"""Enough to pull an image of some gigabytes. Without a deadline, a Job for a missing claim would wait forever."""
 _POD_PLACEMENT_FIELDS = (
     "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
     "tolerations",
@@ -24,7 +24,7 @@ _POD_PLACEMENT_FIELDS = (
 
 
 def job(service: LLMService, source: PvcSource, image: str) -> dict[str, Any]:
-    """The Job, of the image of the pods that serve; it runs where they may."""
+    """Return the Job. It has the image and the placement of the server pods."""
     spec, gpu = service.spec, service.spec.gpu
     folder = f"{object_names.CLAIMS_DIR}/{source.claimName}"
     pod_spec = {

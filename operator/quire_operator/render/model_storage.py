@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a service's model is in its pods, and the objects that bring it there: a claim and a Job, or an init container.
+"""Storage of a service's model: its folder in the pods, its claim, and the container that downloads it.
 
-The files of one source are in a folder of its own, named by the source, so that another revision is another folder.
+Each source has its own folder, named by a digest of the source, so that another revision uses another folder. Called by
+objects.py, pod_template.py and download_job.py.
 """
 
 import json
@@ -20,22 +21,23 @@ from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE
 from quire_spec.errors import ConfigError
 
 DOWNLOAD_CONTAINER = "download"
-"""Name of the container that downloads."""
+"""Name of the container that downloads the model."""
 _TERMINATION_LOG = "/dev/termination-log"
-"""Where the kubelet looks for how a container ended; the operator reads it from the pod."""
+"""File of the termination message, which the operator reads from the pod's status."""
 MIN_CLAIM_BYTES = 10 * GIB
 _CLAIM_SIZE_PERCENT = 130
-"""Of the weights' files: tokenizer and configuration, and a download that starts again beside the old one's rest."""
+"""Size of the claim in percent of the weights' files: also for tokenizer, configuration, and leftovers of a restarted
+download."""
 
 
 def cache_mode(service: LLMService) -> str:
-    """spec.cache.mode with its default."""
+    """Return spec.cache.mode or its default."""
     local = service.spec.model.source.pvc is not None
     return service.spec.cache.mode or ("None" if local else "PVC")
 
 
 def folder(service: LLMService) -> str:
-    """Folder of the model in a pod."""
+    """Return the folder of the model in a pod."""
     source = service.spec.model.source
     if source.pvc is not None:
         return f"{object_names.CLAIMS_DIR}/{source.pvc.claimName}/{source.pvc.path}".rstrip("/")
@@ -43,14 +45,18 @@ def folder(service: LLMService) -> str:
 
 
 def validate(service: LLMService) -> None:
-    """Raise ConfigError for a source that no pod has, and for a claim that the pods cannot share."""
+    """Check that pods can read every source and share the claim.
+
+    Raises:
+        ConfigError: a source is a folder of one machine, or the access mode does not allow several pods.
+    """
     sources = [("spec.model.source", service.spec.model.source)]
     sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
     for field, source in sources:
         if source.path is not None:
             raise ConfigError(
-                f"{field}.path: {source.path!r} is a folder of one machine, and no pod has it; copy the files to a "
-                "claim and use pvc, or run quire serve"
+                f"{field}.path: {source.path!r} is a folder of one machine, and pods do not have it; copy the files to "
+                "a claim and use pvc, or run quire serve"
             )
     access_modes = service.spec.cache.accessModes
     if (
@@ -60,14 +66,14 @@ def validate(service: LLMService) -> None:
         and not {"ReadWriteMany", "ReadOnlyMany"} & {*access_modes}
     ):
         raise ConfigError(
-            f"spec.cache.accessModes: {', '.join(access_modes)}: up to {_max_pods(service)} pods read the claim, on "
-            "as many "
-            "nodes; add ReadWriteMany, with a storage class that has it, or set spec.cache.mode to EmptyDir"
+            f"spec.cache.accessModes: {', '.join(access_modes)}: up to {_max_pods(service)} pods on different nodes "
+            "read the claim; add ReadWriteMany, with a storage class that supports it, or set spec.cache.mode to "
+            "EmptyDir"
         )
 
 
 def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
-    """The PersistentVolumeClaim of cache mode PVC."""
+    """Return the PersistentVolumeClaim of cache mode PVC."""
     cache = service.spec.cache
     storage_class = {"storageClassName": cache.storageClassName} if cache.storageClassName else {}
     return {
@@ -83,7 +89,7 @@ def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
 
 
 def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
-    """The volume that MODEL_DIR is, for downloaded models."""
+    """Return the volume that is mounted at MODEL_DIR, for downloaded models."""
     if cache_mode(service) == "PVC":
         return {"name": "model", "persistentVolumeClaim": {"claimName": object_names.model_claim(service.name)}}
     size = service.spec.cache.size
@@ -91,10 +97,10 @@ def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
 
 
 def download_container(service: LLMService, image: str, security: dict[str, Any]) -> dict[str, Any]:
-    """The container that downloads the model; a second run finds that all is there.
+    """Return the container that downloads the model. If all files exist, it does nothing.
 
-    It answers on the health port, where in an init container nobody else listens yet. It reaches what the one that
-    serves does: by the environment and the files that spec.podTemplate gives to that one.
+    It serves its progress on the health port, which the server container does not use before an init container ends.
+    It gets the environment and the files that spec.podTemplate gives to the server container, for example a proxy.
     """
     source = json.dumps(_source_fields(service.spec.model.source), sort_keys=True)
     container = {
@@ -123,8 +129,11 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
 
 
 def _template_overrides(service: LLMService) -> dict[str, Any]:
-    """What spec.podTemplate gives to the container that serves, and that downloading may need: a file of authorities, a
-    proxy with its password. Not claims, which two nodes may not have at a time, nor folders of a node."""
+    """Return overrides of the server container in spec.podTemplate that a download may need too.
+
+    These are environment variables and mounts of ConfigMaps, Secrets and projected volumes, for example CA certificates
+    or a proxy password. Claims are excluded, because two nodes may not be able to mount them, and so are node folders.
+    """
     pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
     file_volumes = [
@@ -141,18 +150,18 @@ def _template_overrides(service: LLMService) -> dict[str, Any]:
 
 
 def _mapping_entries(entries: Any) -> list[Mapping[str, Any]]:
-    """The entries of a list of a patch that add or change something; the API server judges what is no list."""
+    """Return the entries of a patch's list without `$patch` directives. The API server rejects other types."""
     items = entries if isinstance(entries, list) else []
     return [entry for entry in items if isinstance(entry, Mapping) and "$patch" not in entry]
 
 
 def pods_download(service: LLMService) -> bool:
-    """Whether pods themselves fetch the model before they start."""
+    """Return whether each pod downloads the model in an init container."""
     return cache_mode(service) == "EmptyDir"
 
 
 def _source_fields(source: Source) -> dict[str, Any]:
-    """The source without what is not set."""
+    """Return the fields of the source that are set."""
     source_fields: dict[str, Any] = drop_nulls(to_json(source))
     return source_fields
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services, NetworkPolicies, PodMonitor and InferencePool: how a service's pods are reached, and by whom."""
+"""Services, NetworkPolicies, PodMonitor and InferencePool of a service. Called by objects.py."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,31 +16,31 @@ _PROMETHEUS = {
     "namespaceSelector": {},
     "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
 }
-"""Prometheus as its operator and charts label it, in whatever namespace. Administration on the same port has a key."""
+"""Prometheus in any namespace, by the label of its operator and charts. The admin API on this port requires a key."""
 
 
 def client_service(service: LLMService) -> dict[str, Any]:
-    """The Service that clients call."""
+    """Return the Service for clients."""
     return _service_manifest(service, service.name, {"type": "ClusterIP"})
 
 
 def headless_service(service: LLMService) -> dict[str, Any]:
-    """The headless Service: each pod by its address, also before it is ready, when the operator already talks to it."""
+    """Return the headless Service, with the addresses of all pods. The operator also calls pods that are not ready."""
     return _service_manifest(
         service, object_names.headless_service(service), {"clusterIP": "None", "publishNotReadyAddresses": True}
     )
 
 
 def server_network_policy(service: LLMService, context: RenderContext) -> dict[str, Any]:
-    """The NetworkPolicy of the pods that serve.
+    """Return the NetworkPolicy of the server pods.
 
-    Clients reach HTTP and gRPC; Prometheus, the operator and an endpoint picker the health port; Prometheus the
-    server's metrics. Out go names, and the ports that adapters are fetched from: adapters come later too, so HTTPS is
-    always among them.
+    Ingress: clients to the HTTP and gRPC ports; Prometheus, the operator and an endpoint picker to the health port;
+    Prometheus to the port of the server's metrics. Egress: DNS and the ports of adapter sources. Adapters can be added
+    later, so port 443 is always included.
     """
     ports = service.spec.runtime.ports
     clients = list(service.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
-    # An endpoint picker reads the metrics too. Its Service has a name here, its pods have not.
+    # An endpoint picker reads the metrics too. The spec names its Service, but the labels of its pods are unknown.
     endpoint_pickers: list[dict[str, Any]] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []
     health_clients = [_PROMETHEUS, *([dict(context.operator_peer)] if context.operator_peer else []), *endpoint_pickers]
     sources = [adapter.source for adapter in service.spec.adapters]
@@ -58,7 +58,7 @@ def server_network_policy(service: LLMService, context: RenderContext) -> dict[s
 
 
 def download_network_policy(service: LLMService, context: RenderContext) -> dict[str, Any]:
-    """The NetworkPolicy of the pods that download the model: the operator alone calls them, to ask how far they are."""
+    """Return the NetworkPolicy of the download pods. Only the operator calls them, to read the progress."""
     name = f"{service.name}-{object_names.DOWNLOAD}"
     ingress = (
         [{"from": [dict(context.operator_peer)], "ports": _tcp_ports(service.spec.runtime.ports.health)}]
@@ -71,10 +71,10 @@ def download_network_policy(service: LLMService, context: RenderContext) -> dict
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
-    """Ports that files come from; 443 always. A mirror of the hub and a proxy are named in the environment.
+    """Return the ports of the sources, of a hub mirror and of proxies in the environment, and always 443.
 
     Raises:
-        ConfigError: a URL has no port that can be told, which its pattern in the CRD does not find.
+        ConfigError: a URL is invalid although it matches the pattern in the CRD.
     """
     url_variables = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     urls = [e.value for e in service.spec.runtime.env if e.value and e.name.upper() in url_variables]
@@ -83,19 +83,19 @@ def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
 
 
 def _url_port(url: str) -> int:
-    """The port that a URL leads to."""
+    """Return the port of a URL."""
     try:
-        # Those of proxies may come without their scheme.
+        # The URL of a proxy can have no scheme.
         parts = urlsplit(url if "://" in url else f"http://{url}")
         return parts.port or (80 if parts.scheme == "http" else 443)
     except ValueError as error:
-        raise ConfigError(f"{url!r} is not a URL ({error}); correct it where the spec has it") from error
+        raise ConfigError(f"{url!r} is not a URL ({error}); correct it in the spec") from error
 
 
 def pod_monitor(service: LLMService) -> dict[str, Any]:
-    """The PodMonitor: the health port tells all metrics, the server's own among them."""
+    """Return the PodMonitor. The health port serves all metrics, including those of Triton Inference Server."""
     meta = object_names.object_meta(service, service.name)
-    # Those by which the operator finds what it made stay: without them it would make the PodMonitor again each time.
+    # The operator selects its objects by these labels. Without them it would create the PodMonitor again in each pass.
     reserved_labels = {object_names.MANAGED_BY, object_names.INSTANCE, object_names.COMPONENT}
     metrics_labels = {
         key: value for key, value in service.spec.observability.metricsLabels.items() if key not in reserved_labels
@@ -113,9 +113,9 @@ def pod_monitor(service: LLMService) -> dict[str, Any]:
 
 
 def inference_pool(service: LLMService) -> dict[str, Any]:
-    """The InferencePool of the Gateway API's inference extension."""
+    """Return the InferencePool of the Gateway API inference extension."""
     pool = service.spec.networking.inferencePool
-    assert pool is not None, "only rendered when asked for"
+    assert pool is not None, "rendered only if spec.networking.inferencePool is set"
     picker = pool.endpointPicker
     return {
         "apiVersion": "inference.networking.k8s.io/v1",
@@ -143,7 +143,7 @@ def _service_manifest(service: LLMService, name: str, service_type: dict[str, An
             **service_type,
             "selector": object_names.selector_labels(service, object_names.SERVER),
             "ports": [
-                # The protocol is part of an entry's key: without it, server-side apply before 1.21 refuses the list.
+                # The protocol is part of an entry's key: without it, server-side apply before 1.21 rejects the list.
                 {"name": n, "port": getattr(ports, n), "protocol": "TCP", "targetPort": n, "appProtocol": protocol}
                 for n, protocol in _PROTOCOLS.items()
             ],

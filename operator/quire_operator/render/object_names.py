@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, labels and folders of the objects that are made for a service. Deterministic, so that nothing has to be found.
+"""Names, labels and folders of a service's objects. They are deterministic, so that objects are found by name.
 
-Service names have at most 48 characters (the CRD says so); with the longest suffix here they stay within 63.
+The CRD limits service names to 48 characters; with the longest suffix here, object names have at most 63.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "quire-operator"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 DOWNLOAD_TARGET_LABEL = f"{spec_names.API_GROUP}/brings"
-"""Label of a download Job: what it brings, and where to. Jobs of two releases, or with other placement, that have the
-same value do the same."""
+"""Label of a download Job: a digest of the claim and the folder. Jobs with the same value download the same files, even
+if they are from different releases or have different placement."""
 PLAN_ANNOTATION = f"{spec_names.API_GROUP}/plan"
-"""Annotation of a Deployment: inputsHash of the plan that its pods run by."""
+"""Annotation of a Deployment: inputsHash of the plan of its pods."""
 SERVER, DOWNLOAD = "server", "model-download"
 
 RUN_DIR = "/run/quire"
@@ -34,57 +34,57 @@ ADMIN_KEY_FIELD = "key"
 
 
 def headless_service(service: LLMService) -> str:
-    """The headless Service, by which each pod is reached."""
+    """Return the name of the headless Service, which has the address of each pod."""
     return f"{service.name}-pods"
 
 
 def engine_configmap(service: LLMService, content: str) -> str:
-    """The ConfigMap of engine.json: named by its content, so that a change of it is a change of the pods."""
+    """Return the name of the ConfigMap of engine.json. It contains a digest, so that new content replaces the pods."""
     return f"{service.name}-engine-{digest(content)}"
 
 
 def adapter_configmap(service_name: str) -> str:
-    """The ConfigMap of adapters.json, by the service's name: its content changes, the pods stay."""
+    """Return the name of the ConfigMap of adapters.json. New content does not replace the pods."""
     return f"{service_name}-adapters"
 
 
 def admin_secret(service_name: str) -> str:
-    """The Secret with the key of the pods' admin port, by the service's name."""
+    """Return the name of the Secret with the key of the pods' admin port."""
     return f"{service_name}-admin"
 
 
 def credentials_secret(service_name: str) -> str:
-    """The Secret with copies of the Secrets that sources name, by the service's name."""
+    """Return the name of the Secret with copies of the Secrets that sources reference."""
     return f"{service_name}-credentials"
 
 
 def model_claim(service_name: str) -> str:
-    """The PersistentVolumeClaim of downloaded models, by the service's name."""
+    """Return the name of the PersistentVolumeClaim for downloaded models."""
     return f"{service_name}-models"
 
 
 def download_job(service: LLMService, content: str) -> str:
-    """The Job that downloads the model; its template is immutable, so another one is another Job."""
+    """Return the name of the Job that downloads the model. It contains a digest, because a Job is immutable."""
     return f"{service.name}-model-{digest(content)}"
 
 
 def selector_labels(service: LLMService, component: str) -> dict[str, str]:
-    """Labels by which pods are found; a Deployment's can never change."""
+    """Return the labels that select pods. The selector of a Deployment is immutable."""
     return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, COMPONENT: component}
 
 
 def labels(service: LLMService, component: str) -> dict[str, str]:
-    """Labels of an object."""
+    """Return the labels of an object."""
     return {**selector_labels(service, component), MANAGED_BY: MANAGER}
 
 
 def object_meta(service: LLMService, name: str, component: str = SERVER) -> dict[str, Any]:
-    """metadata of an object; the owner is added by desired.py."""
+    """Return the metadata of an object; objects.py adds the owner."""
     namespace = {"namespace": service.namespace} if service.namespace else {}
     return {"name": name, **namespace, "labels": labels(service, component)}
 
 
 def digest(content: Any) -> str:
-    """Seven characters that change with the content: what a name of 48 and the longest suffix leave of 63."""
+    """Return a digest of seven characters, which fits into 63 with a name of 48 and the longest suffix."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:7]

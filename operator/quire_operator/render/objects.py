@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""desired(): every Kubernetes object of a service, from its spec, its plan and its surroundings. Pure: no clock, no
-random numbers, no files; the same inputs give the same objects in the same order."""
+"""All Kubernetes objects of a service, rendered from its spec, its plan and facts about the cluster.
+
+Pure: no clock, no random numbers, no files. The same inputs give the same objects in the same order. Called by the
+controller and `quire render`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,17 +24,17 @@ class RenderedObjects:
     """The objects of a service."""
 
     manifests: tuple[Manifest, ...]
-    """In the order in which they are applied: what others refer to first."""
+    """Objects in the order in which they are applied: referenced objects first."""
     unavailable_kinds: tuple[str, ...]
-    """Kinds that the spec asks for and the cluster does not have."""
+    """Kinds that the spec requires and the cluster does not have."""
 
 
 def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> RenderedObjects:
-    """The objects of a service.
+    """Return the objects of a service.
 
     Raises:
-        ConfigError: a source that no pod can read, a claim that pods cannot share, or a catalogue that is too large.
-        EngineRefuses: the engine cannot do what the spec pins.
+        ConfigError: pods cannot read a source or share a claim, or the adapter catalog is too large.
+        UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
     optional = dict(_optional_objects(service, plan))
@@ -46,7 +49,7 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
 
 
 def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
-    """What every cluster has the kinds for."""
+    """Yield the objects of kinds that every cluster has."""
     spec = service.spec
     engine_configmap = configmaps.engine_configmap(
         service, engine_arguments(service, model_storage.folder(service), plan=plan)
@@ -75,7 +78,7 @@ def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -
 
 
 def _optional_objects(service: LLMService, plan: Plan) -> Iterator[tuple[str, Manifest]]:
-    """What only some clusters have the kinds for, as far as the spec asks for it."""
+    """Yield the objects of OPTIONAL_KINDS that the spec requires, with their kind."""
     spec = service.spec
     if spec.observability.podMonitor == "Auto":
         yield "PodMonitor", network.pod_monitor(service)
@@ -86,7 +89,7 @@ def _optional_objects(service: LLMService, plan: Plan) -> Iterator[tuple[str, Ma
 
 
 def _with_owner(service: LLMService, manifest: Manifest, context: RenderContext) -> Manifest:
-    """With the service as its owner, so that it goes when the service goes; a claim that is to be kept has none."""
+    """Return the manifest with the service as its owner, so that both are deleted together, except retained claims."""
     is_retained = manifest["kind"] == "PersistentVolumeClaim" and service.spec.cache.deletionPolicy == "Retain"
     if context.owner_uid is None or is_retained:
         return manifest

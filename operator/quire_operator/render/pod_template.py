@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pod that serves: `python -m quire_server` with its files, folders, probes and identity, and how it is drained.
+"""The pod template of the server: `python -m quire_server` with its volumes, probes, security context and drain time.
 
-What the process needs is in quire_server/__main__.py and backend/Dockerfile; a test gives the arguments rendered here
-to that parser.
+The options are defined in quire_server/__main__.py; a test parses the rendered arguments with that parser. Called by
+objects.py and workload.py.
 """
 
 import math
@@ -21,18 +21,18 @@ from quire_spec.net.addresses import ANY_ADDRESS
 
 SERVER_CONTAINER = object_names.SERVER
 PROPAGATION_S = 10
-"""Before SIGTERM, so that no client is still being sent here when the server stops to accept connections."""
+"""Delay before SIGTERM, so that endpoints no longer contain the pod when the server stops accepting connections."""
 STOP_S = 35
-"""After the drain: connections that clients keep alive for 5 s, and 10 s at most for each of three processes."""
+"""Time after the drain: 5 s for keep-alive connections of clients, and at most 10 s for each of three processes."""
 _STARTUP_PERIOD_S = 10
 _BASE_CPU_CORES = 2
 
 
 def template(service: LLMService, plan: Plan, engine_configmap: str) -> dict[str, Any]:
-    """The pod template, with spec.podTemplate merged in last; `engine_map` is the ConfigMap of engine.json.
+    """Return the pod template, with spec.podTemplate merged last. `engine_configmap` is the name of a ConfigMap.
 
     Raises:
-        ConfigError: spec.podTemplate cannot be merged in.
+        ConfigError: spec.podTemplate cannot be merged.
     """
     rendered = {
         "metadata": {
@@ -50,7 +50,11 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> dict[str
 
 
 def _validate(spec: Mapping[str, Any]) -> None:
-    """Raise ConfigError where an override took what the download Job is made from; the API server checks the rest."""
+    """Check that an override has not removed parts that the download Job needs. The API server checks the rest.
+
+    Raises:
+        ConfigError: containers or volumes are invalid, or the server container is missing.
+    """
     field_path = "spec.podTemplate.spec"
     for field in ("containers", "volumes"):
         entries = spec.get(field)
@@ -65,18 +69,18 @@ def _validate(spec: Mapping[str, Any]) -> None:
 
 
 def drain_seconds(service: LLMService) -> int:
-    """terminationGracePeriodSeconds: propagation, drain, stop."""
+    """Return terminationGracePeriodSeconds: propagation, drain and stop."""
     return PROPAGATION_S + service.spec.rollout.drainSeconds + STOP_S
 
 
 def startup_seconds(service: LLMService, plan: Plan) -> int:
-    """Seconds that a container may take to become ready, from the bytes that it loads."""
-    # An init container downloads outside of the probes' time; the kubelet starts them after it.
+    """Return the seconds that a container can take to become ready, from the bytes that it loads."""
+    # The time of an init container's download does not count, because the kubelet starts the probes after it.
     return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
 
 
 def progress_seconds(service: LLMService, plan: Plan) -> int:
-    """progressDeadlineSeconds: one pod's drain and start, with five minutes for the scheduler and the image."""
+    """Return progressDeadlineSeconds: drain and start of one pod, and five minutes for scheduling and image pull."""
     if service.spec.rollout.progressDeadlineSeconds is not None:
         return service.spec.rollout.progressDeadlineSeconds
     start = start_seconds(plan.modelBytes, downloads=model_storage.pods_download(service), gpu=plan.gpu is not None)
@@ -84,8 +88,11 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
 
 
 def _overrides(service: LLMService) -> dict[str, Any]:
-    """spec.podTemplate, less the labels that pods are found by: a Deployment whose pods lack those of its selector is
-    refused, and the operator does not see pods without its own."""
+    """Return spec.podTemplate without the labels that select pods.
+
+    The API server rejects a Deployment whose pods do not match its selector, and the operator ignores pods without its
+    labels.
+    """
     overrides = dict(service.spec.podTemplate)
     meta = dict(overrides.get("metadata", {}))
     if "labels" in meta:
@@ -142,7 +149,7 @@ def _server_container(service: LLMService, plan: Plan) -> dict[str, Any]:
             "failureThreshold": 6,
             "timeoutSeconds": 5,
         },
-        # Not the sleep action: it is ignored by API servers before 1.29, and exec is not.
+        # Not the sleep action, because API servers before 1.29 ignore it.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PROPAGATION_S)]}}},
         "securityContext": security_context.container_security_context(service.spec.security.readOnlyRootFilesystem),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -151,7 +158,7 @@ def _server_container(service: LLMService, plan: Plan) -> dict[str, Any]:
 
 
 def server_arguments(service: LLMService) -> list[str]:
-    """Arguments of `python -m quire_server`, which the image runs."""
+    """Return the arguments of `python -m quire_server`, the entry point of the image."""
     ports = service.spec.runtime.ports
     return [
         f"--engine={object_names.ENGINE_DIR}/engine.json",
@@ -173,8 +180,8 @@ def _resources(service: LLMService, plan: Plan) -> dict[str, Any]:
     count = plan.gpu.count if plan.gpu else 0
     memory = runtime.memory or f"{plan.hostBytes.total // 2**20}Mi"
     requests = {"cpu": runtime.cpu or str(_BASE_CPU_CORES + count), "memory": memory}
-    # A pod without a limit could take a CPU node down with the model in its memory; beside a GPU the plan is an
-    # estimate of what the host needs, and killing the pod for it would help nobody.
+    # On a CPU the model is in host memory, and a pod without a limit could exhaust the node. On a GPU the planned host
+    # memory is only an estimate, and exceeding it should not kill the pod.
     limits = {"memory": memory} if runtime.memory or not count else {}
     if count:
         limits[gpu.resourceName if gpu else GPU_RESOURCE] = str(count)
@@ -190,14 +197,14 @@ def _node_selector(service: LLMService) -> dict[str, str]:
 
 
 def _claim_names(service: LLMService) -> list[str]:
-    """Claims that the model and the adapters are on."""
+    """Return the names of the claims of the model and the adapters."""
     sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
     return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
 
 
 def _volume_mounts(service: LLMService) -> list[dict[str, Any]]:
     mounts: list[dict[str, Any]] = [
-        # Whole folders, not subPath: a mount of one file would never see a change.
+        # Whole folders, not subPath, because a mount with subPath is never updated.
         {"name": "engine", "mountPath": object_names.ENGINE_DIR, "readOnly": True},
         {"name": "catalogue", "mountPath": object_names.ADAPTER_CATALOG_DIR, "readOnly": True},
         {"name": "admin", "mountPath": object_names.ADMIN_DIR, "readOnly": True},
@@ -223,7 +230,7 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[dic
         {"name": "engine", "configMap": {"name": engine_configmap}},
         {"name": "catalogue", "configMap": {"name": object_names.adapter_configmap(service.name)}},
         {"name": "admin", "secret": {"secretName": object_names.admin_secret(service.name), "defaultMode": 0o440}},
-        # There is none while no source names a Secret; one that comes later is seen without a restart.
+        # Optional: the Secret exists only if a source references one. It can be added later without a restart.
         {
             "name": "credentials",
             "secret": {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who pods run as, and what they may do: the same for those that serve and those that read a model."""
+"""Security contexts of server pods and model reader pods. Called by pod_template.py and model_reader_job.py."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from quire_operator.api.llmservice import LLMService
 
 
 def pod_security_context(service: LLMService) -> dict[str, Any]:
-    """securityContext of a pod."""
+    """Return the securityContext of a pod."""
     security = service.spec.security
     return {
         "runAsNonRoot": True,
@@ -20,7 +20,7 @@ def pod_security_context(service: LLMService) -> dict[str, Any]:
 
 
 def container_security_context(read_only_root_filesystem: bool) -> dict[str, Any]:
-    """securityContext of a container; `read_only`: its root file system is."""
+    """Return the securityContext of a container."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategic merge of a pod template: what `kubectl patch --type=strategic` does with the lists of a PodSpec.
+"""Strategic merge of a pod template, as in `kubectl patch --type=strategic` for a PodSpec.
 
-Objects merge field by field, null takes a field away. Lists whose entries have a key of their own merge by it, all
-others are replaced. `$patch: delete` takes an entry away, `$patch: replace` takes the patch as it is.
+Objects are merged field by field, and null removes a field. Lists with a merge key are merged by that key; other lists
+are replaced. `$patch: delete` removes an entry, and `$patch: replace` replaces the value by the patch.
 
 Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/, and the keys from
 the x-kubernetes-patch-merge-key of the PodSpec's fields.
@@ -30,17 +30,17 @@ _MERGE_KEYS: Mapping[str, str] = {
     "volumeMounts": "mountPath",
     "volumes": "name",
 }
-"""Lists that merge, by their field's name, with the key of an entry."""
+"""Merge key of each list that is merged, by field name."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""Lists whose entries are one of several kinds: a patch that brings another kind replaces the entry."""
+"""Lists with entries of several types, and their common keys. A patch with another type replaces the entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """`base` with `patch` over it; neither is changed. `field` is the name of the field that they are the value of.
+    """Return `base` merged with `patch`; neither is modified. `field` is the name of the field that has the value.
 
     Raises:
-        ConfigError: an entry of a list that merges is not an object.
+        ConfigError: an entry of a list with a merge key is not an object.
     """
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         if patch.get(_DIRECTIVE) == "replace":
@@ -53,7 +53,7 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
     if isinstance(base, list) and isinstance(patch, list) and field in _MERGE_KEYS:
         if invalid_entries := [item for item in patch if not isinstance(item, Mapping)]:
             raise ConfigError(
-                f"{field}: {invalid_entries[0]!r} is not an object; give each entry its {_MERGE_KEYS[field]}"
+                f"{field}: {invalid_entries[0]!r} is not an object; each entry must have the key {_MERGE_KEYS[field]}"
             )
         return _merge_list(base, patch, field)
     return _without_directives(patch)
@@ -87,7 +87,7 @@ def _merge_entry(base: Any, patch: Any, field: str) -> Any:
 
 
 def _without_directives(value: Any) -> Any:
-    """A copy without directives and nulls."""
+    """Return a copy without directives and nulls."""
     if isinstance(value, Mapping):
         return {k: _without_directives(item) for k, item in value.items() if item is not None and k != _DIRECTIVE}
     if isinstance(value, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Deployment, and what scales and protects it: PodDisruptionBudget, HorizontalPodAutoscaler, ScaledObject."""
+"""Deployment, PodDisruptionBudget, HorizontalPodAutoscaler and ScaledObject of a service. Called by objects.py."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from quire_operator.render import object_names, pod_template
 from quire_spec import constants as spec_names
 
 _QUEUE_SHARE = 8
-"""A pod's queue is long when it has an eighth of the requests that the pod should have."""
+"""Target number of waiting requests: an eighth of the target number of requests of a pod."""
 
 
 def deployment(service: LLMService, plan: Plan, template: dict[str, Any]) -> dict[str, Any]:
-    """The Deployment of the pods that `template` is of."""
+    """Return the Deployment with the pod template."""
     rollout = service.spec.rollout
-    # Not on the pods: inputs may change without a change of what they lead to, and then no pod is replaced.
+    # Not on the pods: different inputs can give the same plan, and then pods must not be replaced.
     annotations = {object_names.PLAN_ANNOTATION: plan.inputsHash}
     return {
         "apiVersion": "apps/v1",
@@ -36,7 +36,7 @@ def deployment(service: LLMService, plan: Plan, template: dict[str, Any]) -> dic
 
 
 def disruption_budget(service: LLMService) -> dict[str, Any] | None:
-    """The PodDisruptionBudget; None for a single pod, whose node could otherwise never be drained."""
+    """Return the PodDisruptionBudget, or None for a single pod, because its node could never be drained."""
     scaling = service.spec.autoscaling
     min_replicas = scaling.minReplicas if scaling else service.spec.replicas
     if service.spec.disruption.pdb == "None" or min_replicas < 2:
@@ -54,7 +54,7 @@ def disruption_budget(service: LLMService) -> dict[str, Any] | None:
 
 
 def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> dict[str, Any]:
-    """The HorizontalPodAutoscaler. It writes the LLMService's replicas, not the Deployment's, which have one writer."""
+    """Return the HorizontalPodAutoscaler. It scales the LLMService; only the operator writes the Deployment."""
     requests = scaling.requestsPerReplica or plan.maxNumSeqs.value
     return {
         "apiVersion": "autoscaling/v2",
@@ -74,7 +74,7 @@ def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> dic
 
 
 def scaled_object(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> dict[str, Any]:
-    """The ScaledObject of KEDA, which asks Prometheus itself."""
+    """Return the ScaledObject for KEDA, which queries Prometheus directly."""
     pod_matcher = f'namespace="{service.namespace or "default"}",pod=~"{service.name}-[a-z0-9]+-[a-z0-9]+"'
     query = f"sum(vllm:num_requests_running{{{pod_matcher}}}) + sum(vllm:num_requests_waiting{{{pod_matcher}}})"
     return {

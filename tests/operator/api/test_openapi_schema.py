@@ -14,12 +14,12 @@ from quire_operator.api.yaml_manifest import read_manifests
 from quire_operator.render.engine_config import _SPEC_PATHS as FIELDS_OF_ARGUMENTS
 
 NAME = (
-    "must be letters, digits, '-', '_' and '.', beginning and ending with a letter or digit; "
+    "must contain only letters, digits, '-', '_' and '.', and begin and end with a letter or digit; "
     "use a name such as Tales-1.5"
 )
 SOURCE = "missing; add it (Location of the files: set exactly one field)"
-WHOLE = "must be a whole number; give a whole number"
-TWIN = "is in entry 0 already; give each entry its own"
+WHOLE = "must be an integer; give an integer"
+TWIN = "is the same as in entry 0; give each entry its own"
 HUB = "spec.model.source.huggingFace"
 
 INVALID = [
@@ -30,41 +30,45 @@ INVALID = [
     ({"kind": "LLMservice"}, 'kind: "LLMservice": must be LLMService; did you mean LLMService?'),
     (
         {"metadata.lables": {}},
-        "metadata.lables: unknown field; did you mean labels? There are annotations, labels, name, namespace",
+        "metadata.lables: unknown field; did you mean labels? Known fields: annotations, labels, name, namespace",
     ),
     ({"metadata.labels": {"tier": 1}}, 'metadata.labels.tier: 1: must be a string; put it in quotes: "1"'),
     (
         {"spec.lora.maxRanks": 8},
-        "spec.lora.maxRanks: unknown field; did you mean maxRank? There are maxCached, maxCachedMemory, maxLoaded, "
+        "spec.lora.maxRanks: unknown field; did you mean maxRank? Known fields: maxCached, maxCachedMemory, maxLoaded, "
         "maxRank",
     ),
-    ({"spec.lora.qqq": 8}, "spec.lora.qqq: unknown field; there are maxCached, maxCachedMemory, maxLoaded, maxRank"),
-    ({"spec.lora.maxRank": 12}, "spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; take one of these"),
+    (
+        {"spec.lora.qqq": 8},
+        "spec.lora.qqq: unknown field; known fields: maxCached, maxCachedMemory, maxLoaded, maxRank",
+    ),
+    ({"spec.lora.maxRank": 12}, "spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; use one of these"),
     ({"spec.lora.maxLoaded": -1}, "spec.lora.maxLoaded: -1: must be at least 0; raise it"),
     ({"spec.lora.maxLoaded": 257}, "spec.lora.maxLoaded: 257: must be at most 256; lower it"),
     (
         {"spec.lora.maxLoaded": "4"},
-        'spec.lora.maxLoaded: "4": must be a whole number; write a whole number, without quotes',
+        'spec.lora.maxLoaded: "4": must be an integer; write an integer, without quotes',
     ),
     ({"spec.lora.maxLoaded": 4.0}, f"spec.lora.maxLoaded: 4.0: {WHOLE}"),
     ({"spec.lora.maxLoaded": True}, f"spec.lora.maxLoaded: true: {WHOLE}"),
     (
         {"spec.engine.maxLoaded": 8},
-        "spec.engine.maxLoaded: unknown field; did you mean spec.lora.maxLoaded? There are "
+        "spec.engine.maxLoaded: unknown field; did you mean spec.lora.maxLoaded? Known fields: "
         f"{', '.join(sorted(OPENAPI['properties']['spec']['properties']['engine']['properties']))}",
     ),
     (
         {"spec.model.revision": "main"},
         "spec.model.revision: unknown field; did you mean spec.model.source.huggingFace.revision? "
-        "There are servedName, source",
+        "Known fields: servedName, source",
     ),
     (
         {"spec.lora": [1]},
-        "spec.lora: [1]: must be an object; give an object; there are maxCached, maxCachedMemory, maxLoaded, maxRank",
+        "spec.lora: [1]: must be an object; give an object with the fields maxCached, maxCachedMemory, maxLoaded, "
+        "maxRank",
     ),
     (
         {"spec.model": "org/model"},
-        'spec.model: "org/model": must be an object; give an object; there are servedName, source',
+        'spec.model: "org/model": must be an object; give an object with the fields servedName, source',
     ),
     ({"spec.gpu.nodeSelector": "l4"}, 'spec.gpu.nodeSelector: "l4": must be an object; give an object'),
     ({"spec.paused": "yes"}, 'spec.paused: "yes": must be true or false; write true or false, without quotes'),
@@ -92,7 +96,10 @@ INVALID = [
         {"spec.engine.quantization": "FP8"},
         'spec.engine.quantization: "FP8": must be None; write None',
     ),
-    ({"spec.model.trustRemoteCode": True}, "spec.model.trustRemoteCode: unknown field; there are servedName, source"),
+    (
+        {"spec.model.trustRemoteCode": True},
+        "spec.model.trustRemoteCode: unknown field; known fields: servedName, source",
+    ),
     ({"spec.model.servedName": "Ta les"}, f'spec.model.servedName: "Ta les": {NAME}'),
     ({"spec.model.servedName": "tales\n"}, f'spec.model.servedName: "tales\\n": {NAME}'),
     (
@@ -102,12 +109,12 @@ INVALID = [
     (
         {"spec.model.source": {"hugginFace": {"repo": "a/b"}}},
         "spec.model.source.hugginFace: unknown field; did you mean huggingFace? "
-        "There are http, huggingFace, path, pvc, s3",
+        "Known fields: http, huggingFace, path, pvc, s3",
     ),
     (
         {HUB: {"repo": "a/b/c"}},
-        f'{HUB}.repo: "a/b/c": must be a hub repository\'s id; '
-        "write it like organisation/name, without the hub's address",
+        f'{HUB}.repo: "a/b/c": must be the ID of a hub repository; '
+        "write it like organization/name, without the address of the hub",
     ),
     ({f"{HUB}.revision": 123}, f'{HUB}.revision: 123: must be a string; put it in quotes: "123"'),
     (
@@ -122,12 +129,12 @@ INVALID = [
     ),
     (
         {"spec.lora.maxRank": "16"},
-        'spec.lora.maxRank: "16": must be a whole number; write a whole number, without quotes',
+        'spec.lora.maxRank: "16": must be an integer; write an integer, without quotes',
     ),
     (
         {"spec.adapters": [{**ADAPTER, "url": "https://h/a"}]},
-        "spec.adapters[0].url: unknown field; did you mean spec.adapters[0].source.http.url? There are expose, limits, "
-        "name, pinned, source",
+        "spec.adapters[0].url: unknown field; did you mean spec.adapters[0].source.http.url? Known fields: expose, "
+        "limits, name, pinned, source",
     ),
     (
         {"spec.gpu.tolerations": {"key": "a"}},
@@ -145,8 +152,8 @@ INVALID = [
     *(
         (
             {"spec.model.source": {"http": {"url": "https://h/a", "sha256": text}}},
-            f'spec.model.source.http.sha256: "{text}": must be 64 hexadecimal digits; take the first column of '
-            "sha256sum's output",
+            f'spec.model.source.http.sha256: "{text}": must be 64 hexadecimal digits; copy the first column of '
+            "the output of sha256sum",
         )
         for text in ("ABCD", "")
     ),
@@ -183,13 +190,13 @@ def test_an_engine_argument_of_vllm_leads_to_its_field(name):
     camel = "".join(word if i == 0 else word.title() for i, word in enumerate(name.split("_")))
     for written in {name, camel} - {field}:
         (message,) = validation_problems({f"spec.engine.{written}": 1})
-        assert f": unknown field; did you mean {meant}? There are " in message
+        assert f": unknown field; did you mean {meant}? Known fields: " in message
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])
 def test_a_document_that_is_no_object(body):
     (problem,) = crd.validate(body).problems
-    assert str(problem).endswith("must be an object; give an object; there are apiVersion, kind, metadata, spec")
+    assert str(problem).endswith("must be an object; give an object with the fields apiVersion, kind, metadata, spec")
     assert problem.path == ()
 
 
@@ -206,7 +213,7 @@ def test_all_problems_are_told_at_once_sorted_by_path_with_entries_by_number():
 
 def test_a_rule_about_a_field_that_is_wrong_already_is_not_judged_too():
     assert validation_problems({"spec.lora": {"maxLoaded": 4, "maxCached": "3"}}) == [
-        'spec.lora.maxCached: "3": must be a whole number; write a whole number, without quotes'
+        'spec.lora.maxCached: "3": must be an integer; write an integer, without quotes'
     ]
 
 
@@ -271,4 +278,4 @@ def test_of_very_many_unknown_fields_fifty_are_told_and_the_others_counted():
     assert time.process_time() - begun < 5, "0.5 s; to look for what each of them meant took 10"
     assert len(broken) == 51
     assert broken[0] == "spec: has 89950 more unknown fields; remove them"
-    assert broken[1].startswith("spec.zzz00000: unknown field; there are adapters, ")
+    assert broken[1].startswith("spec.zzz00000: unknown field; known fields: adapters, ")

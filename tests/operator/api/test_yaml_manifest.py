@@ -19,22 +19,22 @@ def test_each_field_and_entry_has_its_line():
     assert document.location(("b", "c", 1, "y")) == "f.yaml:7"
 
 
-def test_a_field_that_is_not_there_has_the_line_of_what_it_is_missing_from():
+def test_missing_field_has_the_line_of_its_parent():
     document = only("a: 1\nb:\n  c: 2\n")
     assert document.location(("b", "d", 0)) == "f.yaml:2"
     assert document.location(("e",)) == "f.yaml:1"
 
 
-def test_lines_go_on_over_documents_and_empty_ones_are_dropped():
+def test_line_numbers_continue_over_documents_and_empty_ones_are_dropped():
     first, second = parse_manifests("a: 1\n---\n---\n# nothing\n---\nb: 2\n", "f.yaml")
     assert (first.location(("a",)), second.location(("b",))) == ("f.yaml:1", "f.yaml:6")
 
 
-def test_dates_stay_text_and_keys_are_text():
+def test_dates_and_keys_are_strings():
     assert only("revision: 2026-01-01\n1: one\n").body == {"revision": "2026-01-01", "1": "one"}
 
 
-def test_aliases_and_merge_keys_mean_what_they_mean_for_kubectl():
+def test_aliases_and_merge_keys_as_in_kubectl():
     document = only("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\nd: {<<: *a, y: 4}\n")
     assert document.body == {
         "a": {"x": 1, "y": 2},
@@ -44,12 +44,12 @@ def test_aliases_and_merge_keys_mean_what_they_mean_for_kubectl():
     }
 
 
-def test_what_is_merged_into_what_is_merged_is_no_key_given_twice():
+def test_nested_merges_are_not_duplicate_keys():
     document = only("a: {<<: &m {<<: {x: 1}, x: 2}}\nb: *m\nc: {<<: [{x: 1}, {x: 2, y: 2}], z: '='}\nd: =\n")
     assert document.body == {"a": {"x": 2}, "b": {"x": 2}, "c": {"x": 1, "y": 2, "z": "="}, "d": "="}
 
 
-def test_merges_within_merges_take_neither_memory_nor_time():
+def test_nested_merges_are_bounded():
     inner = ", ".join(f"&a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 20))
     assert only(f"a: {{<<: [&a0 {{x: 1}}, {inner}]}}\n").body == {"a": {"x": 1}}
     big = f"a: &a {{{', '.join(f'k{i}: 1' for i in range(2000))}}}\nb: {{<<: [{', '.join(['{<<: *a}'] * 100)}]}}\n"
@@ -64,41 +64,41 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
     ("text", "message"),
     [
         ("a: [1, 2\nb: 3\n", "f.yaml:2:2: not YAML: did not find expected ',' or ']'"),
-        ("a: 1\nb: 2\na: 3\n", "f.yaml:3:1: key 'a' is given in line 1 already; keep one of them"),
-        ("a: &a {b: *a}\n", "f.yaml:1:4: more than 100000 values, or an alias inside of itself"),
-        ("a: " + 900 * "[" + 900 * "]", "f.yaml:1:104: more than 100 objects and lists inside of each other"),
+        ("a: 1\nb: 2\na: 3\n", "f.yaml:3:1: key 'a' already exists in line 1; keep one of them"),
+        ("a: &a {b: *a}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
+        ("a: " + 900 * "[" + 900 * "]", "f.yaml:1:104: more than 100 nested objects and lists"),
         (BOMB, "f.yaml:1:"),
-        ("[a]: 1\n", "f.yaml:1:1: a key that is not text"),
-        ("a: {{ .b }}\n", "f.yaml:1:5: a key that is not text; quote it, or render the template that {{ }} is of"),
-        ("a:\n\tb: 1\n", "f.yaml:2:1: not YAML: found character that cannot start any token; indent by spaces"),
+        ("[a]: 1\n", "f.yaml:1:1: a key is not a string"),
+        ("a: {{ .b }}\n", "f.yaml:1:5: a key is not a string; quote it, or render the template if it contains {{ }}"),
+        ("a:\n\tb: 1\n", "f.yaml:2:1: not YAML: found character that cannot start any token; indent with spaces"),
         ("a: 1\nb:2\nc: 3\n", "f.yaml:2:1: not YAML: could not find expected ':'; write it as key: value"),
-        ("a: b: c\n", "f.yaml:1:5: not YAML: mapping values are not allowed in this context; indent it like"),
-        ("a: 1\nb: 'c\nd: 1\n", "f.yaml:2:4: not YAML: found unexpected end of stream; end the quotes that begin"),
+        ("a: b: c\n", "f.yaml:1:5: not YAML: mapping values are not allowed in this context; correct the indentation"),
+        ("a: 1\nb: 'c\nd: 1\n", "f.yaml:2:4: not YAML: found unexpected end of stream; close the quotes that begin"),
         ("a: *py\n", "f.yaml:1:4: not YAML: found undefined alias; quote text that begins with *"),
         ("a: !!python/object:os.system x\n", "f.yaml:1:4: not YAML: could not determine a constructor for the tag"),
-        ("a: " + 100_000 * "[", "f.yaml:1:104: more than 100 objects and lists inside of each other"),
-        ("a: &a {<<: *a, b: 1}\n", "f.yaml:1:4: more than 100000 values, or an alias inside of itself"),
-        ("a: {<<: 1}\n", "f.yaml:1:9: << takes an object, or a list of them; quote it"),
+        ("a: " + 100_000 * "[", "f.yaml:1:104: more than 100 nested objects and lists"),
+        ("a: &a {<<: *a, b: 1}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
+        ("a: {<<: 1}\n", "f.yaml:1:9: << requires an object or a list of objects; quote it"),
         ("a: 0x_\n", 'f.yaml:1:4: "0x_" is not a valid int; put it in quotes'),
         ("a: !!bool b\n", 'f.yaml:1:4: "b" is not a valid bool; put it in quotes'),
         ("a: !!timestamp b\n", 'f.yaml:1:4: "b" is not a valid timestamp; put it in quotes'),
         (
             "a: !!timestamp 2026-01-01\n",
-            'f.yaml:1:4: "2026-01-01" is a timestamp, which JSON cannot say; put it in quotes',
+            'f.yaml:1:4: "2026-01-01" is a timestamp, which JSON does not support; put it in quotes',
         ),
         ("a: " + 5000 * "9" + "\n", 'f.yaml:1:4: "9999'),
-        ("a: -.inf\n", 'f.yaml:1:4: "-.inf" is a float, which JSON cannot say; put it in quotes'),
-        ("a: !!binary aGVsbG8=\n", 'f.yaml:1:4: "aGVsbG8=" is a binary, which JSON cannot say; put it in quotes'),
+        ("a: -.inf\n", 'f.yaml:1:4: "-.inf" is a float, which JSON does not support; put it in quotes'),
+        ("a: !!binary aGVsbG8=\n", 'f.yaml:1:4: "aGVsbG8=" is a binary, which JSON does not support; put it in quotes'),
         ("a: \x07\n", "f.yaml: not YAML: unacceptable character"),
     ],
 )
-def test_refusals(text, message):
+def test_error_messages(text, message):
     with pytest.raises(ManifestError) as error:
         list(parse_manifests(text, "f.yaml"))
     assert str(error.value).startswith(message)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_unreadable_files_are_reported(tmp_path):
     with pytest.raises(ManifestError, match=r"none\.yaml: No such file or directory; give the path of a YAML file"):
         read_manifests(str(tmp_path / "none.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")

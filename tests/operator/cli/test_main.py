@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `quire` command as a process: what it prints, where, and how it exits."""
+"""The `quire` command as a process: its output on both streams and its exit status."""
 
 import json
 import resource
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = "examples/llmservice.yaml"
 
-WRONG = """\
+INVALID = """\
 apiVersion: quire.dev/v1alpha1
 kind: LLMService
 metadata: {name: tales}
@@ -25,7 +25,7 @@ spec:
   lora:
     maxRank: 12
 """
-RIGHT = WRONG.replace("devise", "device").replace("12", "8")
+VALID = INVALID.replace("devise", "device").replace("12", "8")
 SECRET = "apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n"
 
 
@@ -36,8 +36,8 @@ def quire(*arguments, stdin=""):
     )  # fmt: skip
 
 
-def test_a_right_file_has_one_line(tmp_path):
-    (tmp_path / "two.yaml").write_text(f"{RIGHT}---\n{SECRET}---\n{RIGHT.replace('tales', 'other')}")
+def test_validate_prints_one_line_for_a_valid_file(tmp_path):
+    (tmp_path / "two.yaml").write_text(f"{VALID}---\n{SECRET}---\n{VALID.replace('tales', 'other')}")
     done = quire("validate", "-f", EXAMPLE, tmp_path / "two.yaml")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
@@ -46,22 +46,22 @@ def test_a_right_file_has_one_line(tmp_path):
     ]
 
 
-def test_a_wrong_file_has_a_line_for_each_problem_and_the_others_are_still_checked(tmp_path):
-    (tmp_path / "wrong.yaml").write_text(f"{SECRET}---\n{WRONG}")
+def test_validate_prints_one_line_for_each_problem_and_checks_all_files(tmp_path):
+    (tmp_path / "wrong.yaml").write_text(f"{SECRET}---\n{INVALID}")
     done = quire("validate", "-f", tmp_path / "wrong.yaml", "-f", tmp_path / "none.yaml", EXAMPLE)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines() == [
-        f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? There are adapters, autoscaling, "
-        "cache, device, disruption, engine, gpu, lora, model, networking, observability, paused, podTemplate, "
-        "replicas, rollout, runtime, security",
-        f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; take one of these",
+        f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? Known fields: adapters, "
+        "autoscaling, cache, device, disruption, engine, gpu, lora, model, networking, observability, paused, "
+        "podTemplate, replicas, rollout, runtime, security",
+        f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; use one of these",
         f"{tmp_path}/none.yaml: No such file or directory; give the path of a YAML file, or - for standard input",
         f"{EXAMPLE}: ok (LLMService tales)",
     ]
 
 
-def test_standard_input_and_json():
-    done = quire("validate", "-o", "json", "-f", "-", stdin=f"{RIGHT}---\n{WRONG}")
+def test_validate_reads_standard_input_and_prints_json():
+    done = quire("validate", "-o", "json", "-f", "-", stdin=f"{VALID}---\n{INVALID}")
     assert done.returncode == 1
     (report,) = json.loads(done.stdout)
     assert {key: report[key] for key in ("file", "ok", "services", "skipped")} == {
@@ -72,31 +72,32 @@ def test_standard_input_and_json():
         (19, "spec.lora.maxRank", 12),
     ]
     assert report["problems"][1]["rule"] == "must be one of 8, 16, 32, 64, 128, 256"
-    assert report["problems"][1]["fix"] == "take one of these"
+    assert report["problems"][1]["fix"] == "use one of these"
 
 
-def test_text_that_is_not_yaml_has_line_and_column():
+def test_yaml_errors_have_line_and_column():
     done = quire("validate", "-o", "json", "-f", "-", stdin="a: [1,\n  }")
     (report,) = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (1, False)
-    fix = "close each [ and {, or quote them; render a template of Helm first"
+    fix = "close each [ and {, or quote them; render Helm templates first"
     assert report["error"] == f"-:2:3: not YAML: did not find expected node content; {fix}"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("", "nothing at all"), (SECRET, "1 of other kinds"), ("- 1\n", "1 of other kinds")]
+    ("text", "rest"),
+    [("", ""), (SECRET, ", only documents of other kinds"), ("- 1\n", ", only documents of other kinds")],
 )
-def test_a_file_without_a_service_is_no_success(text, found):
+def test_validate_rejects_a_file_without_an_llmservice(text, rest):
     done = quire("validate", "-f", "-", stdin=text)
     assert done.returncode == 1
     assert done.stdout == (
-        f"-:1: document: no LLMService in this file, found {found}; "
+        f"-:1: document: the file has no LLMService{rest}; "
         "add a document with apiVersion: quire.dev/v1alpha1 and kind: LLMService\n"
     )
 
 
-def test_a_misspelt_kind_or_version_of_ours_is_checked_not_skipped():
-    done = quire("validate", "-f", "-", stdin=RIGHT.replace("LLMService", "LLMServices").replace("alpha1", "beta1"))
+def test_validate_checks_documents_with_a_misspelled_kind_or_version():
+    done = quire("validate", "-f", "-", stdin=VALID.replace("LLMService", "LLMServices").replace("alpha1", "beta1"))
     assert done.stdout.splitlines() == [
         '-:1: apiVersion: "quire.dev/v1beta1": must be quire.dev/v1alpha1; did you mean quire.dev/v1alpha1?',
         '-:2: kind: "LLMServices": must be LLMService; did you mean LLMService?',
@@ -120,72 +121,71 @@ def test_version_and_help():
         (("validate",), "the following arguments are required: -f/--file"),
         (("serve", "-f", EXAMPLE, "--http-port", "70000"), "'70000' is not a port; give a number from 1 to 65535"),
         (("serve", "-f", EXAMPLE, "--volume", "a"), "'a' is not CLAIM=FOLDER, such as models=/srv/models"),
-        (("serve", "-f", EXAMPLE, "--volume", "a=/none"), "'/none' is not a folder; make it, or correct the path"),
-        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device is for --vllm-repository: an LLMService says it"),
-        (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume is for -f: a vllm_backend repository"),
-        (("operate", "--workers", "0"), "'0' is not a whole number of at least 1"),
+        (("serve", "-f", EXAMPLE, "--volume", "a=/none"), "'/none' is not a folder; create it, or correct the path"),
+        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device is only for --vllm-repository; set spec.device"),
+        (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume cannot be used with --vllm-repository"),
+        (("operate", "--workers", "0"), "'0' is not an integer of at least 1"),
         (("operate", "--resync", "0"), "'0' is not a number of seconds above 0"),
         (("operate", "--resync", "soon"), "'soon' is not a number of seconds above 0"),
     ],
 )
-def test_wrong_use_is_exit_status_2(arguments, message):
+def test_wrong_usage_has_exit_status_2(arguments, message):
     done = quire(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
-def test_operate_names_a_port_that_is_taken(tmp_path):
+def test_operate_reports_a_port_in_use(tmp_path):
     config = {"current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}]}
     config |= {"clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}]}
     (tmp_path / "config").write_text(json.dumps({**config, "users": [{"name": "u", "user": {}}]}))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         done = quire("operate", "--kubeconfig", tmp_path / "config", "--host", "127.0.0.1", "--port", str(port))
     assert done.returncode == 1
     assert f"--port {port}: cannot listen on 127.0.0.1" in done.stderr and "give another port" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_serve_says_what_is_wrong_and_starts_nothing(tmp_path):
-    done = quire("serve", "-f", "-", "--run-dir", tmp_path / "run", stdin=WRONG)
+def test_serve_prints_problems_and_does_not_start(tmp_path):
+    done = quire("serve", "-f", "-", "--run-dir", tmp_path / "run", stdin=INVALID)
     assert done.returncode == 1
     assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["spec.devise", "spec.lora.maxRank"]
-    done = quire("serve", "-f", "-", "--run-dir", tmp_path / "run", stdin=RIGHT)
+    done = quire("serve", "-f", "-", "--run-dir", tmp_path / "run", stdin=VALID)
     assert done.returncode == 1
-    assert done.stderr == (
-        f'-:7: spec.model.source.path: "m": {ROOT}/m is not a folder; correct the path; relative ones start at {ROOT}\n'
-    )
+    fix = f"correct the path; relative paths start at {ROOT}"
+    assert done.stderr == f'-:7: spec.model.source.path: "m": {ROOT}/m is not a folder; {fix}\n'
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("text", "number"), [(SECRET, 0), (f"{RIGHT}---\n{RIGHT}", 2)])
-def test_serve_and_plan_want_one_service(text, number):
+@pytest.mark.parametrize(("text", "number"), [(SECRET, 0), (f"{VALID}---\n{VALID}", 2)])
+def test_serve_and_plan_require_exactly_one_service(text, number):
     for command in ("serve", "plan"):
         done = quire(command, "-f", "-", stdin=text)
         assert (done.returncode, done.stderr) == (
             1,
-            f"-: has {number} LLMServices, and this command takes one; split the file\n",
+            f"-: must contain exactly one LLMService, got {number}; split the file\n",
         )
 
 
-def test_a_reader_that_has_seen_enough_is_no_crash():
-    gone = f"{Path(sys.executable).with_name('quire')} validate -f {EXAMPLE} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", gone], capture_output=True, text=True, timeout=60, cwd=ROOT)
+def test_a_closed_pipe_prints_no_traceback():
+    script = f"{Path(sys.executable).with_name('quire')} validate -f {EXAMPLE} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_validate_starts_within_half_a_second():
-    """Of processor time, which is what the command costs whatever else the machine does."""
+    """Measured in CPU time, which does not depend on other load of the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert quire("validate", "-f", EXAMPLE).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
-def test_nothing_heavy_is_imported():
-    """The rule engine's package would import a command line of its own (typer, rich); torch belongs to the engine."""
+def test_validate_imports_no_slow_packages():
+    """The CEL package would import its own command line (typer, rich); only the engine needs torch."""
     script = "import sys; from quire_operator.cli.main import main; main(sys.argv[1:]); print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script, "validate", "-f", EXAMPLE], capture_output=True, text=True, cwd=ROOT, check=True

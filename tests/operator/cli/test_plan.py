@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire plan` as a process: what people read at every width, and the JSON that is status.plan."""
+"""`quire plan` as a process: the text report at every width, and the JSON of status.plan."""
 
 import json
 import os
@@ -38,17 +38,20 @@ def quire(*arguments, stdin=""):
     )  # fmt: skip
 
 
-def test_a_plan_that_people_can_read(configs):
+def test_text_report_shows_memory_and_planned_values(configs):
     done = quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == "support: 1 x NVIDIA-L4 for each replica (21.87 GiB each that CUDA gives out, from the table of"
-    drawn = next(line for line in lines if line.startswith("["))
+    assert (
+        lines[0]
+        == "support: 1 x NVIDIA-L4 for each replica (21.87 GiB of CUDA memory each, from the table of products)"
+    )
+    bar = next(line for line in lines if line.startswith("["))
     rows = dict(re.findall(r"^(\S) .{20} +([\d.]+)", done.stdout.partition("host memory")[0], re.M))
     assert list(rows) == ["W", "s", "o", "A", "K", "."]
     assert sum(map(float, rows.values())) == pytest.approx(21.87, abs=0.03)
     for letter, size in rows.items():
-        assert drawn.count(letter) / (len(drawn) - 2) == pytest.approx(float(size) / 21.87, abs=0.02)
+        assert bar.count(letter) / (len(bar) - 2) == pytest.approx(float(size) / 21.87, abs=0.02)
     assert re.search(r"^maxModelLen +12288  Computed  253\d\d KV tokens for 2 requests", done.stdout, re.M)
     assert "It fits, but LowConcurrency" in done.stdout
     assert "\x1b" not in done.stdout
@@ -66,7 +69,7 @@ def test_json_is_status_plan(configs):
     assert (other["gpu"]["product"], other["maxModelLen"]["value"]) == ("NVIDIA-H200", 32768)
 
 
-def test_a_cpu_and_a_real_model():
+def test_report_for_a_cpu_and_a_local_model():
     done = quire("plan", "-f", "examples/llmservice.yaml")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("tales: on a CPU\n")
@@ -74,12 +77,12 @@ def test_a_cpu_and_a_real_model():
     assert "memory of the pod" in done.stdout
 
 
-@pytest.mark.parametrize(("width", "colours"), [(64, True), (80, True), (120, False)])
-def test_a_terminal_decides_width_and_colours(configs, width, colours):
+@pytest.mark.parametrize(("width", "use_color"), [(64, True), (80, True), (120, False)])
+def test_terminal_sets_width_and_color(configs, width, use_color):
     main, terminal = pty.openpty()
     ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
-    environment |= {} if colours else {"NO_COLOR": "1"}
+    environment |= {} if use_color else {"NO_COLOR": "1"}
     command = [QUIRE, "plan", "-f", LLAMA, "--model-config", str(configs / "8b.json")]
     with subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=ROOT, env=environment) as process:
         os.close(terminal)
@@ -89,7 +92,7 @@ def test_a_terminal_decides_width_and_colours(configs, width, colours):
         assert process.wait(60) == 0
     os.close(main)
     text = output.decode()
-    assert ("\x1b[" in text) == colours
+    assert ("\x1b[" in text) == use_color
     lines = re.sub(r"\x1b\[\d+m", "", text).split("\r\n")
     assert max(map(len, lines)) <= width
     assert len(next(line for line in lines if line.startswith("["))) == width
@@ -98,16 +101,16 @@ def test_a_terminal_decides_width_and_colours(configs, width, colours):
 def _read(descriptor):
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # Linux's way to say that the other end is closed
+    except OSError:  # Linux raises EIO when the other end is closed.
         return b""
 
 
-def test_what_does_not_fit_says_what_would(configs):
+def test_a_model_that_does_not_fit_gets_advice(configs):
     done = quire("plan", "-f", LLAMA, "--model-config", configs / "70b.json", "-o", "json")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; ")
     assert done.stderr.splitlines()[-1] == (
-        "The smallest that would do: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A40, "
+        "The smallest that fit: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A40, "
         "or 8 x NVIDIA-GeForce-RTX-5090."
     )
 
@@ -119,7 +122,7 @@ def test_what_does_not_fit_says_what_would(configs):
         (["-f", LLAMA, "--gpu", "L4", "--model-config", "CONFIG"], "did you mean NVIDIA-L4 or NVIDIA-L40 or"),
         (["-f", LLAMA, "--model-config", "/nowhere"], "--model-config /nowhere: does not exist; give a model's folder"),
         (["-f", "examples/pvc-qwen2.5-7b.yaml", "--gpu", "NVIDIA-L4"], '9: spec.model.source.pvc.claimName: "models"'),
-        (["-f", "examples/llmservice.yaml", "--gpu", "NVIDIA-L4"], "spec.device: CPU: --gpu, --count and --nodes are"),
+        (["-f", "examples/llmservice.yaml", "--gpu", "NVIDIA-L4"], "--count and --nodes require GPU, got CPU"),
         (["-f", "examples/pvc-qwen2.5-7b.yaml", "--model-config", "CONFIG"], "or give --gpu or --nodes here"),
         (["-f", LLAMA, "--nodes", "README.md"], "--nodes README.md: Expecting value"),
     ],
@@ -131,17 +134,17 @@ def test_errors_name_field_value_and_fix(configs, arguments, words):
     assert "Traceback" not in done.stderr
 
 
-def test_a_hub_out_of_reach_is_said_with_the_way_around_it():
+def test_an_unreachable_hub_is_reported_with_a_workaround():
     command = [QUIRE, "plan", "-f", "examples/cpu-cluster.yaml"]
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("hub repository 'Qwen/Qwen2.5-0.5B-Instruct' at its default branch, config.json: ")
     assert "no response from http://127.0.0.1:9: " in done.stderr
-    assert done.stderr.endswith("say where config.json is: --model-config PATH\n")
+    assert done.stderr.endswith("give the path of config.json: --model-config PATH\n")
 
 
-def test_nodes_of_a_cluster(configs):
+def test_nodes_option_plans_for_the_smallest_gpu(configs):
     def node(product, memory):
         return {"metadata": {"labels": {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": str(memory)}}}
 
@@ -153,7 +156,7 @@ def test_nodes_of_a_cluster(configs):
     assert "NVIDIA-H200" in body["advice"]
 
 
-def test_help_teaches():
+def test_help_has_examples():
     done = quire("plan", "--help")
     assert done.returncode == 0
     for example in re.findall(r"quire plan (-f .*?)(?:  |$)", done.stdout, re.M):
@@ -161,13 +164,13 @@ def test_help_teaches():
     assert "status.plan" in done.stdout
 
 
-def test_small_parts_of_a_bar_are_still_seen():
-    parts = [
+def test_memory_bar_shows_small_rows():
+    rows = [
         MemoryRow("W", "44", "w", 10**9),
         MemoryRow("s", "45", "s", 1),
         MemoryRow("A", "43", "a", 0),
         MemoryRow("K", "42", "k", 1),
     ]
-    drawn = memory_bar(parts, 40, use_color=False)
-    assert drawn == "[" + "W" * 36 + "sK]"
-    assert re.sub(r"\x1b\[\d+m", "", memory_bar(parts, 40, use_color=True)) == drawn
+    bar = memory_bar(rows, 40, use_color=False)
+    assert bar == "[" + "W" * 36 + "sK]"
+    assert re.sub(r"\x1b\[\d+m", "", memory_bar(rows, 40, use_color=True)) == bar

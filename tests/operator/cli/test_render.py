@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quire render."""
+"""`quire render` as a process: objects on standard output, omissions on standard error."""
 
 import base64
 import json
@@ -25,15 +25,15 @@ def config(tmp_path_factory):
     return file
 
 
-def test_quire_render(config, tmp_path):
+def test_render_prints_objects_and_reports_omissions(config, tmp_path):
     arguments = ("render", "-f", "examples/gpu-llama-3.1-8b.yaml", "--model-config", config)
     done = quire(*arguments)
     kinds = [m["kind"] for m in yaml.safe_load_all(done.stdout)]
     assert done.returncode == 0
     assert "PodMonitor" not in kinds
     assert kinds[-2:] == ["Deployment", "PodDisruptionBudget"]
-    assert "PodMonitor left out; where the cluster has that kind, add --with PodMonitor" in done.stderr
-    assert "values of adapter-store, hf-token left out; give --secrets-dir" in done.stderr
+    assert "PodMonitor omitted; if the cluster has that kind, add --with PodMonitor" in done.stderr
+    assert "values of Secrets adapter-store, hf-token omitted; give --secrets-dir" in done.stderr
     for name, key in (("hf-token", "token"), ("adapter-store", "AWS_ACCESS_KEY_ID"), ("adapter-store", "other")):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / key).write_text("s3cr3t\n")
@@ -46,8 +46,8 @@ def test_quire_render(config, tmp_path):
     assert server_container(manifests)[1]["image"] == "i:1"
 
 
-def test_quire_render_refuses_in_words(config):
+def test_render_rejects_a_local_path_source(config):
     done = quire("render", "-f", "examples/llmservice.yaml")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("spec.model.source.path: 'models/tiny' is a folder of one machine, and no pod has it")
+    assert done.stderr.startswith("spec.model.source.path: 'models/tiny' is a folder of one machine, and pods do not")
     assert quire("render", "-f", "x", "--with", "Nothing").returncode == 2

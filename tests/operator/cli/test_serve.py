@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire serve`: the documents and the command line that a file becomes here, and what it is refused for."""
+"""`quire serve`: the engine configuration, catalog and command line made from a file, and rejected files."""
 
 import json
 import os
@@ -36,7 +36,7 @@ TALES = """
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a model and an adapter; their files are only looked for, never read."""
+    """A folder with a model and an adapter. Only the existence of their files is checked."""
     for name in ("models/tiny/config.json", "adapters/pirate/adapter_config.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("{}")
@@ -58,18 +58,18 @@ def problems(folder, spec, **options):
 
 
 def flags(launched):
-    """The command line after `python -m quire_server`: flags with their values; a lone flag has True."""
+    """Map each flag after `python -m quire_server` to its values; a flag without a value has True."""
     assert launched.argv[:3] == (sys.executable, "-m", "quire_server")
     rest = list(launched.argv[3:])
-    found = {}
+    values = {}
     while rest:
         flag = rest.pop(0)
         value = rest.pop(0) if rest and not rest[0].startswith("--") else True
-        found.setdefault(flag, []).append(value)
-    return found
+        values.setdefault(flag, []).append(value)
+    return values
 
 
-def test_a_file_becomes_documents_that_the_server_reads(folder):
+def test_run_folder_has_engine_config_and_catalog(folder):
     launched = launch(folder, TALES, run_dir=folder / "run")
     write_run_dir(launched)
     engine = EngineConfig.load(folder / "run/engine.json")
@@ -81,7 +81,7 @@ def test_a_file_becomes_documents_that_the_server_reads(folder):
     assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
 
 
-def test_the_command_line_says_all_that_the_server_needs(folder):
+def test_command_line_of_the_supervisor(folder):
     launched = launch(folder, TALES, {"XDG_CACHE_HOME": "/cache"}, run_dir=folder / "run", http_port=9000)
     assert flags(launched) == {
         "--engine": [str(folder / "run/engine.json")],
@@ -99,7 +99,7 @@ def test_the_command_line_says_all_that_the_server_needs(folder):
     }
 
 
-def test_the_server_takes_the_command_line(folder):
+def test_supervisor_accepts_the_command_line(folder):
     secrets = folder / "secrets"
     secrets.mkdir()
     volumes = (("loras", folder / "adapters"),)
@@ -111,7 +111,7 @@ def test_the_server_takes_the_command_line(folder):
     assert settings.allow_path_sources and settings.verbose
 
 
-def test_what_the_spec_pins_reaches_the_engine(folder):
+def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
     (folder / "dev").mkdir()
     (folder / "dev/nvidiactl").touch()
     spec = """
@@ -138,7 +138,7 @@ def test_what_the_spec_pins_reaches_the_engine(folder):
     )
 
 
-def test_memory_and_batches_on_a_cpu(folder):
+def test_kv_cache_memory_and_token_budget_on_a_cpu(folder):
     engine = launch(
         folder, "{device: CPU, model: {source: {path: models/tiny}}, engine: {kvCacheMemory: 1.5Gi}}"
     ).engine
@@ -147,12 +147,12 @@ def test_memory_and_batches_on_a_cpu(folder):
     assert (wide.max_num_seqs, wide.max_num_batched_tokens) == (1000, 1000)
 
 
-def test_no_slots_means_no_adapters(folder):
+def test_zero_adapter_slots_disable_lora(folder):
     engine = launch(folder, "{device: CPU, model: {source: {path: models/tiny}}, lora: {maxLoaded: 0}}").engine
     assert engine.enable_lora is False
 
 
-def test_claims_are_folders(folder):
+def test_volume_option_maps_claims_to_folders(folder):
     spec = """
   device: CPU
   model: {source: {pvc: {claimName: weights, path: tiny}}}
@@ -165,7 +165,7 @@ def test_claims_are_folders(folder):
     assert flags(launched)["--pvc"] == [f"weights={folder}/models", f"loras={folder}/adapters"]
 
 
-def test_secrets_are_files_and_the_models_token_an_environment_variable(folder):
+def test_hub_token_is_passed_as_an_environment_variable(folder):
     spec = """
   device: CPU
   model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hub}}}}
@@ -176,11 +176,12 @@ def test_secrets_are_files_and_the_models_token_an_environment_variable(folder):
     assert without.catalog.adapters[0].source.huggingFace.tokenSecretRef is None
     (folder / "secrets/hub").mkdir(parents=True)
     (folder / "secrets/hub/token").write_text("secret\n")
-    given = launch(folder, spec, {"HF_TOKEN": "own"}, secrets_dir=folder / "secrets")
-    assert given.environment["HF_TOKEN"] == "secret"
-    assert given.catalog.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
-    assert flags(given)["--secrets-dir"] == [str(folder / "secrets")]
-    assert "secret\n" not in json.dumps([given.argv, given.engine.to_json(), given.catalog.to_json()])
+    with_secret = launch(folder, spec, {"HF_TOKEN": "own"}, secrets_dir=folder / "secrets")
+    assert with_secret.environment["HF_TOKEN"] == "secret"
+    assert with_secret.catalog.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
+    assert flags(with_secret)["--secrets-dir"] == [str(folder / "secrets")]
+    documents = [with_secret.argv, with_secret.engine.to_json(), with_secret.catalog.to_json()]
+    assert "secret\n" not in json.dumps(documents)
 
 
 def test_environment_variables_of_the_spec_are_added(folder):
@@ -188,97 +189,96 @@ def test_environment_variables_of_the_spec_are_added(folder):
     assert launch(folder, spec, {"PATH": "/bin", "A": "old"}).environment == {"PATH": "/bin", "A": "b", "C": ""}
 
 
-REFUSED = [
+REJECTED = [
     (
         "{model: {source: {path: models/tiny}}}",
-        'HERE/f.yaml:4: spec.device: "GPU": this machine has no NVIDIA GPU (/dev/nvidia0, /dev/nvidiactl, /dev/dxg: '
-        "none exists); use a machine that has one, or set spec.device to CPU and remove spec.gpu",
+        'HERE/f.yaml:4: spec.device: "GPU": this machine has no NVIDIA GPU (none of /dev/nvidia0, /dev/nvidiactl, '
+        "/dev/dxg exists); use a machine with a GPU, or set spec.device to CPU and remove spec.gpu",
     ),
     (
         "{device: CPU, model: {source: {path: models/big}}}",
         'HERE/f.yaml:4: spec.model.source.path: "models/big": HERE/models/big is not a folder; '
-        "correct the path; relative ones start at HERE",
+        "correct the path; relative paths start at HERE",
     ),
     (
         "{device: CPU, model: {source: {path: adapters/pirate}}}",
-        'HERE/f.yaml:4: spec.model.source.path: "adapters/pirate": HERE/adapters/pirate has no config.json; '
-        "give the folder that has",
+        'HERE/f.yaml:4: spec.model.source.path: "adapters/pirate": HERE/adapters/pirate does not contain '
+        "config.json; give the folder that contains the files",
     ),
     (
         "{device: CPU, model: {source: {s3: {uri: s3://bucket/m}}}}",
-        "HERE/f.yaml:4: spec.model.source.s3: quire serve reads a model from a folder, a claim's folder or the Hugging "
-        "Face hub; download them (python -m quire_server.download --help) and give their folder as path",
+        "HERE/f.yaml:4: spec.model.source.s3: quire serve reads models only from a folder, a claim's folder or the "
+        "Hugging Face hub; download the files (python -m quire_server.download --help) and give their folder as path",
     ),
     (
         "{device: CPU, model: {source: {pvc: {claimName: c}}}}",
-        'HERE/f.yaml:4: spec.model.source.pvc.claimName: "c": there are no claims on this machine; '
-        "say which folder it is: --volume c=FOLDER",
+        'HERE/f.yaml:4: spec.model.source.pvc.claimName: "c": claims are not available on this machine; '
+        "give the folder of the claim: --volume c=FOLDER",
     ),
     (
         "{device: CPU, model: {source: {path: models/tiny}}, adapters: [{name: a, source: {path: models/tiny}}]}",
-        'HERE/f.yaml:4: spec.adapters[0].source.path: "models/tiny": HERE/models/tiny has no adapter_config.json '
-        "and no adapter_model.safetensors; give the folder that has",
+        'HERE/f.yaml:4: spec.adapters[0].source.path: "models/tiny": HERE/models/tiny does not contain '
+        "adapter_config.json and adapter_model.safetensors; give the folder that contains the files",
     ),
     (
         "{device: CPU, model: {source: {path: models/tiny}}, adapters: [{name: a, source: {http: {url: http://h/a, "
         "headersSecretRef: {name: s}}}}]}",
-        'HERE/f.yaml:4: spec.adapters[0].source.http.headersSecretRef.name: "s": there are no Secrets on this machine; '
-        "give --secrets-dir DIR, where DIR/s has a file for each key of the Secret",
+        'HERE/f.yaml:4: spec.adapters[0].source.http.headersSecretRef.name: "s": Secrets are not available on this '
+        "machine; give --secrets-dir DIR, where DIR/s contains one file for each key of the Secret",
     ),
 ]
 
 
-@pytest.mark.parametrize(("spec", "message"), REFUSED, ids=[m.split(": ")[1] for _, m in REFUSED])
-def test_refusals(folder, spec, message):
-    (found,) = problems(folder, spec)
-    assert found == message
+@pytest.mark.parametrize(("spec", "message"), REJECTED, ids=[m.split(": ")[1] for _, m in REJECTED])
+def test_problem_messages(folder, spec, message):
+    assert problems(folder, spec) == [message]
 
 
-def test_a_hub_id_that_is_a_folder_here_too_is_not_taken_for_it(folder, monkeypatch):
+def test_rejects_a_hub_repository_with_the_name_of_a_local_folder(folder, monkeypatch):
     spec = "{device: CPU, model: {source: {huggingFace: {repo: models/tiny}}}}"
     assert launch(folder, spec).engine.model == "models/tiny"
     monkeypatch.chdir(folder)
     (message,) = problems(folder, spec)
     assert message == (
-        'HERE/f.yaml:4: spec.model.source.huggingFace.repo: "models/tiny": HERE/models/tiny is a folder, which would '
-        "be served in the place of the hub's model; give that folder as path, or start where there is none of that name"
+        'HERE/f.yaml:4: spec.model.source.huggingFace.repo: "models/tiny": the folder HERE/models/tiny would be served '
+        "instead of the hub's model; give that folder as path, or start in another folder"
     )
 
 
-def test_all_reasons_are_told_at_once(folder):
+def test_reports_all_problems_at_once(folder):
     assert len(problems(folder, "{model: {source: {path: a}}, adapters: [{name: b, source: {path: b}}]}")) == 3
 
 
-def test_a_link_out_of_a_volume_is_not_followed(folder):
+def test_rejects_a_link_that_leaves_the_volume(folder):
     (folder / "models/out").symlink_to(folder / "adapters/pirate")
     (message,) = problems(
         folder,
         "{device: CPU, model: {source: {pvc: {claimName: m, path: out}}}}",
         volumes=(("m", folder / "models"),),
     )
-    assert 'spec.model.source.pvc.path: "out": HERE/adapters/pirate is outside of the volume' in message
+    assert 'spec.model.source.pvc.path: "out": HERE/adapters/pirate is outside the volume' in message
 
 
-def test_what_the_engine_refuses_is_said_in_the_words_of_the_resource(folder, monkeypatch):
-    # The schema allows what the engines of other releases can do.
+def test_engine_errors_name_the_field_of_the_spec(folder, monkeypatch):
+    # The schema also allows values that only engines of other releases support.
     monkeypatch.setattr(capabilities, "TENSOR_PARALLEL_SIZES", (1, 4))
     (folder / "dev").mkdir()
     (folder / "dev/nvidia0").touch()
     spec = "{model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
     (message,) = problems(folder, spec, dev=folder / "dev")
     assert message == (
-        "HERE/f.yaml:4: spec.engine.tensorParallelSize: the engine refuses this: must be one of 1, 4, got 2; "
+        "HERE/f.yaml:4: spec.engine.tensorParallelSize: the engine rejects the value: must be one of 1, 4, got 2; "
         "change the field or omit it"
     )
 
 
-def test_processes_share_the_layers_on_a_cpu_when_asked(folder):
+def test_tensor_parallel_size_on_a_cpu(folder):
     spec = "{device: CPU, model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
     engine = launch(folder, spec).engine
     assert (engine.device, engine.tensor_parallel_size) == ("cpu", 2)
 
 
-def test_the_run_folder_is_private(folder):
+def test_run_folder_is_private(folder):
     write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
 
@@ -289,30 +289,28 @@ def test_default_folders():
     assert serve.default_cache_dir({}) == Path.home() / ".cache/quire"
 
 
-def test_a_run_folder_that_is_a_link_is_refused(folder):
+def test_rejects_a_run_folder_that_is_a_link(folder):
     (folder / "run").symlink_to(folder / "models")
-    with pytest.raises(ConfigError, match=r"run is another user's or a link; give another with --run-dir"):
+    with pytest.raises(ConfigError, match=r"run: belongs to another user or is a link; give another with --run-dir"):
         write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
 
 
-def test_the_folder_of_a_running_supervisor_is_not_written_to(folder):
+def test_does_not_overwrite_the_run_folder_of_a_running_supervisor(folder):
     run = folder / "run"
     write_run_dir(launch(folder, TALES, run_dir=run))
     before = (run / "engine.json").read_text()
-    lock = (
-        "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print('held', flush=True); input()"
-    )
+    lock = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print('locked'); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", lock, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-c", lock, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as running:
-        assert running.stdout.readline() == "held\n"
+        assert running.stdout.readline() == "locked\n"
         with pytest.raises(ConfigError, match="another server runs in it; stop it, or give --run-dir"):
             write_run_dir(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
         running.communicate("\n", timeout=10)
     assert (run / "engine.json").read_text() == before
 
 
-BECOME = """
+EXEC_SCRIPT = """
 import sys
 from quire_operator.cli.serve import exec_supervisor
 program = (sys.executable, "-c", "import os; print(os.getpid(), os.environ)")
@@ -320,36 +318,38 @@ exec_supervisor(program, {"WORD": "here"})
 """
 
 
-def test_the_program_takes_over_the_process_with_the_environment_that_was_prepared():
-    with subprocess.Popen([sys.executable, "-c", BECOME], stdout=subprocess.PIPE, text=True) as running:
+def test_exec_supervisor_replaces_process_and_environment():
+    with subprocess.Popen([sys.executable, "-c", EXEC_SCRIPT], stdout=subprocess.PIPE, text=True) as running:
         output = running.communicate(timeout=10)[0]
     assert output.startswith(f"{running.pid} environ({{'WORD': 'here'")
 
 
-def test_missing_packages_are_named_with_their_extras(monkeypatch):
+def test_missing_packages_are_reported_with_their_extra(monkeypatch):
     serve.require_packages()
     monkeypatch.setitem(serve.REQUIRED_PACKAGES, "no_such_package", "server")
     with pytest.raises(ConfigError, match=r"^no_such_package: not installed; pip install 'quire-llm\[server\]'$"):
         serve.require_packages()
 
 
-def test_a_vllm_backend_repository_is_served_under_its_models_name(tmp_path):
+def test_vllm_backend_repository_is_served_under_the_folder_name(tmp_path):
     model = tmp_path / "repository" / "vllm_model"
     (model / "1").mkdir(parents=True)
     (model / "1/model.json").write_text('{"model": "somewhere"}')
-    for given in (model, model.parent):
-        argv = list(serve_vllm.supervisor_argv(given, "cpu", ServeOptions(http_port=18000, cache_dir=tmp_path), {}))
+    for repository in (model, model.parent):
+        argv = list(
+            serve_vllm.supervisor_argv(repository, "cpu", ServeOptions(http_port=18000, cache_dir=tmp_path), {})
+        )
         args = quire_server.__main__._parse_args(argv[3:])
-        assert (args.vllm_repository, args.device, args.served_name) == (given, "cpu", "vllm_model")
+        assert (args.vllm_repository, args.device, args.served_name) == (repository, "cpu", "vllm_model")
         assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, constants.GRPC_PORT, tmp_path)
         assert args.engine is None and args.run_dir.name == f"quire-{os.getuid()}-vllm_model"
     (tmp_path / "repository/another/1").mkdir(parents=True)
     (tmp_path / "repository/another/1/model.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"2 files .* one is needed"):
+    with pytest.raises(ConfigError, match=r"must contain one file 1/model.json, found 2"):
         serve_vllm.served_name(tmp_path / "repository")
 
 
-def test_serve_takes_a_file_or_a_repository(tmp_path):
+def test_serve_requires_either_a_file_or_a_repository(tmp_path):
     for flags in ([], ["-f", "a.yaml", "--vllm-repository", str(tmp_path)]):
         done = subprocess.run(
             [sys.executable, "-m", "quire_operator.cli.main", "serve", *flags], capture_output=True, text=True

@@ -126,7 +126,7 @@ async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
     asked = llm_service("device: CPU\nmodel: {source: {path: models/tiny}}")
     planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None), {})  # type: ignore[arg-type]
     verdict = await planning.plan_for(asked, "u1", "digest", None, None, {})
-    assert "'models/tiny' is a folder of one machine, and no pod has it" in verdict.spec_error
+    assert "'models/tiny' is a folder of one machine, and pods do not have it" in verdict.spec_error
     assert "use pvc" in verdict.spec_error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a checkpoint is, by what its files say."""
+"""Size of a checkpoint from its index, header or configuration."""
 
 import pytest
 from support.planning import (
@@ -11,17 +11,17 @@ from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
 from quire_spec.errors import ConfigError
 
 
-def test_sizes_come_from_the_index_then_the_header_then_the_shape():
+def test_size_comes_from_index_then_header_then_configuration():
     header = {"__metadata__": {"format": "pt"}, "a": {"data_offsets": [0, 8]}, "b": {"data_offsets": [8, 100]}}
-    found = [
+    checkpoints = [
         CheckpointInfo.from_files(LLAMA_8B, {"metadata": {"total_size": 16.0e9}}, header),
         CheckpointInfo.from_files(LLAMA_8B, None, header),
         CheckpointInfo.from_files(LLAMA_8B),
     ]
-    assert [c.size_source for c in found] == [SizeSource.INDEX, SizeSource.HEADER, SizeSource.SHAPE]
-    assert [c.weights_bytes for c in found[:2]] == [16_000_000_000, 100]
-    assert found[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
-    assert checkpoint_info(dict(reversed(LLAMA_8B.items()))).config_digest == found[0].config_digest
+    assert [c.size_source for c in checkpoints] == [SizeSource.INDEX, SizeSource.HEADER, SizeSource.SHAPE]
+    assert [c.weights_bytes for c in checkpoints[:2]] == [16_000_000_000, 100]
+    assert checkpoints[2].weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
+    assert checkpoint_info(dict(reversed(LLAMA_8B.items()))).config_digest == checkpoints[0].config_digest
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_sizes_come_from_the_index_then_the_header_then_the_shape():
         (LLAMA_8B | {"hidden_size": "4096"}, None, None, "config.json: "),
         (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_hidden_layers: 1.5 is not a positive"),
         (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size: True is not a positive"),
-        (LLAMA_8B, {"metadata": {}}, None, "metadata.total_size is None"),
-        (LLAMA_8B, [], None, "metadata.total_size is None"),
-        (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "metadata.total_size is -1"),
+        (LLAMA_8B, {"metadata": {}}, None, "total_size must be the bytes of all tensors, got None"),
+        (LLAMA_8B, [], None, "total_size must be the bytes of all tensors, got None"),
+        (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "total_size must be the bytes of all tensors, got -1"),
         (LLAMA_8B, None, {}, "names no tensors"),
         (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "names no tensors"),
     ],
 )
-def test_files_that_say_nothing_are_refused(config, index, header, words):
+def test_rejects_invalid_files(config, index, header, words):
     with pytest.raises(ConfigError, match=words):
         CheckpointInfo.from_files(config, index, header)

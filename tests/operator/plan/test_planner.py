@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's promises: more memory never plans worse, pins stay, plans outlive upgrades, refusals help."""
+"""Properties of the planner: more memory never gives a worse plan, pinned values are kept, plans survive upgrades."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ loras = st.fixed_dictionaries(
 
 
 def planned(model, memory, engine, lora, count=1):
-    """Inputs, the best way or None, and the plan or None; `memory` is MiB of a GPU, or negative, of a CPU."""
+    """Return inputs, best candidate and plan (or None). `memory` is MiB of a GPU, or of a CPU if negative."""
     base = planner_inputs(model, 10_000 if memory > 0 else None)
     if "maxModelLen" in engine:
         engine["maxModelLen"] = min(engine["maxModelLen"], base.model.shape.max_position_embeddings)
@@ -59,8 +59,8 @@ def planned(model, memory, engine, lora, count=1):
         gpu=GpuInfo("", memory, MemorySource.SPEC) if memory > 0 else None,
         memory_limit=None if memory > 0 else -memory * 2**20,
     )
-    found = candidates.best_candidate(made, candidates.generate_candidates(made))
-    return made, found, planner.make_plan(made) if found else None
+    best = candidates.best_candidate(made, candidates.generate_candidates(made))
+    return made, best, planner.make_plan(made) if best else None
 
 
 @settings(max_examples=150)
@@ -74,16 +74,16 @@ def planned(model, memory, engine, lora, count=1):
 )
 @example(model="8b", less=73_300, more=2_000, count=1, engine={}, lora={"maxLoaded": 0, "maxRank": 8})
 @example(model="8b", less=33_400, more=2_000, count=1, engine={}, lora={"maxLoaded": 0, "maxRank": 8})
-def test_more_memory_never_plans_worse(model, less, more, count, engine, lora):
+def test_more_memory_never_gives_a_worse_plan(model, less, more, count, engine, lora):
     """The longest context first, then fewer GPUs, more sequences, more tokens in a step."""
     if engine.get("maxNumBatchedTokens", 1 << 20) < engine.get("maxNumSeqs", 1):
         del engine["maxNumSeqs"]
-    small, found_small, _ = planned(model, less, engine, lora, count)
-    large, found_large, made = planned(model, less + more, engine, lora, count)
-    if found_small is None:
+    small, best_small, _ = planned(model, less, engine, lora, count)
+    large, best_large, made = planned(model, less + more, engine, lora, count)
+    if best_small is None:
         return
-    assert found_large is not None
-    assert candidates.sort_key(large, found_large) >= candidates.sort_key(small, found_small)
+    assert best_large is not None
+    assert candidates.sort_key(large, best_large) >= candidates.sort_key(small, best_small)
     check(large, made)
 
 
@@ -92,20 +92,20 @@ def test_more_memory_never_plans_worse(model, less, more, count, engine, lora):
     model=st.sampled_from(["qwen", "tiny"]), less=st.integers(500, 60_000), more=st.integers(0, 20_000), engine=pins,
     lora=loras,
 )  # fmt: skip
-def test_more_memory_never_plans_worse_on_a_cpu(model, less, more, engine, lora):
+def test_more_memory_never_gives_a_worse_plan_on_a_cpu(model, less, more, engine, lora):
     if engine.get("maxNumBatchedTokens", 1 << 20) < engine.get("maxNumSeqs", 1):
         del engine["maxNumSeqs"]
-    small, found_small, _ = planned(model, -less, engine, lora)
-    large, found_large, made = planned(model, -less - more, engine, lora)
-    if found_small is None:
+    small, best_small, _ = planned(model, -less, engine, lora)
+    large, best_large, made = planned(model, -less - more, engine, lora)
+    if best_small is None:
         return
-    assert found_large is not None
-    assert candidates.sort_key(large, found_large) >= candidates.sort_key(small, found_small)
+    assert best_large is not None
+    assert candidates.sort_key(large, best_large) >= candidates.sort_key(small, best_small)
     check(large, made)
 
 
 def check(given, made):
-    """What holds of every plan."""
+    """Check the invariants of every plan."""
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
     assert made.inputsHash == given.digest
     assert made.kvTokens >= made.maxModelLen.value
@@ -121,7 +121,7 @@ def check(given, made):
         assert made.bytes.total == made.gpu.visibleMiB * 2**20
         assert made.bytes.reserve >= 0
     else:
-        assert made.hostBytes.needed <= made.hostBytes.total <= (given.memory_limit or made.hostBytes.total)
+        assert made.hostBytes.required <= made.hostBytes.total <= (given.memory_limit or made.hostBytes.total)
         assert made.hostBytes.model == made.bytes.total
 
 
@@ -130,7 +130,7 @@ def check(given, made):
     more=st.tuples(st.integers(0, 64), st.sampled_from(capabilities.LORA_RANKS)),
 )
 @settings(max_examples=60)
-def test_more_or_larger_adapter_slots_never_plan_better(less, more):
+def test_more_or_larger_adapter_slots_never_give_a_better_plan(less, more):
     low, high = sorted([less, more])
     if low[1] > high[1]:
         return
@@ -141,27 +141,27 @@ def test_more_or_larger_adapter_slots_never_plan_better(less, more):
         assert candidates.sort_key(few, best_few) >= candidates.sort_key(many, best_many)
 
 
-def test_a_plan_says_where_each_value_comes_from():
+def test_plan_contains_origin_and_reason_of_each_value():
     made = plan_for(
         "8b", L4, "lora: {maxLoaded: 4, maxRank: 32}\nengine: {maxModelLen: 8192, gpuMemoryUtilization: '0.91'}"
     )
     body = made.to_json()
-    assert body["maxModelLen"] == {"value": 8192, "from": "Spec", "why": "pinned in the spec"}
+    assert body["maxModelLen"] == {"value": 8192, "from": "Spec", "why": "set in the spec"}
     assert body["gpuMemoryUtilization"]["value"] == "0.91"
     assert body["maxNumSeqs"]["from"] == "Computed"
-    assert "KV tokens at about 2048" in body["maxNumSeqs"]["why"]
+    assert "KV tokens with about 2048" in body["maxNumSeqs"]["why"]
     assert body["gpu"] == {"product": L4, "visibleMiB": 22394, "count": 1, "from": "ProductTable"}
     assert schema_problems(body) == []
 
 
-def test_the_digest_stays_what_it_was_written_as():
-    """Plans of running services carry it: if this fails, an upgrade would plan them all anew and restart them."""
+def test_digest_does_not_change_between_releases():
+    """Stored plans contain the digest. If it changed, an upgrade would plan all services again and restart them."""
     given = planner_inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
     assert given.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
     assert dataclasses.replace(given, capabilities=EngineCapabilities()).digest == given.digest
 
 
-def test_a_stored_plan_is_kept_until_its_inputs_change():
+def test_stored_plan_is_kept_until_inputs_change():
     given = planner_inputs("8b", L4)
     stored = dataclasses.replace(planner.make_plan(given), plannerVersion=0, kvTokens=1)
     assert planner.reuse_or_make_plan(stored, given) is stored
@@ -172,7 +172,7 @@ def test_a_stored_plan_is_kept_until_its_inputs_change():
 
 
 @pytest.mark.parametrize("text", ["engine: {prefixCaching: false}", "replicas: 4", "adapters: []", "paused: true"])
-def test_what_the_plan_does_not_follow_from_is_not_in_the_digest(text):
+def test_digest_ignores_fields_that_do_not_affect_the_plan(text):
     assert planner_inputs("8b", L4, f"lora: {{maxLoaded: 0}}\n{text}").digest == planner_inputs("8b", L4).digest
 
 
@@ -183,131 +183,133 @@ def test_what_the_plan_does_not_follow_from_is_not_in_the_digest(text):
         "runtime: {sharedMemory: 2Gi}", "gpu: {count: 2}", "lora: {maxLoaded: 1}", "engine: {dtype: float16}",
     ],
 )  # fmt: skip
-def test_what_the_plan_follows_from_is_in_the_digest(text):
+def test_digest_contains_fields_that_affect_the_plan(text):
     base = "" if text.startswith("lora") else "lora: {maxLoaded: 0}\n"
     assert planner_inputs("8b", L4, base + text).digest != planner_inputs("8b", L4).digest
 
 
-def refused(model, gpu, text, abilities=ANY_TP_SIZE):
+def unplannable(model, gpu, text, capabilities=ANY_TP_SIZE):
     with pytest.raises(Unplannable) as error:
-        plan_for(model, gpu, text, abilities)
+        plan_for(model, gpu, text, capabilities)
     return error.value.reason, str(error.value)
 
 
-def test_what_does_not_fit_has_a_table_and_the_smallest_gpu_that_would_do():
-    why, text = refused("70b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
+def test_does_not_fit_message_has_a_table_and_sufficient_gpus():
+    why, text = unplannable("70b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
     assert why is UnplannableReason.DOES_NOT_FIT
-    head, columns, one, two, four, eight, would = text.splitlines()
-    assert head.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; take a larger")
+    head, columns, one, two, four, eight, sufficient = text.splitlines()
+    assert head.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; use a larger")
     assert "short by" in columns
     assert one.split() == ["1", "19.68", "132.73", "0.57", "0.50", "0.00", "-114.11", "116.61"]
     assert two.split()[0] == "2"
     assert four.strip() == "4 not tried: spec.gpu.count is 2"
     assert eight.strip() == "8 not tried: spec.gpu.count is 2"
-    assert would == (
-        "The smallest that would do: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A100-PCIE-40GB, "
+    assert sufficient == (
+        "The smallest that fit: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A100-PCIE-40GB, "
         "or 8 x NVIDIA-A10."
     )
-    for offer in would.removesuffix(".").partition(": ")[2].split(", or "):
+    for offer in sufficient.removesuffix(".").partition(": ")[2].split(", or "):
         count, _, product = offer.partition(" x ")
         assert plan_for("70b", product, f"lora: {{maxLoaded: 0}}\ngpu: {{count: {count}}}")
 
 
-def test_what_the_engine_cannot_do_is_neither_planned_nor_recommended():
+def test_unsupported_values_are_neither_planned_nor_recommended():
     only_one = EngineCapabilities(tensor_parallel_sizes=(1,))
-    why, text = refused("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}", only_one)
+    why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}", only_one)
     assert why is UnplannableReason.DOES_NOT_FIT
-    assert "2 not possible: the engine of this release does not share layers between so many" in text
-    assert text.splitlines()[-1] == "The smallest that would do: 1 x NVIDIA-B200."
-    why, text = refused("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}", only_one)
+    assert "2 not possible: the engine of this release does not support it" in text
+    assert text.splitlines()[-1] == "The smallest that fit: 1 x NVIDIA-B200."
+    why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}", only_one)
     assert why is UnplannableReason.UNSUPPORTED_BY_ENGINE
-    assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release knows 1")
+    assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release supports 1")
     tight = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}", only_one)
     assert tight.tensorParallelSize.value == 1
     assert "spec.gpu.count" not in tight.advice
     assert "NVIDIA-A100-PCIE-40GB gives" in tight.advice or "NVIDIA-GeForce" in tight.advice
 
 
-def test_the_default_abilities_are_the_capability_table():
+def test_default_capabilities_are_those_of_quire_spec():
     assert EngineCapabilities().tensor_parallel_sizes == capabilities.TENSOR_PARALLEL_SIZES
     assert EngineCapabilities().block_sizes == capabilities.BLOCK_SIZES
 
 
-def test_refusals_name_field_value_and_fix():
-    why, text = refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 8}")
+def test_unplannable_messages_have_field_value_and_fix():
+    why, text = unplannable("qwen", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 8}")
     assert (why, text) == (
         UnplannableReason.DOES_NOT_FIT,
         "spec.engine.tensorParallelSize: 8: the number of attention heads, 28, is not a multiple of 8; use 1 or 2 or 4",
     )
-    why, text = refused("8b", T4, "lora: {maxLoaded: 0}")
+    why, text = unplannable("8b", T4, "lora: {maxLoaded: 0}")
     assert (why, text) == (
         UnplannableReason.UNSUPPORTED_DTYPE,
-        "spec.engine.dtype: absent, and the checkpoint's is bfloat16: Tesla-T4 has compute capability 7.5 and bfloat16 "
-        "needs 8.0; set it to float16, or use another GPU",
+        "spec.engine.dtype: not set, and the checkpoint's dtype is bfloat16: Tesla-T4 has compute capability 7.5, "
+        "but bfloat16 needs 8.0; set it to float16, or use another GPU",
     )
     assert (
-        refused("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0] is UnplannableReason.UNSUPPORTED_DTYPE
+        unplannable("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0]
+        is UnplannableReason.UNSUPPORTED_DTYPE
     )
-    assert refused("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
+    assert unplannable("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
         UnplannableReason.UNSUPPORTED_DTYPE,
-        "spec.engine.kvCacheDtype: fp8: NVIDIA-A100-SXM4-80GB has compute capability 8.0 and fp8 needs 8.9; set it to "
+        "spec.engine.kvCacheDtype: fp8: NVIDIA-A100-SXM4-80GB has compute capability 8.0, but fp8 needs 8.9; set it to "
         "auto, or use another GPU",
     )
 
 
-def test_a_context_longer_than_the_models_is_refused_before_the_engine_does():
-    assert refused("qwen", H100, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 32769}") == (
+def test_rejects_a_context_longer_than_the_model_supports():
+    assert unplannable("qwen", H100, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 32769}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
-        "spec.engine.maxModelLen: 32769: the model is made for 32768 tokens (max_position_embeddings), and the engine "
-        "refuses more; lower it",
+        "spec.engine.maxModelLen: 32769: the model supports at most 32768 tokens (max_position_embeddings); lower it",
     )
 
 
-def test_a_plan_that_is_none_is_not_read():
+def test_from_json_rejects_invalid_plans():
     body = plan_for("8b", L4).to_json()
     for name in body:
         if name not in ("advice", "gpu", "gpuMemoryUtilization", "kvCacheMemory"):
-            with pytest.raises(ConfigError, match=r"status.plan: not a plan of this operator"):
+            with pytest.raises(ConfigError, match=r"status.plan: is not a plan of this operator"):
                 Plan.from_json({key: value for key, value in body.items() if key != name})
     for wrong in ({"dtype": 1}, {"fit": "Well"}, {"bytes": {"kv": 5}}, {"modelBytes": None}):
         with pytest.raises(ConfigError):
             Plan.from_json(body | wrong)
 
 
-def test_a_pinned_share_that_leaves_too_little_is_flagged():
+def test_high_pinned_utilization_is_reported():
     made = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
     assert made.fit is FitReason.UTILIZATION_RISK
     assert made.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
 
 
-def test_a_pinned_kv_cache_is_taken_as_it_is_or_refused():
+def test_pinned_kv_cache_is_used_exactly_or_rejected():
     made = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
     assert (made.bytes.kv, made.kvTokens, made.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
     assert made.maxModelLen.value == 16384
-    assert refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is UnplannableReason.DOES_NOT_FIT
+    assert (
+        unplannable("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is UnplannableReason.DOES_NOT_FIT
+    )
 
 
-def test_sizes_that_nobody_has_stay_numbers_that_a_status_can_hold():
+def test_huge_sizes_stay_within_the_integers_of_a_status():
     made = plan_for("tiny", None, f"{NO_LORA}\nengine: {{kvCacheMemory: 9999999999999Ti, swapSpace: 9999999999999Ti}}")
     assert made.kvTokens < 2**63
     assert schema_problems(made.to_json()) == []
 
 
-def test_an_fp8_cache_holds_twice_the_tokens():
+def test_fp8_kv_cache_has_twice_the_tokens():
     whole, half = (
         plan_for("8b", H100, f"lora: {{maxLoaded: 0}}\nengine: {{kvCacheMemory: 4Gi, kvCacheDtype: {kind}}}")
         for kind in ("auto", "fp8")
     )
     assert (half.bytes.kv, half.kvTokens) == (whole.bytes.kv, 2 * whole.kvTokens)
     assert half.inputsHash != whole.inputsHash
-    # Named or not, what is there anyway is no other input: nothing is planned anew.
+    # Setting the default value does not change the digest, so nothing is planned again.
     assert whole.inputsHash == plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}").inputsHash
 
 
 # CPU.
 
 
-def test_a_cpu_without_a_limit_gets_the_memory_that_it_needs():
+def test_cpu_without_a_limit_gets_the_required_memory():
     made = plan_for("tiny", None, "lora: {maxLoaded: 4}")
     assert (made.gpu, made.gpuMemoryUtilization, made.dtype.value) == (None, None, "auto")
     assert (made.maxModelLen.value, made.maxNumSeqs.value, made.maxNumBatchedTokens.value) == (512, 64, 512)
@@ -319,12 +321,12 @@ def test_a_cpu_without_a_limit_gets_the_memory_that_it_needs():
     assert schema_problems(made.to_json()) == []
 
 
-def test_a_cpu_with_a_limit_has_what_it_leaves():
+def test_kv_cache_on_a_cpu_gets_the_rest_of_the_limit():
     small, large = (plan_for("qwen", None, f"runtime: {{memory: {n}Gi}}\nlora: {{maxLoaded: 0}}") for n in (40, 60))
     assert large.bytes.kv + large.bytes.activations - small.bytes.kv - small.bytes.activations == 20 * GIB
     assert large.hostBytes.total == 60 * GIB
     assert large.bytes.weights == pytest.approx(2 * MODELS["qwen"].weights_bytes * 1.01, rel=1e-3)
-    why, text = refused("qwen", None, "runtime: {memory: 8Gi}\nlora: {maxLoaded: 0}")
+    why, text = unplannable("qwen", None, "runtime: {memory: 8Gi}\nlora: {maxLoaded: 0}")
     assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith(
         "spec.runtime.memory: 8192Mi: the model does not fit with a context of 4096 tokens; raise it"
@@ -333,11 +335,11 @@ def test_a_cpu_with_a_limit_has_what_it_leaves():
     assert plan_for("qwen", None, f"runtime: {{memory: {needed}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value >= 4096
 
 
-def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
-    why, text = refused("qwen", None, "engine: {kvCacheMemory: 1Mi}\nlora: {maxLoaded: 0}")
+def test_rejects_a_too_small_kv_cache_on_a_cpu():
+    why, text = unplannable("qwen", None, "engine: {kvCacheMemory: 1Mi}\nlora: {maxLoaded: 0}")
     assert why is UnplannableReason.DOES_NOT_FIT
-    assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens takes ")
-    needed = int(text.partition(" takes ")[2].partition("Mi")[0])
+    assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens needs ")
+    needed = int(text.partition(" needs ")[2].partition("Mi")[0])
     assert plan_for("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
 
 
@@ -350,11 +352,11 @@ def test_a_kv_cache_on_a_cpu_that_is_too_small_is_said():
         "maxNumSeqs: 7",
     ],
 )
-def test_the_memory_that_a_refusal_on_a_cpu_names_is_enough_and_the_least(text):
+def test_suggested_memory_on_a_cpu_is_sufficient_and_minimal(text):
     spec = f"lora: {{maxLoaded: 4}}\nengine: {{{text}}}\nruntime: {{memory: %dMi}}"
-    needed = int(refused("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
+    needed = int(unplannable("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
     assert plan_for("qwen", None, spec % needed).hostBytes.required <= needed * 2**20
-    assert refused("qwen", None, spec % (needed - 2))[0] is UnplannableReason.DOES_NOT_FIT
+    assert unplannable("qwen", None, spec % (needed - 2))[0] is UnplannableReason.DOES_NOT_FIT
 
 
 @pytest.mark.parametrize(
@@ -364,24 +366,24 @@ def test_the_memory_that_a_refusal_on_a_cpu_names_is_enough_and_the_least(text):
         ("NVIDIA-GeForce-RTX-5090", "dtype: float32"), (None, "kvCacheMemory: 64Mi"), (None, "swapSpace: 64Gi"),
     ],
 )  # fmt: skip
-def test_a_pinned_field_that_is_why_it_does_not_fit_is_named(gpu, field):
+def test_message_names_the_pinned_field_that_does_not_fit(gpu, field):
     rest = "lora: {maxLoaded: 0}\nruntime: {memory: 60Gi}"
-    text = refused("8b", gpu, f"{rest}\nengine: {{{field}}}")[1]
+    text = unplannable("8b", gpu, f"{rest}\nengine: {{{field}}}")[1]
     name, value = field.replace("'", "").split(": ")
     assert f"omit spec.engine.{name} ({value})" in text.splitlines()[0]
     assert plan_for("8b", gpu, rest)
 
 
-def test_a_table_says_by_how_much_a_pinned_kv_cache_is_too_large():
-    text = refused("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[1]
+def test_table_shows_missing_memory_of_a_pinned_kv_cache():
+    text = unplannable("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[1]
     assert text.splitlines()[2].split() == ["1", "19.68", "15.11", "0.29", "0.50", "0.00", "3.79", "4.21"]
 
 
 @pytest.mark.parametrize("pinned", [{"maxModelLen": 32768}, {"minConcurrency": 2}, {"tensorParallelSize": 1}])
-def test_what_is_said_to_hold_more_requests_does(pinned):
-    """Each option by itself, as it stands there."""
+def test_suggestions_for_more_requests_are_sufficient(pinned):
+    """Each suggested option is planned by itself."""
     advice = plan_for("qwen", L4, f"{NO_LORA}\nengine: {json.dumps(pinned)}").advice
-    gpus, larger, *shorter = advice.partition("To hold more: ")[2].split("; ")
+    gpus, larger, *shorter = advice.partition("To fit more: ")[2].split("; ")
     assert gpus.startswith("spec.gpu.count 2 with spec.engine.tensorParallelSize 2 gives ")
     shared = json.dumps(pinned | {"tensorParallelSize": 2})
     tried = [plan_for("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
@@ -395,16 +397,16 @@ def test_what_is_said_to_hold_more_requests_does(pinned):
     assert all(made.kvTokens >= 4 * made.maxModelLen.value for made in tried)
 
 
-def test_a_shorter_context_is_no_advice_where_the_kv_cache_shrinks_with_it():
+def test_shorter_context_is_not_suggested_if_the_kv_cache_shrinks_too():
     advice = plan_for("70b", None, f"{NO_LORA}\nengine: {{maxModelLen: 65536}}").advice
-    assert advice.endswith("To hold more: raise spec.runtime.memory or spec.engine.kvCacheMemory.")
+    assert advice.endswith("To fit more: raise spec.runtime.memory or spec.engine.kvCacheMemory.")
 
 
-# One copy of an adapter of rank 16 of everything that one can change; sums are in whole MiB.
+# Copy of an adapter of LoRA rank 16 for all target modules; sums are in whole MiB.
 SLOT = 80 * 2**20 + 2 * 16 * 2 * (MODELS["8b"].shape.vocab_size + 4096)
 
 
-def test_stubs_copies_and_shared_memory_are_counted():
+def test_host_memory_includes_stubs_adapter_copies_and_shared_memory():
     none, some = plan_for("8b", H100), plan_for("8b", H100, "lora: {maxLoaded: 8, maxRank: 16, maxCached: 32}")
     assert none.hostBytes.loraCopies == 0
     assert some.hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
@@ -417,7 +419,7 @@ def test_stubs_copies_and_shared_memory_are_counted():
     assert "spec.runtime.memory is less than" in small.advice
 
 
-def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():
+def test_max_cached_memory_limits_adapter_copies():
     by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
     assert plan_for("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20
     assert plan_for("8b", H100, by_bytes).hostBytes.loraCopies == GIB
@@ -426,14 +428,16 @@ def test_a_bound_in_bytes_of_adapters_copies_is_what_is_asked_for():
         == -(-32 * SLOT // 2**20) * 2**20
     )
     assert plan_for("8b", H100, "lora: {maxCached: 32, maxCachedMemory: 1Gi}").hostBytes.loraCopies == GIB
-    why, text = refused("8b", H100, "lora: {maxCachedMemory: 704Mi}")
+    why, text = unplannable("8b", H100, "lora: {maxCachedMemory: 704Mi}")
     assert why is UnplannableReason.DOES_NOT_FIT
-    assert text.startswith("spec.lora.maxCachedMemory: 704Mi: 8 adapters of rank 16 take 705Mi; raise it, or lower ")
+    assert text.startswith(
+        "spec.lora.maxCachedMemory: 704Mi: 8 adapters of LoRA rank 16 need 705Mi; raise it, or lower "
+    )
 
 
-def test_swap_space_is_asked_for_and_taken_from_a_limit():
+def test_swap_space_is_added_to_the_request_and_counts_against_a_limit():
     none, some = plan_for("8b", H100), plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {swapSpace: 4Gi}")
-    assert "swap" not in none.to_json()["hostBytes"], "plans of before it are as they were"
+    assert "swap" not in none.to_json()["hostBytes"], "plans without swap space are unchanged"
     assert some.to_json()["hostBytes"]["swap"] == "4096Mi"
     assert some.hostBytes.total - none.hostBytes.total == 4 * GIB
     assert Plan.from_json(some.to_json()) == some
@@ -443,7 +447,7 @@ def test_swap_space_is_asked_for_and_taken_from_a_limit():
     assert without.bytes.kv - with_it.bytes.kv == 2 * GIB
 
 
-def test_processes_that_share_the_layers_on_a_cpu_share_its_memory():
+def test_tensor_parallel_processes_on_a_cpu_divide_its_memory():
     spec = "lora: {maxLoaded: 0}\nruntime: {memory: 8Gi}\nengine: {tensorParallelSize: %d}"
     one, two = (plan_for("qwen-0.5b", None, spec % size) for size in (1, 2))
     assert (one.tensorParallelSize.value, two.tensorParallelSize.value) == (1, 2)

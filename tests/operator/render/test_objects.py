@@ -111,7 +111,7 @@ def test_the_pod_runs_what_the_server_takes(rendered):
         json.loads(maps[mounts[str(settings.engine.parent)]["configMap"]["name"]]["engine.json"])
     )
     catalogue = maps[mounts[str(settings.adapters.parent)]["configMap"]["name"]]["adapters.json"]
-    assert AdapterCatalog.from_json(json.loads(catalogue)) == of.catalogue()
+    assert AdapterCatalog.from_json(json.loads(catalogue)) == of.build_catalog()
     key = maps[mounts[str(settings.admin_key_file.parent)]["secret"]["secretName"]][settings.admin_key_file.name]
     assert base64.b64decode(key) == b"k"
     assert mounts[str(settings.secrets_dir)]["secret"]["optional"]
@@ -412,12 +412,12 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a folder of one machine, and no pod has it"),
+        ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a folder of one machine, and pods do not have"),
         ("adapters: [{name: a, source: {path: x}}]", r"spec.adapters\[0\].source.path: 'x' is a folder of one machine"),
         ("replicas: 2\ncache: {accessModes: [ReadWriteOnce]}", "spec.cache.accessModes: ReadWriteOnce: up to 2 pods"),
         (
             f"adapters: [{', '.join(MANY)}]",
-            r"spec.adapters: 520 adapters with their sources take 10\d{5} bytes, and 1000000 are possible",
+            r"spec.adapters: 520 adapters with their sources need 10\d{5} bytes, but at most 1000000 are possible",
         ),
     ],
 )  # fmt: skip

@@ -17,10 +17,10 @@ from quire_spec.errors import ConfigError
     [
         ("containers: null", "containers: must stay a list of objects with names"),
         ("containers: x", "containers: must stay a list of objects with names"),
-        ("containers: [x]", "containers: 'x' is not an object; give each entry its name"),
-        ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; give each entry its name"),
+        ("containers: [x]", "containers: 'x' is not an object; each entry must have the key name"),
+        ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; each entry must have the key name"),
         ("containers: [{image: x}]", "containers: must stay a list of objects with names"),
-        ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; give each entry its name"),
+        ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; each entry must have the key name"),
         ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must stay"),
         ("volumes: null", "volumes: must stay a list of objects with names"),
         ("$patch: replace", "containers: must stay a list of objects with names"),
