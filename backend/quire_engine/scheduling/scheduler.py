@@ -35,7 +35,7 @@ class Scheduler:
 
     Order. A sequence keeps one sort key for life: its priority, then its arrival number. All priorities are equal
     unless scheduling_policy is "priority". Waiting sequences start, and partial prefills continue, in this order, so a
-    preempted sequence runs before all later arrivals. A waiting sequence that does not fit delays all sequences behind
+    preempted sequence resumes before later ones start. A waiting sequence that does not fit delays all sequences behind
     it, so that shorter prompts cannot overtake a long one forever. A sequence whose adapter has no slot yet delays no
     other. A fork waits until its parent's prompt is computed; meanwhile one of the `max_num_seqs` places and one block
     are reserved for it.
