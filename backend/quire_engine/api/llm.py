@@ -228,13 +228,13 @@ class LLM:
         """
         try:
             path = Path(lora.lora_path).expanduser()
-            digest = self._digest_cache.get(path)
+            adapter_digest = self._digest_cache.get(path)
         # ValueError: the path contains a null byte. RuntimeError: it is in the home of an unknown user.
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
-        if digest not in self.engine.adapter_states():
-            self.engine.add_adapter(digest, path, self.engine.read_adapter(path), pinned=False)
-        return digest
+        if adapter_digest not in self.engine.adapter_states():
+            self.engine.add_adapter(adapter_digest, path, self.engine.read_adapter(path), pinned=False)
+        return adapter_digest
 
     def _run_engine(
         self, offline_requests: Sequence[OfflineRequest], use_tqdm: bool | Callable[..., "tqdm[NoReturn]"]

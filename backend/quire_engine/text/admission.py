@@ -205,7 +205,7 @@ class AdmissionController:
 
     def _check_prompt_input(self, request: GenerateRequest, params: SamplingParams) -> None:
         if (request.prompt is None) == (request.prompt_token_ids is None):
-            raise InvalidArgument("give either a text prompt or token ids, not both or neither")
+            raise InvalidArgument("prompt: give either a text prompt or token ids, not both or neither")
         if request.prompt_token_ids is not None:
             if not isinstance(request.prompt_token_ids, list):
                 raise InvalidArgument("prompt_token_ids: must be a list of token ids")

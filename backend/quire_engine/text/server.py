@@ -112,17 +112,19 @@ class TextServer:
             connection.send(ControlResponse(request.id, None, error.code, str(error)))
 
     def _set_adapters(self, connection: Connection, request: ControlRequest) -> None:
-        adapters = request.args.get("adapters")
-        if not isinstance(adapters, Mapping) or not all(isinstance(digest, str) for digest in adapters.values()):
-            raise InvalidArgument(f"set_adapters: adapters must map names to digests, got {str(adapters)[:80]!r}")
+        digests_by_name = request.args.get("adapters")
+        if not isinstance(digests_by_name, Mapping) or not all(isinstance(d, str) for d in digests_by_name.values()):
+            raise InvalidArgument(
+                f"set_adapters: adapters must map names to digests, got {str(digests_by_name)[:80]!r}"
+            )
         limits = request.args.get("limits", {})
         if not isinstance(limits, Mapping):
-            raise InvalidArgument(f"set_adapters: limits must map names to limits, got {str(limits)[:80]!r}")
+            raise InvalidArgument(f"set_adapters: limits must map names to limits, got {str(limits)[:80]}")
         limits_by_name = {
             name: from_json(AdapterLimits, document, f"limits.{name}") for name, document in limits.items()
         }
-        self._request_manager.set_adapters(adapters, limits_by_name)
-        logger.info("adapters set count=%d", len(adapters))
+        self._request_manager.set_adapters(digests_by_name, limits_by_name)
+        logger.info("adapters set count=%d", len(digests_by_name))
         connection.send(ControlResponse(request.id, {}))
 
     def _get_status(self, connection: Connection, request: ControlRequest) -> None:

@@ -117,7 +117,10 @@ class IncrementalDetokenizer:
         )
 
     def _match_stop_string(self, new_text_start: int) -> tuple[int, str] | None:
-        """Return where to truncate the window, and the stop string that ends first at or after `new_text_start`."""
+        """Return where to truncate the window, and the stop string that ends first at or after `new_text_start`.
+
+        If several end there, the first one in the request's list counts.
+        """
         matches = []
         for stop_string in self._stop_strings:
             if (

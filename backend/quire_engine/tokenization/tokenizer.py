@@ -97,7 +97,7 @@ class Tokenizer:
         bad_word_ids = []
         for word, ids_at_start, ids_after_space in zip(words, encoded_words[::2], encoded_words[1::2], strict=True):
             if not ids_at_start:
-                raise InvalidArgument(f"sampling parameter 'bad_words': {word[:80]!r} has no tokens in this vocabulary")
+                raise InvalidArgument(f"sampling parameter 'bad_words': {word[:80]!r} has no tokens; leave it out")
             bad_word_ids.append(ids_at_start)
             if ids_after_space[-len(ids_at_start) :] != ids_at_start:
                 bad_word_ids.append(ids_after_space)
@@ -107,10 +107,10 @@ class Tokenizer:
         self, texts: Sequence[str], input_name: str, add_special_tokens: bool = True
     ) -> list[tokenizers.Encoding]:
         try:
-            # The batch call releases the interpreter's lock and, being "fast", keeps no offsets.
+            # The batch call releases the GIL, and the "fast" one computes no offsets.
             return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
-            raise InvalidArgument(f"{input_name}: not valid Unicode, contains half of a surrogate pair") from error
+            raise InvalidArgument(f"{input_name}: must be valid Unicode, but contains a lone surrogate") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, decoded without a preceding text."""
@@ -127,6 +127,7 @@ def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, A
 
     Special tokens inside a text are encoded as such, unless split_special_tokens is set. add_bos_token and
     add_eos_token are ignored: transformers also ignores them if a tokenizer.json exists.
+
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
     """
     for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):

@@ -13,70 +13,76 @@ from quire_engine.text.output_delta_buffer import (
 from quire_spec.protocol.messages import OutputDelta
 
 
-def event(request: int, number: int, final: bool = False, logprobs: bool = False) -> OutputDelta:
+def make_delta(request: int, number: int, final: bool = False, logprobs: bool = False) -> OutputDelta:
     entry = [{str(number): {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}] if logprobs else None
     reason = "stop" if final else None
     return OutputDelta(request, f"<{number}>", [number], reason, -1.0 * number, entry, 3, number + 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
-def test_merged_events_say_the_same_as_single_ones(posts: list[tuple[int, bool]]):
+def test_merged_deltas_equal_the_single_ones(appends: list[tuple[int, bool]]):
     buffer = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
     expected: dict[int, list[int]] = {}
-    for number, (request, flush) in enumerate(posts):
-        buffer.append(event(request, number, logprobs=request == 0))
+    for number, (request, flush) in enumerate(appends):
+        buffer.append(make_delta(request, number, logprobs=request == 0))
         expected.setdefault(request, []).append(number)
         if flush:
-            sent += [e for batch in buffer.drain() for e in batch]
+            sent += [delta for batch in buffer.drain() for delta in batch]
             assert buffer.drain() == []
-    sent += [e for batch in buffer.drain() for e in batch]
+    sent += [delta for batch in buffer.drain() for delta in batch]
     for request, numbers in expected.items():
-        mine = [e for e in sent if e.id == request]
-        assert "".join(e.text for e in mine) == "".join(f"<{n}>" for n in numbers)
-        assert [i for e in mine for i in e.token_ids] == numbers
-        assert mine[-1].num_output_tokens == numbers[-1] + 1
-        assert mine[-1].cumulative_logprob == -1.0 * numbers[-1]
+        own = [delta for delta in sent if delta.id == request]
+        assert "".join(delta.text for delta in own) == "".join(f"<{n}>" for n in numbers)
+        assert [i for delta in own for i in delta.token_ids] == numbers
+        assert own[-1].num_output_tokens == numbers[-1] + 1
+        assert own[-1].cumulative_logprob == -1.0 * numbers[-1]
         if request == 0:
-            assert [next(iter(p)) for e in mine for p in e.logprobs or []] == [str(n) for n in numbers]
+            assert [next(iter(p)) for delta in own for p in delta.logprobs or []] == [str(n) for n in numbers]
         else:
-            assert all(e.logprobs is None for e in mine)
+            assert all(delta.logprobs is None for delta in own)
 
 
 def test_merged_delta_is_final_if_the_last_one_is():
     buffer = OutputDeltaBuffer()
     for number in range(3):
-        buffer.append(event(1, number, final=number == 2))
+        buffer.append(make_delta(1, number, final=number == 2))
     ((merged,),) = buffer.drain()
     assert merged.final and merged.text == "<0><1><2>"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
-def test_outputs_are_merged_separately_and_the_final_delta_is_last(posts: list[tuple[int, bool]]):
+def test_outputs_are_merged_separately_and_the_final_delta_is_last(appends: list[tuple[int, bool]]):
     buffer = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
     ends = [(0, False), (2, False), (1, True)]
-    for number, (index, flush) in enumerate(posts + ends):
-        left = len(posts) + len(ends) - number
-        ended = "stop" if left <= len(ends) else None
+    for number, (index, flush) in enumerate(appends + ends):
+        num_left = len(appends) + len(ends) - number
+        finish_reason = "stop" if num_left <= len(ends) else None
         buffer.append(
             OutputDelta(
-                1, f"<{number}>", [number], ended, num_output_tokens=99, index=index, other_outputs_pending=left > 1
+                1,
+                f"<{number}>",
+                [number],
+                finish_reason,
+                num_output_tokens=99,
+                index=index,
+                other_outputs_pending=num_left > 1,
             )
         )
         if flush:
-            sent += [e for batch in buffer.drain() for e in batch]
-    assert [e.final for e in sent] == [False] * (len(sent) - 1) + [True]
+            sent += [delta for batch in buffer.drain() for delta in batch]
+    assert [delta.final for delta in sent] == [False] * (len(sent) - 1) + [True]
     for output in range(3):
-        numbers = [number for number, (index, _) in enumerate(posts + ends) if index == output]
-        assert [i for e in sent for i in e.token_ids if e.index == output] == numbers
+        numbers = [number for number, (index, _) in enumerate(appends + ends) if index == output]
+        assert [i for delta in sent for i in delta.token_ids if delta.index == output] == numbers
 
 
 def test_unread_stream_overflows():
     buffer = OutputDeltaBuffer()
     count = 0
     while buffer.overflow_reason is None:
-        buffer.append(event(1, count))
+        buffer.append(make_delta(1, count))
         count += 1
         assert count < MAX_PENDING_STREAM_BYTES
     assert count > 1000
