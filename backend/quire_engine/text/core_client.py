@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the engine core: the connection of the text process to it, which reconnects for ever.
+"""Client of the engine core: the text process's connection to it, which reconnects whenever it closes.
 
 Knows messages but no requests: the `CoreListener` handles results and the loss of the core.
 """
@@ -15,7 +15,7 @@ from quire_spec.errors import Internal
 from quire_spec.protocol.messages import Hello, IpcMessage, StepResult
 
 RECONNECT_INTERVAL_S = 0.05
-"""Between two connection attempts; short compared with the seconds that a restart of the core takes."""
+"""Seconds between two connection attempts; short compared with the restart of a core."""
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ _MAX_INLINE_CHARS = 2048
 """Shorter texts are encoded on the event loop: that takes about 0.5 ms, and the use of a thread costs 0.1 ms."""
 
 _NUM_THREADS = 2
-"""With two, one very long prompt does not delay all others, and an engine on the same CPU keeps most of it."""
+"""Two threads: one very long prompt does not delay all others, and an engine on the same CPU keeps most cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TokenizedPrompt:
 
     token_ids: list[int]
     bad_word_ids: list[list[int]]
-    """Token ids that the output must not contain in a row."""
+    """Token sequences that the output must not contain."""
 
 
 class PromptTokenizer:

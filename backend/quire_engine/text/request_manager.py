@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The open requests of all frontends, from GenerateRequest to the final output delta.
 
-Admits requests, has their text tokenized, sends them to the engine core, and sends each step's results to the
-frontends. Runs on the event loop and has no knowledge of sockets: the text server and the core client call it,
-`FrontendSink.send` and `send_to_core` are its outputs. Whatever ends first, a frontend, the core or the request, every
-request ends exactly once and no sequence of it stays in the core.
+Admits requests, tokenizes them, sends them to the engine core, and sends the results of each step to the frontends.
+Runs on the event loop and has no knowledge of sockets: the text server and the result coalescer call it,
+`FrontendSink.send` and `send_to_core` are its outputs. Every request ends exactly once, and none of its sequences stays
+in the core, even if a frontend or the core fails.
 """
 
 import time

@@ -2,7 +2,7 @@
 """State of one open request in the text process, from admission to its final output delta.
 
 Converts the engine core's results (token ids) into output deltas for the client (with text). No socket, no clock, no
-queue. A request with several outputs has one sequence in the core for each. The request manager owns it.
+queue. A request has one sequence in the core per output. The request manager owns the state.
 """
 
 from dataclasses import dataclass, field, replace

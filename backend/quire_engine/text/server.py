@@ -3,7 +3,7 @@
 
 Runs on one event loop, which handles thousands of small messages per second. Nothing on it may take longer than about
 a millisecond: the request manager tokenizes long prompts in threads, and metrics are rendered in a thread. This module
-knows connections and message types; requests are the request manager's.
+knows connections and message types; the request manager owns the requests.
 """
 
 import asyncio

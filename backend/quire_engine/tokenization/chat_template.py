@@ -2,8 +2,9 @@
 """Chat templates: render a conversation to the prompt format that a chat model was trained on.
 
 Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers provides. The
-sandbox prevents access to files and Python, but does not bound time and memory (`{{ 'a' * 10**12 }}`). Only a separate
-process could, and the offline LLM, the only caller, runs under the user's own account. The server applies no templates.
+sandbox prevents access to files and Python, but does not bound time and memory (`{{ 'a' * 10**12 }}`). That would
+require a separate process. The only caller is the offline LLM, which a user runs for themselves; the server applies no
+templates.
 
 Source: `_compile_jinja_template` and `render_jinja_template` in transformers 5, utils/chat_template_utils.py
 """

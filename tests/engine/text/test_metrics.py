@@ -59,7 +59,7 @@ def value(metrics: RequestMetrics, name: str, **labels: str) -> float:
 
 
 def record_one_request(metrics: RequestMetrics) -> None:
-    """Record one request in adapter_names metric."""
+    """Record one request in every metric."""
     metrics.set_core_connected(True)
     metrics.adapter_metrics.set_adapters({"sql": "sha256:1"})
     metrics.adapter_metrics.record_admitted("sql")

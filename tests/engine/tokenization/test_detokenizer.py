@@ -121,9 +121,9 @@ def test_output_continues_the_text_of_its_prompt(
         whole, before = decode_all(tokenizer, prompt + ids, skip), decode_all(tokenizer, prompt, skip)
         assert whole.endswith(text)
         # A character that begins in the prompt and ends in the output belongs to the output.
-        begun = before.removeprefix(whole[: len(whole) - len(text)])
+        incomplete = before.removeprefix(whole[: len(whole) - len(text)])
         assert before.startswith(whole[: len(whole) - len(text)])
-        assert len(begun) <= 3 and set(begun) <= {"\ufffd"}
+        assert len(incomplete) <= 3 and set(incomplete) <= {"\ufffd"}
 
 
 @settings(max_examples=60)
