@@ -146,7 +146,7 @@ async def test_what_is_taken_out_of_a_status_is_gone_and_no_other_service_gets_i
         assert await write(less) == less
         assert await write(written) == written
         for changes in ({"uid": "another"}, {"generation": meta["generation"] - 1}, {"resourceVersion": "1"}):
-            with pytest.raises(WriteConflict, match="has changed, or another object has the name"):
+            with pytest.raises(WriteConflict, match="the object has changed, or was replaced"):
                 await write(less, **changes)
         with pytest.raises(InvalidObject, match=r"status\.models"):
             await write(less | {"models": 1})
