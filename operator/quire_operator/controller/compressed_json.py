@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that has to fit where little text does, an annotation or a termination message: compressed, in base64."""
+"""JSON compressed with gzip, in base64, for annotations and termination messages, which must be short."""
 
 import base64
 import gzip
@@ -9,18 +9,18 @@ from typing import Any
 
 
 def compress(document: Any) -> str:
-    """A document as text; the same for the same content."""
+    """Compress a document; the same content gives the same text."""
     compressed = gzip.compress(json.dumps(document, separators=(",", ":"), sort_keys=True).encode(), mtime=0)
     return base64.b64encode(compressed).decode()
 
 
 def decompress(text: str) -> Any:
-    """The document that a text is.
+    """Return the document that compress() was given.
 
     Raises:
-        ValueError: it is none, or was changed.
+        ValueError: the text is invalid or was changed.
     """
     try:
         return json.loads(gzip.decompress(base64.b64decode(text)))
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise ValueError(f"{text[:80]!r} is no packed JSON: {error}") from error
+        raise ValueError(f"{text[:80]!r} is not compressed JSON: {error}") from error

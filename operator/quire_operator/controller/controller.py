@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controller: watches, queue, workers and checks of one operator, and what its health and metrics say.
+"""Controller: reflectors, work queue, workers and periodic checks of one operator, and the state that health reports.
 
-LLMServices come from outside, through `cache`: kopf watches them in an operator, a Watch of ours in tests.
+It does not watch LLMServices: kopf does, through operator_process.py, which writes them to `cache`; in tests a
+Reflector does. It knows nothing of kopf.
 """
 
 import asyncio
@@ -38,20 +39,20 @@ logger = logging.getLogger(__name__)
 _OPTIONAL_SYNC_S = 10.0
 """How long the workers wait for the first list of an optional kind, which may answer 403 for ever."""
 _STUCK_AFTER_S = 900.0
-"""A service that waits for its turn, or whose pass lasts, for so long: something hangs."""
+"""If a service waits or is worked on for so long, the work queue is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """How a controller works."""
+    """Settings of a controller."""
 
     namespaces: tuple[str, ...] = ()
-    """Those that are served; empty: all."""
+    """The namespaces that are watched; empty: all."""
     workers: int = 8
     images: Mapping[str, str] = field(default_factory=lambda: DEFAULT_IMAGES)
-    """Of pods, for GPU and CPU, where the spec names none."""
+    """Default images of pods for GPU and CPU."""
     operator_peer: Mapping[str, Any] | None = None
-    """NetworkPolicy peer that the operator is; None: policies let nobody reach administration."""
+    """The operator as a NetworkPolicy peer; None: policies deny all access to the admin port."""
     resync_s: float = RESYNC_S
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
@@ -62,10 +63,10 @@ class ControllerSettings:
 
 
 class Controller:
-    """One operator, without kopf."""
+    """The controller of one operator."""
 
     def __init__(self, client: ApiClient, settings: ControllerSettings) -> None:
-        """Make it inside a running event loop."""
+        """Create it inside a running event loop."""
         self.client, self.settings, self.metrics = client, settings, ControllerMetrics()
         self.queue: WorkQueue[ServiceKey] = WorkQueue()
         self.cache = ObjectCache(self.queue.add)
@@ -91,14 +92,14 @@ class Controller:
         self.reconciler = Reconciler(deps)
         self.reflectors: list[Reflector] = []
         self.heartbeats: list[WatchHeartbeat] = []
-        """Of all kinds that are watched; whoever watches LLMServices adds theirs."""
+        """One for each watch; the watcher of LLMServices adds its own."""
         self._tasks: list[asyncio.Task[None]] = []
         self.started = asyncio.Event()
-        """Set once all is known and workers work."""
+        """Set after the first lists, when the workers start."""
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[asyncio.Future[None]]:
-        """Run it for as long as the context lasts; the future ends with the error of a part that fails for good."""
+        """Run for as long as the context lasts; the future gets the error of a task that fails for good."""
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_task_done(task: asyncio.Task[None]) -> None:
@@ -127,7 +128,7 @@ class Controller:
             ]
         )
         for heartbeat in self.heartbeats:
-            heartbeat.reset()  # however long it took until there was an API server
+            heartbeat.reset()  # the API server may have been unavailable for long
         self.started.set()
         logger.info(
             "started workers=%d namespaces=%s", self.settings.workers, ",".join(self.settings.namespaces) or "all"
@@ -142,7 +143,7 @@ class Controller:
             try:
                 return await self._discovery.available_kinds()
             except ApiError as error:
-                logger.warning("the API server does not answer yet error=%s", error)
+                logger.warning("API server is not available yet error=%s", error)
                 await asyncio.sleep(1)
 
     async def _start_reflectors(self, kinds_to_watch: Sequence[Resource]) -> None:
@@ -189,13 +190,13 @@ class Controller:
                 made_progress = self.reconciler.num_applied(key) > num_applied_before
                 delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, reset_backoff=made_progress)
                 self._record_reconcile("error", started_at, type(error).__name__)
-                logger.warning("pass failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
+                logger.warning("reconcile failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
                 continue
             except Exception as error:
-                # A defect of ours in one service must not end the others' worker.
+                # A defect in the pass of one service must not end the worker.
                 delay_s = self.queue.add_rate_limited(key)
                 self._record_reconcile("error", started_at, type(error).__name__)
-                logger.exception("pass broke service=%s/%s wait_s=%.1f", *key, delay_s)
+                logger.exception("reconcile raised service=%s/%s wait_s=%.1f", *key, delay_s)
                 continue
             if result is None:
                 self.queue.done(key)
@@ -217,7 +218,7 @@ class Controller:
         task.add_done_callback(self._on_task_done)
         self._tasks.append(task)
 
-    # What others ask of it
+    # State for health and metrics
 
     @property
     def ready(self) -> bool:
@@ -232,7 +233,7 @@ class Controller:
     def stale_watch(self) -> str:
         """Return which watch gets no response from the API server, and since when; empty if none.
 
-        An error is a response: the watch goes on trying, and a restart would not help.
+        An error is a response too: the watch is retried, and a restart would not help.
         """
         if not self.started.is_set():
             return ""
@@ -250,7 +251,7 @@ class Controller:
         return f"the work queue is stuck: a service waits since {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""
 
     def update_gauges(self) -> None:
-        """Set the gauges."""
+        """Set the gauges to their current values."""
         self.metrics.queue_depth.set(self.queue.depth)
         self.metrics.queue_age.set(self.queue.oldest_age_s)
         self.metrics.services.set(len(self.cache.objects_of_kind(resources.LLM_SERVICE)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts: what the passes over services work with."""
+"""The collaborators of the reconciler, in one value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.resources import Resource
 
 RESYNC_S = 600.0
-"""A service of which nothing is heard is looked at this often, a fifth more or less."""
+"""Interval between passes over an unchanged service, plus or minus a fifth."""
 
 
 @dataclass(slots=True)
 class ReconcilerDeps:
-    """What a reconciler works with."""
+    """The collaborators of a reconciler."""
 
     client: ApiClient
     cache: ObjectCache
@@ -34,6 +34,6 @@ class ReconcilerDeps:
     pod_admin: PodAdminClient
     pod_warnings: PodWarnings
     operator_peer: Mapping[str, Any] | None = None
-    """NetworkPolicy peer that the operator is."""
+    """The operator as a NetworkPolicy peer."""
     resync_s: float = RESYNC_S
     record_write: Callable[[Resource, str], None] = field(default=lambda kind, verb: None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wanted: what the spec of a stored LLMService says, as far as it can be read. Pure."""
+"""A stored LLMService parsed into its desired state, or the error that prevents it. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from quire_spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ParsedService:
-    """What a spec says, as far as it can be read."""
+    """The parsed spec of one generation."""
 
     uid: str
     generation: int
     service: LLMService | None
     spec_digest: str
-    """pinned.spec_digest."""
+    """As template_revision.spec_digest returns it."""
     spec_error: str
-    """Why it cannot be read; empty: it can."""
+    """Why the spec is invalid; empty: it is valid."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """What a stored LLMService says; an old API server knows no rules and stores what breaks them."""
+        """Parse a stored LLMService; an API server older than 1.25 does not check the CEL rules."""
         uid, generation = uid_and_generation(body)
         validation = crd.validate(body)
         if validation.problems:
@@ -39,12 +39,12 @@ class ParsedService:
 
     @property
     def adapter_catalog(self) -> AdapterCatalog | None:
-        """What pods are told: the spec's adapters, and of a spec that cannot be used or is paused nothing new."""
+        """Return the adapters to push to pods; None for an invalid or paused spec, which pushes nothing."""
         if self.service is None or self.service.spec.paused:
             return None
         return self.service.build_catalog()
 
 
 def uid_and_generation(body: Mapping[str, Any]) -> tuple[str, int]:
-    """uid and generation of a stored LLMService."""
+    """Return uid and generation of a stored LLMService."""
     return body["metadata"]["uid"], body["metadata"].get("generation", 0)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's port: GET /health/live, /health/ready and /metrics."""
+"""HTTP server of the operator: GET /health/ready, /metrics, and /health/live for the probes of older charts.
+
+The chart's liveness probe uses kopf's endpoint instead (kopf_handlers.py), which has one path only.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,10 +15,10 @@ from quire_spec.errors import ConfigError
 
 @asynccontextmanager
 async def serve_health(controller: Controller, host: str, port: int) -> AsyncIterator[int]:
-    """Serve for as long as the context lasts; gives the port, which is free to choose for 0.
+    """Serve for as long as the context lasts; yields the port, a free one if `port` is 0.
 
     Raises:
-        ConfigError: the port is taken, or the address is not ours.
+        ConfigError: the port is taken, or the address does not belong to this machine.
     """
 
     async def live(_: web.Request) -> web.Response:
@@ -39,8 +42,8 @@ async def serve_health(controller: Controller, host: str, port: int) -> AsyncIte
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise ConfigError(
-                f"--port {port}: cannot listen on {host} ({error.strerror or error}); stop what is there, or give "
-                "another port"
+                f"--port {port}: cannot listen on {host} ({error.strerror or error}); stop the program there, or "
+                "give another port"
             ) from error
         yield runner.addresses[0][1]
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's log: a JSON object a line for machines, or text for people."""
+"""Logging of the operator: one JSON object a line, or text."""
 
 import json
 import logging
@@ -7,14 +7,14 @@ import sys
 from datetime import UTC, datetime
 
 _QUIET_LOGGERS = ("aiohttp.access", "httpx", "kopf.objects", "kopf.activities")
-"""A line for every event of every object says nothing."""
+"""They log each event of each object."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One object: ts, level, logger, message, and error with its trace where there is one."""
+    """Formats a record as an object with ts, level, logger, message, and error with its trace if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return one line."""
         fields = {
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Send all logs to standard error; `form` is json or text."""
+    """Send all logs to standard error; `log_format` is json or text."""
     handler = logging.StreamHandler(sys.stderr)
     text_formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text_formatter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the operator itself, in a registry of their own; GET /metrics has them."""
+"""Prometheus metrics of the operator, in a registry of their own; served by health.py at /metrics."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 
 
 class ControllerMetrics:
-    """What is counted and measured."""
+    """The counters, gauges and histograms."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -31,29 +31,29 @@ class ControllerMetrics:
         self.pod_visit_seconds = Histogram(
             "quire_operator_pod_visit_seconds", "Time of a visit.", buckets=_BUCKETS_S, registry=registry
         )
-        self.services = Gauge("quire_operator_services", "LLMServices that are known.", registry=registry)
-        self.queue_depth = Gauge(
-            "quire_operator_queue_depth", "Services whose turn has come and that wait.", registry=registry
-        )
+        self.services = Gauge("quire_operator_services", "Known LLMServices.", registry=registry)
+        self.queue_depth = Gauge("quire_operator_queue_depth", "Services that are due and wait.", registry=registry)
         self.queue_age = Gauge(
-            "quire_operator_queue_age_seconds", "For how long the oldest waits or is worked on.", registry=registry
+            "quire_operator_queue_age_seconds",
+            "Time for which the oldest service has been due or worked on.",
+            registry=registry,
         )
         self.watch_age = Gauge(
-            "quire_operator_watch_age_seconds", "Since the API server last said something.", ["kind"], registry=registry
+            "quire_operator_watch_age_seconds", "Time since the last event or bookmark.", ["kind"], registry=registry
         )
-        description = "Comparisons of the cache with what the API server lists, a kind each: same, diverged, unknown."
+        description = "Comparisons of the cache with the API server, one a kind: same, diverged, unknown."
         self.verifications = Counter("quire_operator_verifications", description, ["result"], registry=registry)
 
     def record_write(self, resource: Resource, verb: str) -> None:
-        """A write was made."""
+        """Count a write to the API server."""
         self.writes.labels(resource.kind, verb).inc()
 
     def record_visit(self, result: VisitResult, seconds: float) -> None:
-        """A pod was visited."""
+        """Count a visit to a pod and its duration."""
         self.pod_visits.labels(result.value).inc()
         self.pod_visit_seconds.observe(seconds)
 
     def generate_text(self, update_gauges: Callable[[], None]) -> bytes:
-        """All of them in Prometheus' text format; `refresh` sets the gauges first."""
+        """Return all metrics in Prometheus' text format; `update_gauges` is called first."""
         update_gauges()
         return generate_latest(self.registry)

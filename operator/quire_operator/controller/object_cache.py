@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache: the last known state of every object that carries our label, and of every LLMService; filled by watches.
+"""Object cache: the last known state of all LLMServices and of all objects with the operator's label.
 
-An object is kept as compact JSON and parsed when it is looked at: as Python objects a thousand services' children
-would take 60 MB. What no pass reads is dropped before that, above all metadata.managedFields, half of most objects.
+Filled by reflectors, kopf's events and responses to writes. An object is stored as compact JSON and parsed on use: as
+Python objects the children of 1,000 services would take 60 MB. Fields that no pass reads are dropped first, above all
+metadata.managedFields, half of most objects.
 """
 
 import hashlib
@@ -24,43 +25,42 @@ _VOLATILE_METADATA = (
     "creationTimestamp", "deletionGracePeriodSeconds", "generation", "managedFields", "resourceVersion", "selfLink",
 )  # fmt: skip
 _DEPLOYMENT_CONTROLLER_PREFIX = "deployment.kubernetes.io/"
-"""Annotations of the Deployment controller: the number of its rollout."""
+"""Annotations of the Deployment controller: the rollout's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedObject:
-    """One object."""
+    """One object of the cache."""
 
     resource: Resource
     namespace: str
     name: str
     uid: str
     resource_version: str
-    """resourceVersion."""
     controller_uid: str
-    """uid of its controller; empty: it has none."""
+    """uid of its controller; empty: none."""
     service_name: str
-    """Name of the LLMService that its label names."""
+    """Name of the LLMService, from the label."""
     spec_digest: str
-    """Digest of all but the status and what the API server counts up: what somebody wants of it."""
+    """Digest of everything except the status and the metadata that the API server maintains."""
     full_digest: str
-    """Digest of content and status."""
+    """Digest of spec_digest and the status."""
     deleting: bool
     raw_json: bytes
 
     @property
     def key(self) -> ServiceKey:
-        """The service that it belongs to."""
+        """The service to which the object belongs."""
         return (self.namespace, self.service_name)
 
     def body(self) -> dict[str, Any]:
-        """The object, trimmed; a new copy each time."""
+        """Return a new copy of the trimmed object."""
         body: dict[str, Any] = orjson.loads(self.raw_json)
         return body
 
 
 def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObject:
-    """An object as it is kept."""
+    """Convert an object for the cache."""
     trimmed = _trim(resource, body)
     meta = body["metadata"]
     stable_metadata = {key: item for key, item in trimmed["metadata"].items() if key not in _VOLATILE_METADATA}
@@ -90,37 +90,37 @@ def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObjec
 
 
 def controller_uid(body: Mapping[str, Any]) -> str:
-    """uid of the controller among an object's owners; empty: it has none."""
+    """Return the uid of the controller among an object's owners; empty: none."""
     owners = body["metadata"].get("ownerReferences") or ()
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 class ObjectCache:
-    """Objects by kind, namespace and name, and by the service that they belong to. A Sink of watches."""
+    """Objects by kind, namespace and name, and by service. An ObjectStore of reflectors."""
 
     def __init__(self, on_change: Callable[[ServiceKey], None] = lambda key: None) -> None:
-        """`changed` is told of each service of which an object came, went, or differs from what was known."""
+        """`on_change` is called with each service of which an object was added, removed or changed."""
         self._on_change = on_change
         self._objects: dict[tuple[str, str, str], CachedObject] = {}
         self._ids_by_service: dict[ServiceKey, set[tuple[str, str, str]]] = {}
 
     def get(self, resource: Resource, namespace: str, name: str) -> CachedObject | None:
-        """One object, or None."""
+        """Return one object, or None."""
         return self._objects.get((resource.kind, namespace, name))
 
     def children_of(self, key: ServiceKey, *only_resources: Resource) -> Iterator[CachedObject]:
-        """The objects of a service, of these kinds or of all, in no particular order."""
+        """Yield the objects of a service, of these kinds or of all, in no particular order."""
         kind_names = {resource.kind for resource in only_resources}
         for object_id in self._ids_by_service.get(key, ()):
             if not kind_names or object_id[0] in kind_names:
                 yield self._objects[object_id]
 
     def objects_of_kind(self, resource: Resource) -> list[CachedObject]:
-        """All objects of a kind."""
+        """Return all objects of a kind."""
         return [entry for object_id, entry in self._objects.items() if object_id[0] == resource.kind]
 
     def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
-        """These are all objects of the namespace (None: of all)."""
+        """Replace all objects of the namespace (None: of all)."""
         listed = {(body["metadata"].get("namespace", ""), body["metadata"]["name"]) for body in bodies}
         for entry in self.objects_of_kind(resource):
             if namespace in (None, entry.namespace) and (entry.namespace, entry.name) not in listed:
@@ -129,7 +129,7 @@ class ObjectCache:
             self.upsert(resource, body)
 
     def upsert(self, resource: Resource, body: Mapping[str, Any]) -> None:
-        """An object is new or has changed, as a watch or the answer to a write says; the newer of both stays."""
+        """Store an object from a watch or a response to a write, unless the cached version is newer."""
         entry = to_cached_object(resource, body)
         object_id = (resource.kind, entry.namespace, entry.name)
         cached = self._objects.get(object_id)
@@ -147,7 +147,7 @@ class ObjectCache:
             self._on_change(entry.key)
 
     def remove(self, resource: Resource, body: Mapping[str, Any]) -> None:
-        """An object is gone."""
+        """Remove a deleted object."""
         meta = body["metadata"]
         cached = self.get(resource, meta.get("namespace", ""), meta["name"])
         if cached is not None and cached.uid == meta["uid"]:
@@ -164,10 +164,10 @@ class ObjectCache:
 
 
 def _trim(resource: Resource, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what no pass reads."""
+    """Return the object without the fields that no pass reads."""
     meta = {key: item for key, item in body["metadata"].items() if key != "managedFields"}
     trimmed = {**body, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": meta}
-    # Tokens that old API servers make for each account, and add to it.
+    # API servers before 1.24 create a token Secret for each account and add it here.
     if resource is resources.SERVICE_ACCOUNT:
         trimmed.pop("secrets", None)
     if resource is resources.POD:
@@ -186,7 +186,7 @@ def _trim_pod_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_older(version: str, cached_version: str) -> bool:
-    # Comparing is meant to work from Kubernetes 1.35 on, and always did on etcd.
+    # Kubernetes 1.35 documents that resourceVersions can be compared; with etcd they always could.
     return version.isdecimal() and cached_version.isdecimal() and int(version) < int(cached_version)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observer: what one pass sees of a service: its objects from the cache, and what its pods say of themselves."""
+"""Builds the observed state of a service in one pass: its objects from the cache, and the status of its pods."""
 
 import logging
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateObserver:
-    """Looks at services."""
+    """Observes services."""
 
     def __init__(self, deps: ReconcilerDeps, status_writer: StatusWriter) -> None:
         self._deps, self._status_writer = deps, status_writer
@@ -34,19 +34,19 @@ class StateObserver:
         applied_generation: int,
         apply_result: ApplyResult,
     ) -> ObservedState:
-        """All of it, with pods asked, and told their adapters where they need it.
+        """Return the observed state; polls the pods and pushes the adapter catalog to those that need it.
 
-        `children` and `applied` (a generation) are of the last complete apply, `outcome` of this pass's.
+        `children` and `applied_generation` are from the last complete apply, `apply_result` from this pass.
 
         Raises:
-            ApiError: the API server does not answer.
+            ApiError: the API server does not respond.
         """
         cache = self._deps.cache
         # Sorted: a status names the first of several pods, so another order would be another status.
         bodies = [entry.body() for entry in sorted(cache.children_of(key, resources.POD), key=lambda entry: entry.name)]
         server_bodies = [body for body in bodies if _component(body) == object_names.SERVER]
         claim = cache.get(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(key[1]))
-        # Not that of the last apply, which may be of another source, or by an operator before this one.
+        # Not the Job of the last apply, which may have another source or be from an earlier operator process.
         job_entry = self._current_download_job(key, desired, claim.body() if claim else None)
         job_name = job_entry.name if job_entry else None
         job_bodies = [
@@ -76,7 +76,7 @@ class StateObserver:
     def _current_download_job(
         self, key: ServiceKey, desired: ParsedService, claim: Mapping[str, Any] | None
     ) -> CachedObject | None:
-        """The Job that brings the model of the spec: of several the one that has done so, or else the newest."""
+        """Return the download Job of the spec's model: one that succeeded, or else the newest."""
         if desired.service is None:
             return None
         jobs = download_jobs(self._deps.cache.children_of(key, resources.JOB), desired.service)
@@ -85,17 +85,17 @@ class StateObserver:
     async def _poll_pods(
         self, key: ServiceKey, pods: tuple[PodState, ...], desired: ParsedService, admin_key: str
     ) -> tuple[PodState, ...]:
-        """The pods with their reports, told the adapters where they need it."""
+        """Return the pods with their reports, after pushing the adapter catalog to those that need it."""
         catalog = desired.adapter_catalog
         polled_pods = await self._deps.pod_admin.refresh(pods, catalog, admin_key)
         if catalog is None or not any(
             pod.report and has_newer_catalog(pod.report, catalog.version) for pod in polled_pods
         ):
             return polled_pods
-        # Either we are behind, or the service was restored from a backup and its pods are of a time that never was.
+        # Either the cached service is stale, or it was restored from a backup and its pods have a later catalog.
         if not await self._status_writer.is_newest(key, desired):
             return polled_pods
-        logger.info("pods work on a catalogue that is no more service=%s/%s generation=%d", *key, desired.generation)
+        logger.info("pods have a catalog that no longer exists service=%s/%s generation=%d", *key, desired.generation)
         return await self._deps.pod_admin.refresh(pods, catalog, admin_key, replace_newer=True)
 
 

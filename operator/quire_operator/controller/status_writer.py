@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServiceStore: LLMServices at the API server: their status and events are written, and they are read anew on doubt."""
+"""Writes status and events of LLMServices, and reads a service again when the cached one may be stale."""
 
 import logging
 import time
@@ -18,28 +18,28 @@ logger = logging.getLogger(__name__)
 
 
 class StaleService(Exception):
-    """The service is not what it was taken for any more."""
+    """The service has changed or was deleted since the pass read it."""
 
 
 class StatusWriter:
-    """What is read and written of services themselves, not of their children."""
+    """Reads and writes LLMServices, not their children."""
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
 
     async def write_status(self, entry: CachedObject, previous: Mapping[str, Any], status: dict[str, Any]) -> None:
-        """Replace the status, and tell what changed by it in events.
+        """Replace the status, and create events for the changes.
 
         Raises:
-            Behind: the service has a later version by now, is another one, or gone.
-            ApiError: the status was not written. Events that were not are no error.
+            StaleService: the service has a later version, was replaced, or was deleted.
+            ApiError: the status was not written. Events that cannot be written are logged only.
         """
         deps = self._deps
         manifest = {
             "apiVersion": resources.LLM_SERVICE.api_version,
             "kind": resources.LLM_SERVICE.kind,
-            # Conditions: neither a new service of the same name nor a later generation gets the old one's status, and
-            # no status that was written since `previous` was read is lost, such as another operator's.
+            # Preconditions: a new service of the same name or a later generation must not get this status, and a
+            # status written since `previous` was read must not be lost.
             "metadata": {
                 "name": entry.name,
                 "namespace": entry.namespace,
@@ -52,9 +52,9 @@ class StatusWriter:
         try:
             body = await deps.client.set_status(resources.LLM_SERVICE, manifest)
         except (ObjectNotFound, WriteConflict):
-            # Deleted, or made again, and nobody told us: a watch that lists again does not say what has gone.
+            # The service may have been deleted or recreated: kopf reports no deletion that it missed.
             await self.check_newest((entry.namespace, entry.name), entry.uid, status["observedGeneration"])
-            # Or somebody wrote to it meanwhile. That was ourselves where the answer was lost and it was sent again.
+            # Or it was written meanwhile: by this request, if its first response was lost and it was sent again.
             cached = deps.cache.get(resources.LLM_SERVICE, entry.namespace, entry.name)
             if cached is None or cached.body().get("status") != status:
                 raise StaleService from None
@@ -66,19 +66,18 @@ class StatusWriter:
                 await deps.client.create(resources.EVENT, _event_manifest(entry, event))
                 deps.record_write(resources.EVENT, "create")
             except ApiError as error:
-                logger.warning("event was not written reason=%s error=%s", event.reason, error)
+                logger.warning("could not write event reason=%s error=%s", event.reason, error)
 
     async def is_newest(self, key: ServiceKey, desired: ParsedService) -> bool:
-        """Whether the API server has no later generation; asks it, and tells the cache."""
+        """Whether the API server has no later generation; reads the service and updates the cache."""
         body = await self._fetch(key, desired.uid)
         return body is not None and uid_and_generation(body) == (desired.uid, desired.generation)
 
     async def check_newest(self, key: ServiceKey, uid: str, generation: int) -> None:
-        """Asked before something is written: whoever holds an old service, because its watch is late or its lease has
-        gone to another, would undo what follows from the new one again and again.
+        """Check the generation before a write: a pass over a stale service would undo the objects of the new one.
 
         Raises:
-            Behind: the API server has a later generation, another service, or none. The cache knows by now.
+            StaleService: the API server has a later generation, another service, or none. The cache is updated.
         """
         body = await self._fetch(key, uid)
         newest = ("", 0) if body is None else uid_and_generation(body)
@@ -86,7 +85,7 @@ class StatusWriter:
             raise StaleService
 
     async def _fetch(self, key: ServiceKey, uid: str) -> dict[str, Any] | None:
-        """The service as the API server has it now, of which the cache is told; None: it is gone."""
+        """Read the service and update the cache; None: it was deleted."""
         body = await self._deps.client.list_one(resources.LLM_SERVICE, *key)
         if body is None or body["metadata"]["uid"] != uid:
             tombstone = {"metadata": {"namespace": key[0], "name": key[1], "uid": uid}}
@@ -107,7 +106,7 @@ def _event_manifest(entry: CachedObject, event: ServiceEvent) -> dict[str, Any]:
     return {
         "apiVersion": resources.EVENT.api_version,
         "kind": resources.EVENT.kind,
-        # As others name theirs; a generateName may not end in a dot.
+        # The usual form of event names; a generateName must not end in a dot.
         "metadata": {"name": f"{entry.name}.{time.time_ns():x}", "namespace": entry.namespace},
         "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         "reportingController": f"{resources.LLM_SERVICE.group}/operator",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned: the pods that a Deployment was made for, kept with it, so that a new release of the operator, which may
-render them differently, leaves them alone until the spec, the model or the GPU changes. Pure.
+"""Template revision: the pod template as it was rendered, stored with the Deployment. Pure.
 
-Kept in an annotation, compressed: about 2 KB. The live template would not do: it has the server's defaults in it, and
-whatever somebody changed by hand, which is to be undone.
+A new release of the operator may render pods differently. It keeps the stored template until the spec, the model or the
+GPU changes, so that an upgrade restarts no pods. The annotation is compressed, about 2 KB. The live template cannot be
+used: it contains the API server's defaults, and manual changes, which the operator must undo.
 """
 
 import hashlib
@@ -26,19 +26,19 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateRevision:
-    """What a Deployment's pods were rendered from, and into what."""
+    """Inputs and result of rendering a Deployment's pods."""
 
     spec_digest: str
-    """`spec_digest` of the service."""
+    """spec_digest() of the service."""
     plan_hash: str
     """Plan.inputsHash."""
     template: Manifest
     engine_configmap: Manifest
-    """The ConfigMap of engine.json, without owner and namespace."""
+    """The ConfigMap with engine.json, without owner and namespace."""
 
     @classmethod
     def from_manifests(cls, spec_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
-        """What was rendered just now."""
+        """Build a revision from rendered manifests."""
         by_kind: dict[str, list[Manifest]] = {}
         for manifest in manifests:
             by_kind.setdefault(manifest["kind"], []).append(manifest)
@@ -51,7 +51,7 @@ class TemplateRevision:
 
     @classmethod
     def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:
-        """From a Deployment; None when it has none that can be read."""
+        """Read the revision of a Deployment; None if it is missing or invalid."""
         text = (deployment or {}).get("metadata", {}).get("annotations", {}).get(PODS_ANNOTATION)
         if not text:
             return None
@@ -59,12 +59,12 @@ class TemplateRevision:
             body = decompress(text)
             return cls(body["spec"], body["plan"], body["template"], body["engine"])
         except (ValueError, KeyError, TypeError):
-            # Somebody changed it by hand: the pods are rendered anew.
+            # Changed by hand: the pods are rendered anew.
             return None
 
     @property
     def annotation_value(self) -> str:
-        """The annotation; the same for the same content."""
+        """Return the annotation's value; the same content gives the same value."""
         return compress(
             {
                 "spec": self.spec_digest,
@@ -75,7 +75,7 @@ class TemplateRevision:
         )
 
     def apply_to(self, manifests: Iterable[Manifest]) -> list[Manifest]:
-        """Manifests with the pods that are kept here in the place of those that were rendered."""
+        """Return the manifests with this revision's pod template and ConfigMap."""
         result = []
         for manifest in manifests:
             if manifest["kind"] == "Deployment":
@@ -100,9 +100,9 @@ class TemplateRevision:
 
 
 def spec_digest(body: Mapping[str, Any], service: LLMService) -> str:
-    """Digest of the parts of a spec that pods follow from, of a body that crd.check completed.
+    """Return the digest of the spec fields that determine the pods, of a body that crd.validate completed.
 
-    Values that are the schema's default are left out: a field that a later release adds must not change it.
+    Values equal to the schema's default are left out, so that a field added by a later release does not change it.
     """
     fields = crd.load_schema()["properties"]["spec"]
     spec = openapi_schema.without_defaults(fields, body["spec"])
@@ -116,7 +116,7 @@ def spec_digest(body: Mapping[str, Any], service: LLMService) -> str:
 
 
 def mounted_configmaps(pod_spec: Mapping[str, Any]) -> set[str]:
-    """Names of the ConfigMaps that a pod mounts."""
+    """Return the names of the ConfigMaps that a pod mounts."""
     volumes = pod_spec.get("volumes") or ()
     return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue: keys that are to be looked at, each at its time, none twice at once. No I/O; the clock is an argument."""
+"""Work queue of keys with delays and backoff, as client-go's workqueue. No I/O; the clock is an argument.
+
+A key is handed to one worker at a time. Used by the controller.
+"""
 
 import asyncio
 import heapq
@@ -10,18 +13,18 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 BASE_DELAY_S, MAX_DELAY_S = 1.0, 300.0
-"""Wait after the first failure, doubled with each further one, and the longest."""
+"""Delay after the first failure, doubled with each further one, and its maximum."""
 MIN_INTERVAL_S = 0.1
-"""After a pass, news of a key brings it back no earlier: events come in showers, and two writers may quarrel."""
+"""Minimum delay between two passes over a key: events come in bursts, and another writer may undo a change."""
 MIN_RETRY_S = 2.0
-"""After a failure, news of a key brings it back no earlier."""
+"""Minimum delay after a failure, even if the key is added again."""
 
 
 class WorkQueue(Generic[K]):
-    """A work queue: a key that is added many times is worked on once; one that is added meanwhile, once more."""
+    """A key that is added many times is worked on once; one that is added while it is worked on, once more."""
 
     def __init__(self, clock: Callable[[], float] | None = None, jitter: Callable[[], float] = random.random) -> None:
-        """`clock` gives seconds, the event loop's by default; `jitter` a number from 0 to 1."""
+        """`clock` returns seconds, by default the event loop's; `jitter` a number from 0 to 1."""
         self._clock = clock or asyncio.get_running_loop().time
         self._jitter = jitter
         self._due_at: dict[K, float] = {}
@@ -34,19 +37,19 @@ class WorkQueue(Generic[K]):
 
     @property
     def depth(self) -> int:
-        """Keys whose time has come and that nobody works on."""
+        """Number of keys that are due and not being worked on."""
         now = self._clock()
         return sum(1 for key, due in self._due_at.items() if due <= now and key not in self._running)
 
     @property
     def oldest_age_s(self) -> float:
-        """For how long the oldest key is overdue or being worked on; 0 when there is none."""
+        """Time for which the oldest key has been due or worked on; 0 if there is none."""
         now = self._clock()
         waiting = (due for key, due in self._due_at.items() if key not in self._running)
         return max(0.0, now - min((*waiting, *self._running.values()), default=now))
 
     def add(self, key: K, delay_s: float = 0.0) -> None:
-        """Look at a key after so many seconds, or earlier when that is wanted already."""
+        """Make a key due after so many seconds, or earlier if it already is."""
         due = max(self._clock() + delay_s, self._not_before.get(key, 0.0))
         if key in self._due_at and self._due_at[key] <= due:
             return
@@ -54,12 +57,12 @@ class WorkQueue(Generic[K]):
         self._push(key, due)
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Look at a key after so many seconds, and no earlier unless something adds it again."""
+        """Make a key due after so many seconds, and not earlier unless it is added again."""
         self._due_at.pop(key, None)
         self.add(key, delay_s)
 
     async def get(self) -> K:
-        """The next key whose time has come; `done` has to follow."""
+        """Wait for the next due key; the caller must call done() or add_rate_limited() afterwards."""
         while True:
             now = self._clock()
             while self._heap:
@@ -83,7 +86,7 @@ class WorkQueue(Generic[K]):
                 pass
 
     def done(self, key: K, requeue_after_s: float | None = None) -> None:
-        """A key was worked on well; look at it again after so many seconds at the latest."""
+        """Record success; make the key due again after so many seconds at the latest."""
         self._failures.pop(key, None)
         self._not_before[key] = self._clock() + MIN_INTERVAL_S
         if key in self._due_at:
@@ -93,10 +96,10 @@ class WorkQueue(Generic[K]):
             self.add(key, requeue_after_s)
 
     def add_rate_limited(self, key: K, min_delay_s: float = 0.0, reset_backoff: bool = False) -> float:
-        """A key could not be worked on; seconds until it is tried again, the first of them if `anew`: it got further.
+        """Record failure; return the delay until the retry. `reset_backoff` starts with the first delay again.
 
-        Something that adds it before then shortens that, but not to less than `least_s` or a few seconds: an attempt
-        that fails half way changes objects, and the news of those must not bring the next attempt at once.
+        Adding the key shortens the delay, but not below `min_delay_s` or MIN_RETRY_S: a failed attempt may have changed
+        objects, and their events must not cause the next attempt at once.
         """
         failures = self._failures[key] = 1 if reset_backoff else self._failures.get(key, 0) + 1
         delay_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0 ** min(failures - 1, 16)) * (0.8 + 0.4 * self._jitter())
@@ -107,7 +110,7 @@ class WorkQueue(Generic[K]):
         return delay_s
 
     def forget(self, key: K) -> None:
-        """Forget a key that is gone."""
+        """Drop a key and its failures."""
         self._due_at.pop(key, None)
         self._failures.pop(key, None)
         self._not_before.pop(key, None)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes: a small client of the API server, and the kinds that the operator deals with."""
+"""A small client of the Kubernetes API server, and the resources that the operator reads and writes."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client: what the operator asks of an API server, by kinds of objects, over one Session. Raises ApiError as it does.
+"""Client of the API server: get, list, watch, apply and delete objects by resource. Raises ApiError.
 
-Applying is server-side apply by one field manager, forced: fields that we set are ours, all others are not touched.
+Apply is server-side apply by one field manager, forced: the operator owns the fields that it sets and leaves all others
+alone. It knows nothing of LLMServices. Called by the controller.
 """
 
 import logging
@@ -25,7 +26,7 @@ from quire_operator.kube.resources import Resource
 logger = logging.getLogger(__name__)
 
 _FIELD_MANAGER = "quire-operator"
-"""Of the fields that we set."""
+"""Owner of the fields that the operator sets."""
 _APPLY_PATCH = "application/apply-patch+yaml"
 _JSON = "application/json"
 _JSON_PATCH = "application/json-patch+json"
@@ -35,34 +36,34 @@ _PAGE_SIZE = 500
 
 @dataclass(frozen=True, slots=True)
 class ObjectList:
-    """The objects of a kind at one moment."""
+    """The objects of a resource at one moment."""
 
     items: tuple[Body, ...]
     """Without apiVersion and kind, as the API server lists them."""
     resource_version: str
-    """resourceVersion that a watch goes on from."""
+    """resourceVersion from which a watch continues."""
 
 
 class ApiClient(ApiSession):
-    """One API server and its objects; an asynchronous context manager."""
+    """Objects of one API server. An asynchronous context manager."""
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
         self._unsupported_fields = UnsupportedFields()
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
-        """One object; raises Missing."""
+        """Return one object; raises ObjectNotFound."""
         return await self.request("GET", resource.path(namespace, name))
 
     async def get_or_none(self, resource: Resource, namespace: str | None, name: str) -> Body | None:
-        """One object, or None."""
+        """Return one object, or None if it does not exist."""
         try:
             return await self.get(resource, namespace, name)
         except ObjectNotFound:
             return None
 
     async def list_one(self, resource: Resource, namespace: str, name: str) -> Body | None:
-        """One object, or None, by the right to list alone; without apiVersion and kind."""
+        """Return one object or None with the verb list alone. apiVersion and kind are missing."""
         object_list = await self.list(resource, namespace, field_selector=f"metadata.name={name}")
         return object_list.items[0] if object_list.items else None
 
@@ -74,7 +75,7 @@ class ApiClient(ApiSession):
         metadata_only: bool = False,
         field_selector: str = "",
     ) -> ObjectList:
-        """All objects of a kind in a namespace (None: in all), in pages; `labels` and `fields` are selectors."""
+        """List all objects of a resource in a namespace (None: in all), in pages."""
         params = {
             "limit": str(_PAGE_SIZE),
             **({"labelSelector": label_selector} if label_selector else {}),
@@ -90,9 +91,9 @@ class ApiClient(ApiSession):
             params["continue"] = continue_token
 
     async def apply(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
-        """Server-side apply; the object as it is then.
+        """Apply a manifest and return the object.
 
-        A metadata.uid in the manifest is a condition: another object of that name raises Stale.
+        metadata.uid in the manifest is a precondition: WriteConflict if another object has the name.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"])
@@ -132,21 +133,21 @@ class ApiClient(ApiSession):
             raise WriteConflict(f"{error} (the object has changed, or was replaced)", error.status) from error
 
     async def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
-        """Make an object that must not be there yet; raises Stale when it is."""
+        """Create an object; raises WriteConflict if it already exists."""
         path = resource.path(manifest["metadata"].get("namespace"))
         return await self.request("POST", path, manifest, params={"fieldManager": _FIELD_MANAGER})
 
     async def replace(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
-        """Put an object in the place of the version that it names; raises Stale when there is a newer one."""
+        """Replace the version of an object that the manifest names; raises WriteConflict if there is a newer one."""
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"])
         return await self.request("PUT", path, manifest, params={"fieldManager": _FIELD_MANAGER})
 
     async def delete(self, resource: Resource, namespace: str | None, name: str, uid: str) -> None:
-        """Delete the object of that uid and, by the garbage collector, what it owns; it may be gone already.
+        """Delete the object with that uid, if it still exists; the garbage collector deletes what it owns.
 
         Raises:
-            Stale: the name is another object's by now.
+            WriteConflict: another object has the name.
         """
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         options["propagationPolicy"] = "Background"
@@ -164,7 +165,7 @@ class ApiClient(ApiSession):
         timeout_s: float,
         response_timeout_s: float = 30.0,
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """The lines of a watch from a resource version on; the server ends it after `timeout_s`. Else as `stream`."""
+        """Return the lines of a watch from a resource version on, as `stream`; the server ends it after `timeout_s`."""
         params = {
             "watch": "true",
             "allowWatchBookmarks": "true",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session: requests to one API server as whoever the login says, with a token that holds. Knows no kinds of objects.
+"""HTTP requests to one API server, with the credentials of a cluster config. Knows no resources.
 
-Raises ApiError by what can be done about it. What was lost on the way is sent again where that does no harm.
+Raises ApiError; the type states what can be done. A request whose response was lost is sent again if that is safe.
+Base class of api_client.ApiClient.
 """
 
 import asyncio
@@ -25,29 +26,28 @@ from quire_spec.net.redaction import redact_urls
 _JSON = "application/json"
 _CONNECT_TIMEOUT_S = 10.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=_CONNECT_TIMEOUT_S)
-"""Of every request but watches."""
+"""Of all requests except watches."""
 _MAX_CONNECTIONS = 32
 _CLOSE_TIMEOUT_S = 5.0
-"""Of connections that have been ended, to be closed: a few turns of the event loop."""
+"""How long to wait until shut-down connections are closed: a few turns of the event loop."""
 _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
-"""Requests that may be sent again when the answer is lost; patches are applies, or replace what they test; deletes name
-a uid."""
+"""Methods that are safe to send again: patches are applies or have preconditions, deletes have a uid."""
 _RETRY_DELAYS_S = (0.2, 1.0)
 _MAX_RETRY_AFTER_S = 2.0
-"""A server that wants a longer pause gets it from the work queue, which does something else meanwhile."""
+"""A longer Retry-After is left to the work queue, which handles other services meanwhile."""
 
 Body = dict[str, Any]
 
 
 class ApiSession:
-    """Requests to one API server; an asynchronous context manager."""
+    """Requests to one API server. An asynchronous context manager."""
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         self.cluster_config = cluster_config
         self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def __aenter__(self) -> Self:
-        # Watches hold a connection each for ever; they must not use up those of the workers.
+        # Each watch keeps a connection for ever, so watches have a pool of their own.
         self._session = aiohttp.ClientSession(connector=self._create_connector(_MAX_CONNECTIONS), auto_decompress=True)
         self._watch_session = aiohttp.ClientSession(connector=self._create_connector(0))
         return self
@@ -57,8 +57,8 @@ class ApiSession:
     ) -> None:
         await self._session.close()
         await self._watch_session.close()
-        # Of those whose request was cancelled aiohttp only begins to end TLS, and knows them no more: that takes a turn
-        # of the other side, which may be busy or gone.
+        # For a cancelled request aiohttp starts the TLS shutdown and drops the connection. The shutdown waits for the
+        # server, which may be busy or gone.
         for sock in list(self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -87,7 +87,7 @@ class ApiSession:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> Body:
-        """One request; the parsed answer. Where there is none, or a server's error, it is sent again if it may be."""
+        """Send a request and return the parsed response; retry after no response or a server error, if that is safe."""
         for delay_s in (*_RETRY_DELAYS_S, None):
             try:
                 return await self._request(method, path, body, params, content_type, accept)
@@ -126,10 +126,10 @@ class ApiSession:
                     content = await response.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise ApiServerUnavailable(
-                    f"{request_line}: no answer ({type(error).__name__}: {redact_urls(str(error))})"
+                    f"{request_line}: no response ({type(error).__name__}: {redact_urls(str(error))})"
                 ) from error
             if response.status == 401 and not is_last_attempt:
-                # Tokens of a ServiceAccount are replaced while they still hold, but clocks differ.
+                # ServiceAccount tokens are replaced before they expire, but clocks differ.
                 self.cluster_config.invalidate_token(auth_headers)
                 continue
             return _parse_response(request_line, response, content)
@@ -139,23 +139,23 @@ class ApiSession:
         try:
             return await self.cluster_config.auth_headers()
         except Unavailable as error:
-            raise ApiServerUnavailable(f"{request_line}: not asked: {error}") from error
+            raise ApiServerUnavailable(f"{request_line}: not sent: {error}") from error
 
     @asynccontextmanager
     async def stream(
         self, path: str, params: Mapping[str, str], response_timeout_s: float = 30.0
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of an answer that goes on and on, and begins within `answer_s`.
+        """Yield the lines of a long response, whose headers must arrive within `response_timeout_s`.
 
         Raises:
-            ApiError: it was refused. What breaks it later comes from the iterator, as aiohttp raises it.
+            ApiError: the API server rejected the request. Later errors are aiohttp's, raised by the iterator.
         """
         request_line = f"watch {path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         auth_headers = await self._auth(request_line)
         headers = {"Accept": _JSON, **auth_headers}
         try:
-            # aiohttp has no limit for the time between request and answer alone.
+            # aiohttp has no timeout for the response headers alone.
             async with asyncio.timeout(response_timeout_s):
                 response = await self._watch_session.get(
                     self.cluster_config.server + path,
@@ -167,7 +167,7 @@ class ApiSession:
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiServerUnavailable(
-                f"{request_line}: no answer ({type(error).__name__}: {redact_urls(str(error))})"
+                f"{request_line}: no response ({type(error).__name__}: {redact_urls(str(error))})"
             ) from error
         try:
             if response.status != 200:
@@ -176,7 +176,7 @@ class ApiSession:
                 _parse_response(request_line, response, await response.read())
             yield _iter_lines(response.content)
         finally:
-            # Ending TLS politely takes a turn of the other side, which may be gone.
+            # A TLS shutdown would wait for the server, which may be gone.
             if response.connection is not None and response.connection.transport is not None:
                 response.connection.transport.abort()
             response.close()
@@ -191,13 +191,13 @@ def _parse_response(request_line: str, response: aiohttp.ClientResponse, content
         raise error_from_response(request_line, response.status, body, response.headers.get("Retry-After"))
     if not isinstance(body, dict):
         raise ApiServerUnavailable(
-            f"{request_line}: answered {body!r}, which is not JSON; is there a proxy on the way?", response.status
+            f"{request_line}: response is not JSON, got {body!r}; check for a proxy in between", response.status
         )
     return body
 
 
 async def _iter_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length; StreamReader's own refuses those over 128 KiB, and objects may have 1.5 MiB."""
+    """Yield lines of any length; StreamReader rejects lines over 128 KiB, and objects can have 1.5 MiB."""
     remainder = b""
     async for chunk in content.iter_any():
         *lines, remainder = (remainder + chunk).split(b"\n")

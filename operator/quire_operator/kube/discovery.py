@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery: which of the kinds that an API server may lack this one has; asked again from time to time."""
+"""Discovery of the optional kinds that this API server serves, refreshed periodically. Used by the controller."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ class Discovery:
         self._lock = asyncio.Lock()
 
     async def available_kinds(self, force_refresh: bool = False) -> frozenset[Resource]:
-        """Those that are there; `anew` asks the API server now.
+        """Return the optional kinds that the API server serves; `force_refresh` ignores the cached result.
 
         Raises:
-            ApiError: it does not answer.
+            ApiError: the API server does not respond.
         """
         now = asyncio.get_running_loop().time()
         async with self._lock:
@@ -56,10 +56,10 @@ class Discovery:
 
 
 async def is_served(client: ApiClient, resource: Resource) -> bool:
-    """Whether the API server has a kind of a group now, and names it in both places where clients look for kinds.
+    """Whether the API server serves a kind now, and lists it in both places where clients look for kinds.
 
     Raises:
-        ApiError: it does not answer.
+        ApiError: the API server does not respond.
     """
     groups = (await client.request("GET", "/apis")).get("groups", ())
     versions = {f"{group['name']}/{version['version']}" for group in groups for version in group["versions"]}

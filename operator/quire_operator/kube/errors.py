@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server answers when it does not do what was asked. The type says whether asking again can help.
+"""Errors of API server requests. The type states whether a retry can help.
 
 ApiError
-+-- Rejected    400, 405, 413, 415, 422: the object is wrong; the same object is refused again
-|   +-- Undeclared  500: it has a field that this API server is too old for
-+-- Forbidden   401, 403: a Role lacks a verb, a quota is used up, or the namespace is going
-+-- Missing     404: no such object, namespace or kind
-+-- Stale       409: somebody else was faster; read again
-+-- Expired     410: the watch's place in history is gone; list again
-+-- Busy        429, 5xx, no answer: later
++-- InvalidObject           400, 405, 413, 415, 422: the object is invalid, and will be rejected again
+|   +-- UnknownField        500: the API server is too old for one of its fields
++-- Forbidden               401, 403: a Role lacks a verb, a quota is used up, or the namespace is being deleted
++-- ObjectNotFound          404: the object, namespace or kind does not exist
++-- WriteConflict           409: the object has changed; read it again
++-- ResourceVersionExpired  410: the watch's resourceVersion was compacted; list again
++-- ApiServerUnavailable    429, 5xx, no response: retry later
 """
 
 from collections.abc import Mapping
@@ -19,41 +19,41 @@ from quire_spec.errors import QuireError
 
 
 class ApiError(QuireError):
-    """The API server refused, or could not be reached; the message says what was asked."""
+    """The API server rejected a request or did not respond; the message starts with the request."""
 
     def __init__(self, message: str, status: int = 0, retry_after_s: float | None = None) -> None:
-        """`status` is HTTP's, 0 when there was no answer; `retry_after_s` is what the server asks us to wait."""
+        """`status` is the HTTP status, 0 without a response; `retry_after_s` is its Retry-After."""
         self.status = status
         self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
 class InvalidObject(ApiError):
-    """The object is wrong."""
+    """The object is invalid."""
 
 
 class Forbidden(ApiError):
-    """We may not."""
+    """The operator lacks a right or a quota."""
 
 
 class ObjectNotFound(ApiError):
-    """There is no such thing."""
+    """The object, namespace or kind does not exist."""
 
 
 class WriteConflict(ApiError):
-    """The object has changed, or is another one of the same name."""
+    """The object has changed, or another object has its name."""
 
 
 class ResourceVersionExpired(ApiError):
-    """The resource version is too old to go on from."""
+    """The resourceVersion is too old to continue a watch."""
 
 
 class ApiServerUnavailable(ApiError):
-    """Not now."""
+    """A retry can help."""
 
 
 class UnknownField(InvalidObject):
-    """An older API server does not know a field, and says so as an internal error; `field` is its path."""
+    """An old API server does not know `field`, which is a path."""
 
     def __init__(self, message: str, field: tuple[str, ...]) -> None:
         super().__init__(message, 500)
@@ -70,9 +70,9 @@ _BY_STATUS: Mapping[int, type[ApiError]] = {
 
 
 def error_from_response(request_line: str, status: int, body: Any, retry_after: str | None = None) -> ApiError:
-    """The error that an answer is; `body` is the parsed Status object, or whatever text came instead."""
+    """Return the error of a response; `body` is the parsed Status object, or the text of another response."""
     reason = body.get("message") if isinstance(body, Mapping) else body
-    message = f"{request_line}: {status} {reason or 'without a reason'}"
+    message = f"{request_line}: {status} {reason or 'no reason given'}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     if field := unknown_field(status, str(reason)):
         return UnknownField(message, field)
@@ -82,6 +82,6 @@ def error_from_response(request_line: str, status: int, body: Any, retry_after: 
 
 
 def error_from_event(event: Mapping[str, Any], request_line: str) -> ApiError:
-    """The error that a watch's event of type ERROR carries."""
+    """Return the error of a watch event of type ERROR."""
     status = event["object"]
     return error_from_response(request_line, int(status.get("code") or 500), status)

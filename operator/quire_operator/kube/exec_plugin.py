@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugin: a program that a kubeconfig names, which prints the token that it is to be used with.
+"""Exec plugin of a kubeconfig (client-go credential plugin): a program that prints a token.
 
-Tokens only: a plugin that gives a client certificate is refused by name.
+Tokens only; a plugin that returns a client certificate is rejected.
 Source: https://kubernetes.io/docs/reference/access-authn-authz/authentication/#client-go-credential-plugins
 """
 
@@ -21,16 +21,16 @@ from quire_spec.errors import ConfigError, Unavailable
 _TIMEOUT_S = 60.0
 _MAX_STDERR_CHARS = 200
 _ALWAYS_INTERACTIVE = "Always"
-"""An interactiveMode that a program without a terminal cannot serve."""
+"""An interactiveMode that needs a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecCredential:
-    """What a plugin gave."""
+    """A token from a plugin."""
 
     token: str
     expires_at: float
-    """Seconds since 1970; infinite: it does not say."""
+    """Unix time; infinite: not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,18 @@ class ExecPlugin:
 
     argv: tuple[str, ...]
     api_version: str
-    """apiVersion of the ExecCredential that it reads and prints."""
+    """apiVersion of the ExecCredential that the plugin reads and prints."""
     env: Mapping[str, str]
-    """Added to our own."""
+    """Added to the operator's environment."""
     install_hint: str
-    """How to install it, in the kubeconfig's words; mostly empty."""
+    """The kubeconfig's text about how to install it; often empty."""
 
     @classmethod
     def from_kubeconfig(cls, entry: Any, kubeconfig: Path) -> Self:
-        """The plugin that a user of this kubeconfig has.
+        """Parse the exec entry of a kubeconfig's user.
 
         Raises:
-            ConfigError: something is missing, or it wants a person to type.
+            ConfigError: a field is missing, or the plugin needs a terminal.
         """
         location = f"kubeconfig {kubeconfig}: users[].user.exec"
         try:
@@ -69,10 +69,10 @@ class ExecPlugin:
         return cls((command, *args), api_version, env, str(entry.get("installHint") or "").strip())
 
     async def get_credential(self) -> ExecCredential:
-        """Run it.
+        """Run the plugin.
 
         Raises:
-            Unavailable: it could not be started, failed, took too long, or printed no token.
+            Unavailable: the plugin did not start, failed, took too long, or printed no token.
         """
         exec_info = {"apiVersion": self.api_version, "kind": "ExecCredential", "spec": {"interactive": False}}
         environment = {**os.environ, **self.env, "KUBERNETES_EXEC_INFO": json.dumps(exec_info)}
@@ -94,13 +94,13 @@ class ExecPlugin:
             raise self._error(f"no answer within {_TIMEOUT_S:g} s") from error
         finally:
             if process.returncode is None:
-                # With what it started, which may hold its pipes open.
+                # The whole session: a child may keep the pipes open.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if process.returncode:
             stderr_text = err.decode(errors="replace").strip()[-_MAX_STDERR_CHARS:]
-            raise self._error(f"exit status {process.returncode}", stderr_text or "nothing on its standard error")
+            raise self._error(f"exit status {process.returncode}", stderr_text or "no output on standard error")
         return self._parse_output(out)
 
     def _parse_output(self, out: bytes) -> ExecCredential:
@@ -109,16 +109,18 @@ class ExecPlugin:
             expiration = status.get("expirationTimestamp")
             expires_at = _to_unix_time(expiration) if expiration else float("inf")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._error("what it prints is no ExecCredential with a status", repr(error)) from error
+            raise self._error("its output is not an ExecCredential with a status", repr(error)) from error
         token = status.get("token")
         if not token or not isinstance(token, str):
             status_keys = ", ".join(sorted(status)) or "nothing"
-            raise self._error("it gave no token", f"its status has {status_keys}; client certificates are not used")
+            raise self._error(
+                "no token in its output", f"its status has {status_keys}; client certificates are not supported"
+            )
         return ExecCredential(token, expires_at)
 
     def _error(self, reason: str, details: str = "") -> Unavailable:
         suffix = f": {details}" if details else ""
-        return Unavailable(f"kubeconfig: {self.argv[0]} gave no credential: {reason}{suffix}; run it by hand")
+        return Unavailable(f"kubeconfig: {self.argv[0]} returned no credential: {reason}{suffix}; run it by hand")
 
 
 def _to_unix_time(timestamp: str) -> float:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator asks of the API server, as rules of a Role: the chart is held to this table, and tests hold the
-operator to it, so that nothing is refused and nothing is granted in vain.
+"""RBAC rules of the operator. Tests check that the chart grants exactly these and that the operator uses all of them.
 
-Applying an object is the verb patch on one that is there and create on one that is not.
+Apply needs the verb patch on an object that exists, and create on one that does not.
 """
 
 from dataclasses import dataclass
@@ -14,18 +13,18 @@ from quire_operator.kube.resources import Resource
 
 @dataclass(frozen=True, slots=True)
 class PolicyRule:
-    """Verbs on a kind."""
+    """The verbs that the operator needs on a resource."""
 
     resource: Resource
     verbs: tuple[str, ...]
     subresource: str = ""
     cluster_scoped: bool = False
-    """The kind belongs to no namespace: the rule takes a ClusterRole also where one namespace is watched."""
+    """The resource has no namespace: the rule needs a ClusterRole even if single namespaces are watched."""
     optional: str = ""
-    """What works without it; empty: nothing does."""
+    """What changes without this rule; empty: it is required."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in a Role."""
+        """Return the rule as in a Role."""
         resource_name = f"{self.resource.plural}/{self.subresource}" if self.subresource else self.resource.plural
         return {"apiGroups": [self.resource.group], "resources": [resource_name], "verbs": list(self.verbs)}
 
@@ -35,9 +34,9 @@ _OWNED_VERBS = ("create", "delete", "get", "list", "patch", "watch")
 RULES: tuple[PolicyRule, ...] = (
     PolicyRule(resources.LLM_SERVICE, ("list", "watch")),
     PolicyRule(resources.LLM_SERVICE, ("patch",), "status"),
-    # Owner references that block deletion need it where the API server checks them (OpenShift does).
+    # Owner references with blockOwnerDeletion need it if the API server checks them, as in OpenShift.
     PolicyRule(resources.LLM_SERVICE, ("update",), "finalizers"),
-    # No list and no watch: a Secret is read by the name that a source gives, or by the name that it was made with.
+    # No list and no watch: the operator reads Secrets by name, those of sources and its own.
     PolicyRule(resources.SECRET, ("create", "delete", "get", "patch")),
     *(PolicyRule(kind, _OWNED_VERBS) for kind in resources.CHILD_RESOURCES if kind is not resources.SECRET),
     PolicyRule(resources.REPLICA_SET, ("list", "watch")),

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch: keeps a copy of all objects of a kind current, whatever happens to connections and servers on the way.
+"""Reflector: keeps a copy of all objects of one kind current across lost connections and API server restarts.
 
-List, then watch from there; go on from the last version after a cut; list again when that is gone (410). A stream that
-says nothing for a while is cut here, since a dead connection says nothing either: API servers send a bookmark a minute.
+It lists, then watches. After a cut it continues from the last resourceVersion, and lists again if that is compacted
+(410). It cuts a stream that is silent for too long: a dead connection sends nothing, an API server a bookmark a minute.
+It knows nothing of the objects. The controller runs one for each child kind and namespace.
+
+Child kinds are not watched by kopf (measured with 1.45.2): kopf needs 0.7 ms of CPU for an event, this 0.1; a watch
+error, a 404 or a lasting 403 of one kind ends the whole operator; an object that was deleted before kopf listed again
+gets no DELETED event; and there is no signal for the end of the first list.
 """
 
 import asyncio
@@ -26,35 +31,35 @@ logger = logging.getLogger(__name__)
 
 
 class ObjectStore(Protocol):
-    """Where objects go to."""
+    """Receives the objects."""
 
     def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
-        """These are all objects of the namespace (None: of all)."""
+        """Replace all objects of the namespace (None: of all)."""
         ...
 
     def upsert(self, resource: Resource, body: dict[str, Any]) -> None:
-        """This one is new, or has changed."""
+        """Store an object that is new or has changed."""
         ...
 
     def remove(self, resource: Resource, body: dict[str, Any]) -> None:
-        """This one is gone."""
+        """Remove a deleted object."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WatchTimeouts:
-    """How long a watch waits for what."""
+    """Timeouts of a watch."""
 
     inactivity_s: float = 90.0
-    """Nothing heard for so long is a dead connection; bookmarks come after 60 to 75 s."""
+    """A connection that is silent for so long is dead; bookmarks come every 60 to 75 s."""
     server_timeout_s: float = 300.0
-    """The API server ends a watch after so long; a tenth more at random, so that not all come back at once."""
+    """The API server ends a watch after so long, plus up to a tenth, so that not all restart at once."""
     max_backoff_s: float = 30.0
-    """Between attempts that fail."""
+    """Longest wait between failed attempts."""
 
     @property
     def stale_after_s(self) -> float:
-        """Nothing heard for so long: cutting and connecting anew did not help."""
+        """A watch without a response for so long is stale: new connections did not help."""
         return 3 * self.inactivity_s
 
 
@@ -72,14 +77,14 @@ class Reflector:
     ) -> None:
         self.resource, self.namespace, self.label_selector = resource, namespace, label_selector
         self.synced = asyncio.Event()
-        """Set once the first list is in."""
+        """Set after the first list."""
         self.heartbeat = WatchHeartbeat(resource, namespace)
         self._client, self._store, self._timeouts = client, store, timeouts or WatchTimeouts()
         self._resource_version = ""
-        """Where to go on from; empty: list first."""
+        """Where the watch continues; empty: list first."""
 
     async def run(self) -> None:
-        """Never returns; ends by cancellation."""
+        """Run for ever; ends by cancellation."""
         failures = 0
         while True:
             started_at = time.monotonic()
@@ -148,7 +153,7 @@ class Reflector:
 
 
 async def _with_inactivity_timeout(lines: AsyncIterator[bytes], inactivity_s: float) -> AsyncGenerator[bytes, None]:
-    """The same lines; TimeoutError when none comes for a while."""
+    """Yield the same lines; raise TimeoutError if none comes for so long."""
     while True:
         try:
             async with asyncio.timeout(inactivity_s):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kind: where the API server keeps objects of a kind; and the kinds that the operator reads and writes."""
+"""API resources: their paths at the API server, and the list of those that the operator reads and writes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from quire_spec import constants
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object."""
+    """One kind of object."""
 
     group: str
     """Empty for the core kinds."""
@@ -21,16 +21,16 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """As in manifests."""
+        """Return apiVersion as in manifests."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     @property
     def root(self) -> str:
-        """Path of the group and version."""
+        """Return the path of the group and version."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
-        """Path of an object, or of all in a namespace, or of all there are."""
+        """Return the path of one object, of all in a namespace, or of all in the cluster."""
         parts = [self.root]
         if self.namespaced and namespace:
             parts.append(f"namespaces/{namespace}")
@@ -62,13 +62,13 @@ CHILD_RESOURCES = (
     POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER,
     POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL,
 )  # fmt: skip
-"""Kinds that an LLMService is made into."""
+"""Kinds that the operator creates for an LLMService."""
 
 OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL)
-"""Those that an API server may lack: too old for them, or nobody installed them."""
+"""Kinds that an API server may lack: it is too old, or their CRD is not installed."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)
-"""Kinds whose objects are watched. Not Secrets: who may list those of a namespace may read all of them."""
+"""Kinds that are watched. Secrets are not: the right to list them is the right to read all of them."""
 
 _BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
     (resource.api_version, resource.kind): resource for resource in CHILD_RESOURCES
@@ -76,5 +76,5 @@ _BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
 
 
 def resource_for(manifest: Mapping[str, Any]) -> Resource:
-    """The kind of a manifest that was rendered; a KeyError is a kind that is missing here."""
+    """Return the resource of a rendered manifest; KeyError if it is missing here."""
     return _BY_API_VERSION_AND_KIND[manifest["apiVersion"], manifest["kind"]]

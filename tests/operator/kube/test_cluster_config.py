@@ -137,7 +137,7 @@ async def test_a_token_file_that_has_no_token_is_an_error_that_passes(tmp_path, 
         if text is not None:
             (tmp_path / "token").write_text(text)
         async with ApiClient(login) as client:
-            with pytest.raises(ApiServerUnavailable, match=f"pods: not asked: token file .*/token: {words}"):
+            with pytest.raises(ApiServerUnavailable, match=f"pods: not sent: token file .*/token.* {words}"):
                 await client.create(POD, {"metadata": {"namespace": "n"}})
             (tmp_path / "token").write_text("t")
             await client.list(POD, "n")
@@ -191,21 +191,21 @@ async def test_a_plugin_is_told_what_kubectl_tells_it(tmp_path):
     "script, words",
     [
         ("echo 'run: aws sso login' >&2; exit 3", "exit status 3: run: aws sso login"),
-        ("exit 1", "exit status 1: nothing on its standard error"),
+        ("exit 1", "exit status 1: no output on standard error"),
         ("kill -9 $$", "exit status -9"),
-        ("echo Welcome", "what it prints is no ExecCredential"),
-        ("echo '[]'", "what it prints is no ExecCredential"),
-        ("""echo '{"status": null}'""", "what it prints is no ExecCredential"),
-        ("""echo '{"status": {"token": "t", "expirationTimestamp": "soon"}}'""", "what it prints is no ExecCredential"),
+        ("echo Welcome", "its output is not an ExecCredential"),
+        ("echo '[]'", "its output is not an ExecCredential"),
+        ("""echo '{"status": null}'""", "its output is not an ExecCredential"),
+        ("""echo '{"status": {"token": "t", "expirationTimestamp": "soon"}}'""", "its output is not an ExecCredential"),
         ("""echo '{"status": {"clientCertificateData": "x"}}'""", "its status has clientCertificateData; client"),
-        ("""echo '{"status": {"token": ""}}'""", "it gave no token"),
+        ("""echo '{"status": {"token": ""}}'""", "no token in its output"),
     ],
 )
 async def test_a_plugin_that_fails_is_named_with_what_it_said(tmp_path, script, words):
     login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, plugin(tmp_path, script)))
     with pytest.raises(Unavailable) as caught:
         await login.auth_headers()
-    assert str(caught.value).startswith(f"kubeconfig: {tmp_path}/login gave no credential: ")
+    assert str(caught.value).startswith(f"kubeconfig: {tmp_path}/login returned no credential: ")
     assert words in str(caught.value) and "run it by hand" in str(caught.value)
     (tmp_path / "login").write_text(f"#!/bin/sh\n{prints(tmp_path, 't')}")
     assert await login.auth_headers() == {"Authorization": "Bearer t"}, "the next request tries anew"
@@ -214,7 +214,7 @@ async def test_a_plugin_that_fails_is_named_with_what_it_said(tmp_path, script, 
 async def test_a_plugin_that_is_not_there_says_how_to_install_it(tmp_path):
     user = {"exec": {"apiVersion": V1, "command": "no-such-plugin", "installHint": "see example.com/plugin"}}
     login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))
-    with pytest.raises(Unavailable, match=r"no-such-plugin gave no credential: No such file .*: see example\.com"):
+    with pytest.raises(Unavailable, match=r"no-such-plugin returned no credential: No such file .*: see example\.com"):
         await login.auth_headers()
 
 
