@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fetcher from folders and claims: what is copied, what is refused, what a file system that hangs costs."""
+"""The folder reader, below the adapter fetcher: links, invalid paths, changes during a read, hung file systems."""
 
 import asyncio
 import os
@@ -14,8 +14,8 @@ from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE, adapt
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 
-async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path, monkeypatch):
-    """A fetch that nobody wants any more is cancelled; the thread that makes an adapter of its files is not."""
+async def test_next_fetch_does_not_write_to_files_being_hashed(tmp_path, monkeypatch):
+    """Cancelling a fetch does not stop the thread that hashes its files."""
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly(folder):
@@ -44,7 +44,7 @@ async def test_what_is_being_hashed_is_not_written_to_by_the_next_fetch(tmp_path
         assert adapter_digest(made) == made.name
 
 
-async def test_a_folder_is_copied_so_that_later_changes_cannot_reach_what_was_hashed(tmp_path):
+async def test_folder_is_copied_before_it_is_hashed(tmp_path):
     folder = write_adapter_folder(tmp_path / "a")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     async with make_fetcher(tmp_path, allow_paths=True) as f:
@@ -58,7 +58,7 @@ async def test_a_folder_is_copied_so_that_later_changes_cannot_reach_what_was_ha
     assert folder_content(second)[CONFIG_FILE] == b'{"r": 16}'
 
 
-async def test_equal_content_from_two_places_is_one_adapter(tmp_path):
+async def test_equal_content_of_two_sources_is_one_adapter(tmp_path):
     one, two = write_adapter_folder(tmp_path / "a"), write_adapter_folder(tmp_path / "b")
     async with make_fetcher(tmp_path, allow_paths=True) as f:
         fetched = await asyncio.gather(*(f.fetch(Source(path=str(p))) for p in (one, two, one, two)))
@@ -67,15 +67,15 @@ async def test_equal_content_from_two_places_is_one_adapter(tmp_path):
     assert [p.name for p in (tmp_path / "cache/partial").iterdir() if p.suffix != ".lock"] == []
 
 
-async def test_path_sources_must_be_allowed(tmp_path):
+async def test_rejects_path_sources_unless_allowed(tmp_path):
     folder = write_adapter_folder(tmp_path / "a")
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(InvalidArgument, match="quire serve"):
             await f.fetch(Source(path=str(folder)))
 
 
-async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
-    """Neither its links nor its files are looked at in the event loop, which answers probes."""
+async def test_file_system_calls_run_outside_the_event_loop(tmp_path, monkeypatch):
+    """The event loop serves probes and must not resolve links or read files."""
     found, look = [], os.path.realpath
 
     def looked(path, **options):
@@ -89,7 +89,7 @@ async def test_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypat
     assert found and threading.main_thread() not in found
 
 
-async def test_a_file_system_that_hangs_for_long_has_so_many_threads_and_no_more(tmp_path, monkeypatch):
+async def test_hung_file_system_uses_a_bounded_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr("quire_server.downloads.resumable_download.NO_ANSWER_TIMEOUT_S", 0.01)
     write_adapter_folder(tmp_path / "claim/a")
     begun, back, open_file = [], threading.Event(), os.open
@@ -124,20 +124,20 @@ async def came_back(f, source):
 
 
 @pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
-async def test_what_is_no_path_is_said(tmp_path, path):
+async def test_rejects_invalid_paths(tmp_path, path):
     async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(InvalidArgument, match="is not a path"):
             await f.fetch(Source(path=path))
 
 
 @pytest.mark.parametrize("path", ["relative/a", "/tmp/../etc"])
-async def test_path_sources_are_absolute_without_dots(tmp_path, path):
+async def test_rejects_relative_paths_and_dots(tmp_path, path):
     async with make_fetcher(tmp_path, allow_paths=True) as f:
         with pytest.raises(InvalidArgument, match="absolute"):
             await f.fetch(Source(path=path))
 
 
-async def test_a_claim_is_read_below_its_folder_only(tmp_path):
+async def test_claim_is_read_only_below_its_folder(tmp_path):
     write_adapter_folder(tmp_path / "claim/loras/a")
     outside = write_adapter_folder(tmp_path / "outside")
     (tmp_path / "claim/link").symlink_to(outside)
@@ -154,7 +154,7 @@ async def test_a_claim_is_read_below_its_folder_only(tmp_path):
             await f.fetch(Source(pvc=PvcSource("other")))
 
 
-async def test_a_file_that_links_out_of_its_folder_is_refused(tmp_path):
+async def test_rejects_a_link_out_of_the_folder(tmp_path):
     folder = write_adapter_folder(tmp_path / "a")
     (folder / WEIGHTS_FILE).unlink()
     (folder / WEIGHTS_FILE).symlink_to("/etc/hostname")
@@ -164,8 +164,8 @@ async def test_a_file_that_links_out_of_its_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["written over", "renamed"])
-async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch, in_place):
-    """The config of one adapter and the weights of another may fit by form, and be an adapter that nobody made."""
+async def test_folder_that_changes_during_the_read_is_read_again(tmp_path, monkeypatch, in_place):
+    """The config of one version may match the shapes of another version's weights, so that a mixture would load."""
     folder = write_adapter_folder(tmp_path / "a")
     new = {CONFIG_FILE: b'{"r": 8, "lora_alpha": 1}', WEIGHTS_FILE: WEIGHTS[::-1]}
     bring, num_changes = ResumableDownload.download, iter([1] if in_place else [1, 1])
@@ -183,7 +183,7 @@ async def test_a_folder_that_changes_while_it_is_read_is_read_again(tmp_path, mo
         assert folder_content(await f.fetch(Source(path=str(folder)))) == new
 
 
-async def test_a_folder_that_never_rests_is_refused_with_what_to_do(tmp_path, monkeypatch):
+async def test_folder_that_keeps_changing_is_rejected(tmp_path, monkeypatch):
     folder, bring = write_adapter_folder(tmp_path / "a"), ResumableDownload.download
 
     async def changed_after(self, place, partial, name):
@@ -197,7 +197,7 @@ async def test_a_folder_that_never_rests_is_refused_with_what_to_do(tmp_path, mo
     assert not list((tmp_path / "cache/adapters").iterdir())
 
 
-async def test_a_fifo_is_refused_and_hangs_nobody(tmp_path):
+async def test_rejects_a_fifo_without_blocking(tmp_path):
     folder = write_adapter_folder(tmp_path / "a")
     (folder / WEIGHTS_FILE).unlink()
     os.mkfifo(folder / WEIGHTS_FILE)
@@ -206,7 +206,7 @@ async def test_a_fifo_is_refused_and_hangs_nobody(tmp_path):
             await f.fetch(Source(path=str(folder)))
 
 
-async def test_missing_files_and_folders_are_named(tmp_path):
+async def test_errors_name_missing_files_and_folders(tmp_path):
     folder = write_adapter_folder(tmp_path / "a")
     (folder / WEIGHTS_FILE).unlink()
     async with make_fetcher(tmp_path, allow_paths=True) as f:
@@ -216,7 +216,7 @@ async def test_missing_files_and_folders_are_named(tmp_path):
             await f.fetch(Source(path=str(tmp_path / "absent")))
 
 
-async def test_sizes_are_capped(tmp_path, monkeypatch):
+async def test_file_sizes_are_limited(tmp_path, monkeypatch):
     folder = write_adapter_folder(tmp_path / "a")
     async with make_fetcher(tmp_path, allow_paths=True, max_weights_bytes=len(WEIGHTS) - 1) as f:
         with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fetcher from a real HTTP server: what arrives, what is refused, what a cut connection costs."""
+"""The HTTP reader and client, below the adapter fetcher and a real HTTP server."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ async def test_http(tmp_path, web):
         assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
         assert len(web.paths()) == 4, "another description of the source"
         assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
-        assert len(web.paths()) == 4, "unchanged: asked by HEAD, not read again"
+        assert len(web.paths()) == 4, "unchanged: HEAD only"
         web.files["/loras/sql/" + CONFIG_FILE] = b'{"r": 16}'
         assert (await f.fetch(Source(http=HttpSource(web.url)))).digest != fetched.digest
 
@@ -42,7 +42,7 @@ async def test_http_resumes_after_cut_connections(tmp_path, web):
     assert 0 < starts[0] <= 2**20 and starts == sorted(starts)
 
 
-async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monkeypatch):
+async def test_fetch_resumes_the_download_of_an_earlier_process(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     web.cut_after_bytes = [10**9, 2**20]
     async with make_fetcher(tmp_path) as f:
@@ -54,8 +54,8 @@ async def test_a_fetch_resumes_what_an_earlier_process_left(tmp_path, web, monke
 
 
 @pytest.mark.parametrize("conditions", [True, False], ids=["If-Range", "Range alone"])
-async def test_bytes_of_two_versions_are_never_mixed(tmp_path, web, conditions):
-    """Of servers that know Range alone, the rest of a new file is not put where the old one was cut."""
+async def test_versions_are_never_mixed(tmp_path, web, conditions):
+    """A server without If-Range sends the rest of the new file, which must not be appended to the old one."""
     changed = os.urandom(len(WEIGHTS))
     web.honor_conditions, web.cut_after_bytes, web.files_after_cuts = (
         conditions,
@@ -64,10 +64,10 @@ async def test_bytes_of_two_versions_are_never_mixed(tmp_path, web, conditions):
     )
     async with make_fetcher(tmp_path) as f:
         assert folder_content(await f.fetch(Source(http=HttpSource(web.url))))[WEIGHTS_FILE] == changed
-    assert any(web.ranges()[2:]), "it did ask for the rest"
+    assert any(web.ranges()[2:]), "the download tried to resume"
 
 
-async def test_without_versions_nothing_is_resumed(tmp_path, web):
+async def test_does_not_resume_without_versions(tmp_path, web):
     web.send_etags = False
     web.cut_after_bytes = [10**9, 2**20]
     async with make_fetcher(tmp_path) as f:
@@ -75,7 +75,7 @@ async def test_without_versions_nothing_is_resumed(tmp_path, web):
     assert web.ranges() == ["", "", ""]
 
 
-async def test_a_wrong_sha256_is_refused_and_not_kept(tmp_path, web):
+async def test_rejects_and_discards_a_wrong_sha256(tmp_path, web):
     wrong = "sha256:" + "0" * 64
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(InvalidArgument, match=hashlib.sha256(WEIGHTS).hexdigest()):
@@ -85,7 +85,7 @@ async def test_a_wrong_sha256_is_refused_and_not_kept(tmp_path, web):
     assert os.listdir(tmp_path / "cache/adapters") == []
 
 
-async def test_http_sizes_are_capped_before_and_during_reading(tmp_path, web):
+async def test_http_sizes_are_limited_before_and_during_reading(tmp_path, web):
     async with make_fetcher(tmp_path, max_weights_bytes=2**20) as f:
         with pytest.raises(InvalidArgument, match=str(len(WEIGHTS))):
             await f.fetch(Source(http=HttpSource(web.url)))
@@ -106,13 +106,13 @@ async def test_http_404_names_the_url_and_no_secret(tmp_path, web):
 
 
 @pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "no url", "http://"])
-async def test_only_http_urls(tmp_path, url):
+async def test_rejects_invalid_urls(tmp_path, url):
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(InvalidArgument, match=r"http\(s\)://host/folder"):
             await f.fetch(Source(http=HttpSource(url)))
 
 
-async def test_a_source_that_is_down_is_answered_from_the_cache(tmp_path, web, caplog):
+async def test_cache_is_used_while_the_source_is_down(tmp_path, web, caplog):
     source = Source(http=HttpSource(web.url))
     async with make_fetcher(tmp_path) as f:
         fetched = await f.fetch(source)
@@ -123,13 +123,13 @@ async def test_a_source_that_is_down_is_answered_from_the_cache(tmp_path, web, c
             await f.fetch(Source(http=HttpSource(web.url + "/other")))
 
 
-async def test_nobody_there(tmp_path):
+async def test_connection_refused_names_the_url(tmp_path):
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9/a"):
             await f.fetch(Source(http=HttpSource("http://127.0.0.1:9/a")))
 
 
-async def test_a_server_that_gives_next_to_nothing_is_given_up(tmp_path, web):
+async def test_server_without_progress_fails_after_three_attempts(tmp_path, web):
     web.cut_after_bytes = [10**9, *[1] * 100]
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="was cut"):
@@ -137,8 +137,8 @@ async def test_a_server_that_gives_next_to_nothing_is_given_up(tmp_path, web):
     assert len(web.paths()) == 4
 
 
-async def refused(tmp_path, url, kind=Unavailable):
-    """The error of a fetch from `url`, which has a signature in its query."""
+async def fetch_error(tmp_path, url, kind=Unavailable):
+    """Return the error of a fetch from `url` with a signature in its query."""
     async with make_fetcher(tmp_path) as f, asyncio.timeout(20):
         with pytest.raises(kind) as caught:
             await f.fetch(Source(http=HttpSource(f"{url}/a?signature=s3cr3t")))
@@ -156,43 +156,43 @@ async def refused(tmp_path, url, kind=Unavailable):
         b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/x?signature=s3cr3t\r\nContent-Length: 0\r\n\r\n",
     ],
 )
-async def test_no_answer_has_the_signature_of_a_url_told(tmp_path, raw, caplog, answer):
+async def test_errors_and_logs_contain_no_url_signature(tmp_path, raw, caplog, answer):
     caplog.set_level("INFO")
     _, url = await raw(answer)
-    said = await refused(tmp_path, url)
-    assert said.startswith(f"{url}/a/{CONFIG_FILE}: ")
+    message = await fetch_error(tmp_path, url)
+    assert message.startswith(f"{url}/a/{CONFIG_FILE}: ")
     assert "resumes after an error" in caplog.text
-    assert "s3cr3t" not in said + caplog.text
+    assert "s3cr3t" not in message + caplog.text
 
 
-async def test_a_proxys_password_is_not_told(tmp_path, raw, monkeypatch):
+async def test_errors_contain_no_proxy_password(tmp_path, raw, monkeypatch):
     _, url = await raw(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\n\r\n")
     monkeypatch.setenv("HTTPS_PROXY", url.replace("//", "//user:passw0rd@"))
-    said = await refused(tmp_path, "https://nowhere.invalid")
-    assert "407" in said and "passw0rd" not in said
+    message = await fetch_error(tmp_path, "https://nowhere.invalid")
+    assert "407" in message and "passw0rd" not in message
     monkeypatch.setenv("HTTPS_PROXY", "user:passw0rd@x y")
-    assert "passw0rd" not in await refused(tmp_path, "https://nowhere.invalid")
+    assert "passw0rd" not in await fetch_error(tmp_path, "https://nowhere.invalid")
 
 
-async def test_what_may_have_been_cut_is_not_taken(tmp_path, raw):
-    """Without length or chunks the end of a connection is the end of the file, also where it was cut."""
+async def test_rejects_a_body_that_may_have_been_cut(tmp_path, raw):
+    """Without a length or chunks, a cut cannot be distinguished from the end of the file."""
     _, url = await raw(b"HTTP/1.1 200 OK\r\n\r\n{}")
-    assert "have the server send Content-Length" in await refused(tmp_path, url)
+    assert "have the server send Content-Length" in await fetch_error(tmp_path, url)
 
 
-async def test_a_server_that_never_has_a_right_range_is_asked_no_further(tmp_path, raw):
+async def test_server_with_416_for_every_request_fails(tmp_path, raw):
     server, url = await raw(b"HTTP/1.1 416 No\r\nContent-Length: 0\r\n\r\n")
-    assert "HTTP 416" in await refused(tmp_path, url)
+    assert "HTTP 416" in await fetch_error(tmp_path, url)
     assert len(server.requests) == 3
 
 
-async def test_bytes_that_trickle_are_no_answer(tmp_path, raw, monkeypatch):
+async def test_trickling_bytes_time_out(tmp_path, raw, monkeypatch):
     monkeypatch.setattr("quire_server.downloads.resumable_download.NO_ANSWER_TIMEOUT_S", 0.3)
     _, url = await raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
-    assert "bytes arrived in 0.3 s" in await refused(tmp_path, url)
+    assert "bytes arrived in 0.3 s" in await fetch_error(tmp_path, url)
 
 
-async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(tmp_path, web):
+async def test_failed_version_query_keeps_the_downloaded_bytes(tmp_path, web):
     handle, failed = web.handle, []
 
     async def once_down(request):
@@ -222,11 +222,11 @@ async def test_a_question_that_is_not_answered_once_does_not_cost_what_was_read(
         *[(value, None) for value in (None, "", "-1", "1.5", "\u00b2", "soon")],
     ],
 )
-def test_how_long_a_place_asks_us_to_wait(value, seconds):
+def test_parse_retry_after(value, seconds):
     assert parse_retry_after(value, datetime(2026, 1, 1, tzinfo=UTC)) == seconds
 
 
-async def test_a_place_is_left_alone_as_long_as_it_asks_for(tmp_path, web):
+async def test_honors_a_short_retry_after(tmp_path, web):
     asked = []
 
     async def busy(request):
@@ -244,8 +244,8 @@ async def test_a_place_is_left_alone_as_long_as_it_asks_for(tmp_path, web):
     await server.close()
 
 
-async def test_a_place_that_asks_for_long_is_asked_later(tmp_path):
-    """By whoever tries again by itself: others wait for their turn behind this one."""
+async def test_long_retry_after_is_left_to_the_caller(tmp_path):
+    """The adapter manager retries later; other adapters are queued behind this download."""
 
     async def busy(request):
         refused.append(request)
@@ -265,8 +265,8 @@ async def test_a_place_that_asks_for_long_is_asked_later(tmp_path):
     await server.close()
 
 
-async def test_cookies_are_nobodys(tmp_path, web):
-    """What a place gives to one source with a secret would let in another one of the same host that has none."""
+async def test_cookies_are_not_stored(tmp_path, web):
+    """A cookie of a source with a secret would grant access to another source of the same host."""
 
     async def prepared(request, response):
         response.headers["Set-Cookie"] = "session=s3cr3t; Path=/"
@@ -276,7 +276,7 @@ async def test_cookies_are_nobodys(tmp_path, web):
     app.on_response_prepare.append(prepared)
     server = TestServer(app)
     await server.start_server()
-    # By name: nobody keeps cookies of an address.
+    # By name: cookie jars ignore the cookies of IP addresses.
     url = f"http://localhost:{server.port}/loras/sql"
     async with make_fetcher(tmp_path) as f:
         assert folder_content(await f.fetch(Source(http=HttpSource(url)))) == ADAPTER_FILES
@@ -286,7 +286,7 @@ async def test_cookies_are_nobodys(tmp_path, web):
 
 @pytest.mark.parametrize("value", ["s3cr3t\ns3cr3t", "s3cr3t\x00", "s3cr3t\u20ac"])
 @pytest.mark.parametrize("bundled", [True, False])
-async def test_a_secret_that_cannot_be_sent_is_named_and_not_quoted(tmp_path, web, value, bundled):
+async def test_invalid_secret_is_named_and_not_quoted(tmp_path, web, value, bundled):
     keys = {"token": value, "AWS_ACCESS_KEY_ID": value, "AWS_SECRET_ACCESS_KEY": value}
     secret = tmp_path / "secrets/mine"
     secret.parent.mkdir()
@@ -311,7 +311,7 @@ async def test_a_secret_that_cannot_be_sent_is_named_and_not_quoted(tmp_path, we
     assert web.requests == []
 
 
-async def test_a_user_in_the_url_beside_a_secret_header_is_said(tmp_path, web):
+async def test_rejects_a_user_in_the_url_beside_a_secret_header(tmp_path, web):
     (tmp_path / "secrets/mine").mkdir(parents=True)
     (tmp_path / "secrets/mine/Authorization").write_text("Bearer s3cr3t")
     source = HttpSource(web.url.replace("//", "//user:passw0rd@"), headersSecretRef=SecretRef("mine"))
@@ -339,7 +339,7 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
         with pytest.raises(Unavailable, match="create the Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("other"))))
-    # Each file once to be read, and once to see that it is still the same.
+    # Each file is read once, and checked for a change once.
     assert seen == ["s3cr3t"] * 4
     assert all("X-Key" not in r.headers for r in web.requests)
     await front.close()

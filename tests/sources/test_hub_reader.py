@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fetcher from a server that speaks the hub's protocol, by the hub's own library."""
+"""The hub reader, below the adapter fetcher and a fake hub."""
 
 import os
 

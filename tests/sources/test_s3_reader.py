@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fetcher from a server that speaks S3, by obstore."""
+"""The S3 reader, below the adapter fetcher and a fake S3 server; obstore is real."""
 
 import os
 from datetime import UTC, datetime, timedelta
@@ -37,7 +37,7 @@ async def test_s3(tmp_path, bucket):
         fetched = await f.fetch(s3(bucket))
         assert folder_content(fetched) == ADAPTER_FILES
         assert await f.fetch(s3(bucket)) == fetched
-        assert len(bucket.http_server.paths()) == 2, "unchanged: asked by HEAD"
+        assert len(bucket.http_server.paths()) == 2, "unchanged: HEAD only"
 
 
 async def test_s3_resumes(tmp_path, bucket):
@@ -47,8 +47,8 @@ async def test_s3_resumes(tmp_path, bucket):
     assert any(r.startswith("bytes=") and r != "bytes=0-" for r in bucket.http_server.ranges())
 
 
-async def test_s3_goes_on_where_a_file_was_whole(tmp_path, bucket, monkeypatch):
-    """No range begins at a file's end: config.json was whole when an earlier process was ended."""
+async def test_s3_resumes_at_the_end_of_a_complete_file(tmp_path, bucket, monkeypatch):
+    """A range cannot begin at a file's end: config.json was complete when an earlier process ended."""
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     bucket.http_server.cut_after_bytes = [10**9, 2**20]
     async with make_fetcher(tmp_path, **bucket.options) as f:
@@ -65,17 +65,17 @@ async def test_s3_never_mixes_two_versions(tmp_path, bucket):
     bucket.http_server.files_after_cuts = {f"/models/loras/sql/{WEIGHTS_FILE}": changed}
     async with make_fetcher(tmp_path, **bucket.options) as f:
         assert folder_content(await f.fetch(s3(bucket)))[WEIGHTS_FILE] == changed
-    assert any(bucket.http_server.ranges()[2:]), "it did ask for the rest"
+    assert any(bucket.http_server.ranges()[2:]), "the download tried to resume"
 
 
-async def test_a_public_bucket_needs_no_secret(tmp_path, bucket):
+async def test_public_bucket_needs_no_secret(tmp_path, bucket):
     bucket.key_id = None
     async with make_fetcher(tmp_path) as f:
         assert folder_content(await f.fetch(s3(bucket, secret=None))) == ADAPTER_FILES
     assert all("Authorization" not in r.headers and not r.query for r in bucket.http_server.requests)
 
 
-async def test_a_platform_is_asked_once_for_an_identity(tmp_path, bucket, monkeypatch):
+async def test_platform_identity_is_requested_once(tmp_path, bucket, monkeypatch):
     asked = []
 
     async def identity(request):
@@ -95,8 +95,8 @@ async def test_a_platform_is_asked_once_for_an_identity(tmp_path, bucket, monkey
     await platform.close()
 
 
-async def test_nothing_secret_follows_a_redirect_to_another_host(tmp_path, bucket, web):
-    """Neither signature nor token, in whatever form: they are for the bucket's own host."""
+async def test_no_secret_follows_a_redirect_to_another_host(tmp_path, bucket, web):
+    """Signature and session token are sent only to the bucket's own host."""
     (tmp_path / "secrets/s3/AWS_SESSION_TOKEN").write_text("t0ken")
     asked = []
 
@@ -115,7 +115,7 @@ async def test_nothing_secret_follows_a_redirect_to_another_host(tmp_path, bucke
     await first.close()
 
 
-async def test_a_bucket_that_is_in_another_region_is_said_to_be(tmp_path, raw):
+async def test_error_for_a_bucket_in_another_region(tmp_path, raw):
     body = b"<Error><Code>PermanentRedirect</Code></Error>"
     _, url = await raw(b"HTTP/1.1 301 Moved\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     async with make_fetcher(tmp_path) as f:
@@ -136,7 +136,7 @@ async def test_s3_errors(tmp_path, bucket):
             await f.fetch(s3(bucket))
 
 
-async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, bucket, raw):
+async def test_s3_error_contains_the_code_but_not_the_body(tmp_path, bucket, raw):
     body = b"<Error><Code>ExpiredToken</Code><Token-0>s3cr3t</Token-0></Error>"
     _, url = await raw(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     async with make_fetcher(tmp_path, **bucket.options) as f:
@@ -149,7 +149,7 @@ async def test_s3_tells_what_a_bucket_says_and_not_what_it_quotes(tmp_path, buck
             await f.fetch(Source(s3=S3Source("s3://models/loras/sql", "http://127.0.0.1:9")))
 
 
-async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
+async def test_rejects_compressed_objects(tmp_path, raw):
     _, url = await raw(b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(Unavailable, match="has Content-Encoding gzip; store and serve the files"):
@@ -160,8 +160,8 @@ async def test_s3_files_that_are_stored_compressed_are_refused(tmp_path, raw):
     "endpoint",
     ["http://user:s3cr3t@h", "http://h?s3cr3t", "http://[::", "http://h:99999", 'http://a"b', "http://h:9)", "ftp://h"],
 )
-async def test_an_endpoint_is_a_url_without_secrets(tmp_path, endpoint):
-    """obstore panics on some of these, and so does whoever waits for it."""
+async def test_rejects_invalid_endpoints_without_quoting_them(tmp_path, endpoint):
+    """obstore panics on some of these endpoints."""
     async with make_fetcher(tmp_path) as f:
         with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
             await f.fetch(Source(s3=S3Source("s3://models/a", endpoint)))
@@ -171,7 +171,7 @@ async def test_an_endpoint_is_a_url_without_secrets(tmp_path, endpoint):
         assert "s3cr3t" not in str(caught.value)
 
 
-async def test_a_panic_in_obstore_is_an_error_of_one_source(tmp_path, bucket, monkeypatch):
+async def test_obstore_panic_is_an_error_of_one_source(tmp_path, bucket, monkeypatch):
     class Panic(BaseException):
         """Like pyo3's PanicException, which is not an Exception."""
 

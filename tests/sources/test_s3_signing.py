@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By what a bucket lets in whoever plans for a model, and whoever downloads it."""
+"""Options of obstore's store: which credentials sign URLs, and which endpoints are valid."""
 
 import pytest
 
@@ -22,14 +22,14 @@ FROM_PLATFORM = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token"}
         ({}, FROM_PLATFORM, {}),
         ({}, {"AWS_ACCESS_KEY_ID": ""}, {"access_key_id": "-", "secret_access_key": "-"}),
     ],
-    ids=["a Secret before the platform", "a session", "the platform", "nobody: a public bucket"],
+    ids=["a Secret before the platform", "a session", "the platform", "a public bucket"],
 )
 def test_credentials(credentials, environment, expected):
     found = store_options(None, None, credentials, environment)
     assert {k: v for k, v in found.items() if k not in ("region", "client_options", "retry_config")} == expected
 
 
-def test_plain_http_is_taken_where_the_endpoint_says_so():
+def test_plain_http_only_for_http_endpoints():
     options = [store_options(endpoint, "eu", {}, {}) for endpoint in (None, "https://s3.local", "http://s3.local")]
     assert [o["client_options"]["allow_http"] for o in options] == [False, False, True]
     assert [o.get("endpoint") for o in options] == [None, "https://s3.local", "http://s3.local"]
@@ -47,7 +47,7 @@ def test_plain_http_is_taken_where_the_endpoint_says_so():
         "https://1.2.3.4.example",
     ],
 )
-def test_endpoints(endpoint):
+def test_accepts_valid_endpoints(endpoint):
     check_endpoint(endpoint)
 
 
@@ -55,6 +55,6 @@ def test_endpoints(endpoint):
     "endpoint",
     ["http://", "http://[:::]", "http://[1.2]", "http://1.2.3.4.5:9", "http://a.1.", "http://h:65536", "http://h/\n"],
 )
-def test_what_is_no_endpoint(endpoint):
+def test_rejects_invalid_endpoints(endpoint):
     with pytest.raises(ConfigError, match="the endpoint is not"):
         check_endpoint(endpoint)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources behind certificates of a private authority, and what can be wrong with them, for everything that reads."""
+"""TLS and proxies, for every remote reader: a private authority, failed handshakes, proxies that reject."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ MINUTE = datetime.timedelta(minutes=1)
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory) -> Path:
-    """Certificates of servers, by an authority whose own is ca.crt, and by another one."""
+    """Server certificates of the authority ca.crt, and of another authority."""
     folder = tmp_path_factory.mktemp("pki")
     authority = CertificateAuthority(folder)
     authority.issue("good", "files", hosts=[HOST])
@@ -52,7 +52,7 @@ def context(pki: Path, name: str) -> ssl.SSLContext:
 
 
 def of_clients_too(pki: Path) -> ssl.SSLContext:
-    """Wants certificates of clients. By TLS 1.2: of 1.3 the end of the connection may overtake the refusal."""
+    """Return a context that requires client certificates, with TLS 1.2: in 1.3, the close may overtake the alert."""
     made = context(pki, "good")
     made.verify_mode = ssl.CERT_REQUIRED
     made.load_verify_locations(pki / "ca.crt")
@@ -70,7 +70,7 @@ def outdated(pki: Path) -> ssl.SSLContext:
 
 
 async def ask(asked: list[tuple[str, str]], **environment: str) -> list[str]:
-    """What readers say of URLs: what they read, or after a colon what was wrong."""
+    """Return the file content for each [reader, URL] pair, or a colon and the error message."""
     kept = {name: value for name, value in os.environ.items() if name.upper() not in FOREIGN and name[:4] != "AWS_"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -87,7 +87,7 @@ async def ask(asked: list[tuple[str, str]], **environment: str) -> list[str]:
 
 @pytest.fixture
 async def tls(pki):
-    """Starts servers of the same files."""
+    """Starts servers with the same files."""
     servers = []
 
     async def start(made: ssl.SSLContext | None) -> str:
@@ -101,14 +101,14 @@ async def tls(pki):
 
 @pytest.fixture
 def refusing():
-    """Starts servers that agree on TLS with nobody, and say why: asyncio's end a connection without a word."""
+    """Starts servers that reject every handshake with an alert; asyncio's servers close without one."""
     with contextlib.ExitStack() as stack:
 
         def start(made: ssl.SSLContext) -> str:
             listening = stack.enter_context(socket.create_server((HOST, 0)))
             thread = threading.Thread(target=refuse, args=(listening, made))
             thread.start()
-            # In this order: whoever waits in accept() is woken by the first.
+            # In this order: shutdown() wakes the thread in accept().
             stack.callback(thread.join)
             stack.callback(listening.shutdown, socket.SHUT_RDWR)
             return f"https://{HOST}:{listening.getsockname()[1]}"
@@ -126,14 +126,14 @@ def refuse(listening: socket.socket, made: ssl.SSLContext) -> None:
             made.wrap_socket(connection, server_side=True).close()
 
 
-async def test_one_variable_has_every_reader_trust_a_private_authority(pki, tls):
+async def test_ssl_cert_file_applies_to_every_reader(pki, tls):
     url = await tls(context(pki, "good"))
     assert await ask([(reader, url) for reader in READERS], SSL_CERT_FILE=str(pki / "ca.crt")) == ['{"r": 8}'] * len(
         READERS
     )
 
 
-async def test_a_failed_handshake_is_one_line_that_names_the_source(pki, tls, refusing):
+async def test_failed_handshake_is_one_line_that_names_the_source(pki, tls, refusing):
     urls = [
         await tls(context(pki / "other", "unknown")),
         await tls(context(pki, "elsewhere")),
@@ -148,7 +148,7 @@ async def test_a_failed_handshake_is_one_line_that_names_the_source(pki, tls, re
         assert ("org/m" if "hub" in reader else url) in found, (reader, found)
 
 
-async def test_a_certificate_behind_a_redirect_names_the_host_behind_it(pki, tls):
+async def test_certificate_error_after_a_redirect_names_that_host(pki, tls):
     """A hub redirects large files: the message must name the host whose certificate is wrong."""
     url = await tls(context(pki / "other", "unknown"))
 
@@ -157,23 +157,23 @@ async def test_a_certificate_behind_a_redirect_names_the_host_behind_it(pki, tls
 
     server = await start_server(moved, context(pki, "good"))
     asked = [(reader, str(server.make_url("/"))) for reader in ("http", "hub")]
-    for said in await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")):
-        assert f"no response after a redirect to {url}" in said and "CERTIFICATE_VERIFY_FAILED" in said
-        assert "s3cr3t" not in said
+    for message in await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")):
+        assert f"no response after a redirect to {url}" in message and "CERTIFICATE_VERIFY_FAILED" in message
+        assert "s3cr3t" not in message
     await server.close()
 
 
-async def test_nobody_there_is_said_by_every_reader():
-    """obstore's own words are the same for all that keeps it from an answer."""
+async def test_connection_refused_is_reported_by_every_reader():
+    """Every error message contains the cause."""
     raw = RawServer(b"")
     url = await raw.start()
     await raw.close()
-    for said in await ask([(reader, url) for reader in READERS]):
-        assert "refused" in said or "Connect call failed" in said
+    for message in await ask([(reader, url) for reader in READERS]):
+        assert "refused" in message or "Connect call failed" in message
 
 
 @pytest.mark.parametrize("form", ["http://%s@%s", "https://%s@%s", "%s@%s"], ids=["plain", "TLS", "no scheme"])
-async def test_every_reader_goes_by_the_proxy_and_past_it_where_it_is_told_to(pki, tls, form):
+async def test_every_reader_uses_the_proxy_and_no_proxy(pki, tls, form):
     made = context(pki, "good")
     asked = [(reader, await tls(made)) for reader in READERS]
     proxy = FakeProxy("user:passw0rd")
@@ -188,19 +188,19 @@ async def test_every_reader_goes_by_the_proxy_and_past_it_where_it_is_told_to(pk
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-async def test_a_proxy_that_refuses_is_not_taken_for_the_place_and_its_password_is_not_told(refuses):
+async def test_proxy_rejection_names_the_proxy_without_its_password(refuses):
     proxy = FakeProxy("user:other", refuses)
     environment = {"HTTPS_PROXY": f"http://user:passw0rd@{HOST}:{await proxy.start()}"}
-    for said in await ask([(reader, "https://files.example") for reader in READERS], **environment):
-        assert "the proxy" in said and "passw0rd" not in said
-        assert "s3://" in said or ("403" if refuses else "407") in said
+    for message in await ask([(reader, "https://files.example") for reader in READERS], **environment):
+        assert "the proxy" in message and "passw0rd" not in message
+        assert "s3://" in message or ("403" if refuses else "407") in message
     await proxy.close()
 
 
-async def test_a_proxy_that_does_not_answer_is_an_error_without_its_password():
+async def test_unreachable_proxy_is_reported_without_its_password():
     raw = RawServer(b"")
     gone = (await raw.start()).removeprefix("http://")
     await raw.close()
     environment = {"HTTPS_PROXY": f"http://user:passw0rd@{gone}"}
-    for said in await ask([(reader, "https://files.example") for reader in READERS], **environment):
-        assert said.startswith(":") and "passw0rd" not in said, said
+    for message in await ask([(reader, "https://files.example") for reader in READERS], **environment):
+        assert message.startswith(":") and "passw0rd" not in message, message

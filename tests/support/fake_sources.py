@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that adapters are fetched from: plain HTTP with ranges, the Hugging Face hub's protocol, and S3's.
+"""Fake sources: an HTTP server with ranges, the Hugging Face hub, S3, a raw TCP server and a proxy.
 
-The real hub and a real bucket cannot be had in a test; obstore and huggingface_hub, which speak to these, are real.
+Tests cannot use the real hub or a real bucket. The clients, obstore and huggingface_hub, are real.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from aiohttp.test_utils import TestServer
 
 @dataclass
 class FakeHttpServer:
-    """Files by path, served with ETag, Range, If-Range and If-Match; can cut connections and lie about sizes."""
+    """Files by path, served with ETag, Range, If-Range and If-Match; can cut connections and omit sizes."""
 
     files: dict[str, bytes]
     cut_after_bytes: list[int] = field(default_factory=list)
-    """Bytes after which each of the next answers to GET is cut."""
+    """Bytes after which each of the next GET responses is cut."""
     files_after_cuts: dict[str, bytes] = field(default_factory=dict)
-    """What is there from the last of `cuts` on."""
+    """Files that replace others after the last cut."""
     send_etags: bool = True
     honor_conditions: bool = True
-    """Know If-Range and If-Match; some servers know only Range."""
+    """Implement If-Range and If-Match; some servers implement only Range."""
     chunked: bool = False
-    """Say nothing about the size."""
+    """Omit Content-Length."""
     send_rest: asyncio.Event | None = None
-    """Of weights, five eighths are sent at once and the rest when this is set."""
+    """If set, five eighths of the weights are sent immediately and the rest when the event is set."""
     requests: list[web.Request] = field(default_factory=list)
     is_down: bool = False
 
@@ -88,7 +88,7 @@ class FakeHttpServer:
 
 
 async def start_server(handle, tls: ssl.SSLContext | None = None) -> TestServer:
-    """Start a server that gives every request to `handle`."""
+    """Start a server that passes every request to `handle`."""
     app = web.Application(client_max_size=2**20)
     app.router.add_route("*", "/{path:.*}", handle)
     server = TestServer(app, scheme="https" if tls else "http")
@@ -98,7 +98,7 @@ async def start_server(handle, tls: ssl.SSLContext | None = None) -> TestServer:
 
 @dataclass
 class RawServer:
-    """A server that says what it is told to, HTTP or not: to each connection's first request, and then it closes."""
+    """A server that sends `response`, HTTP or not, to each connection's first request, and then closes."""
 
     response: bytes
     pause_s: float = 0.0
@@ -132,13 +132,13 @@ class RawServer:
 
 @dataclass
 class FakeProxy:
-    """Connects by CONNECT whoever gives the right user and password, in the form user:password; others get 407."""
+    """A proxy for CONNECT that requires `credentials` (user:password), else it responds with 407."""
 
     credentials: str
     is_forbidden: bool = False
-    """Answer 403 to everybody."""
+    """Respond with 403 to every request."""
     targets: list[str] = field(default_factory=list)
-    """Where to, of each CONNECT."""
+    """Target of each CONNECT."""
 
     async def start(self, tls: ssl.SSLContext | None = None) -> int:
         """Listen; returns the port."""
@@ -173,7 +173,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class FakeHub:
-    """One repository with one commit; large files are redirected to `cdn`, on another host, as the hub does."""
+    """One repository with one commit; like the hub, it redirects large files to `cdn` on another host."""
 
     def __init__(self, http_server: FakeHttpServer, repo: str, commit: str, token: str | None, cdn: str) -> None:
         self.http_server, self.repo, self.commit, self.token, self.cdn = http_server, repo, commit, token, cdn
@@ -200,7 +200,7 @@ class FakeHub:
 
 
 class FakeS3:
-    """S3 as far as reading goes, with the signature checked (AWS Signature Version 4, in the query)."""
+    """The read part of S3, with signatures checked (AWS Signature Version 4, in the query)."""
 
     def __init__(self, http_server: FakeHttpServer, key_id: str | None = None, secret: str = "") -> None:
         self.http_server, self.key_id, self.secret = http_server, key_id, secret

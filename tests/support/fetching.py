@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter to be fetched, and a fetcher with a cache of its own."""
+"""The files of an adapter, and a fetcher with its own cache."""
 
 import os
 from pathlib import Path

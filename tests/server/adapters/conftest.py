@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A board of adapters with its links and fetcher, which are real. The three processes are in memory, because a real one
-cannot be made to die between two given calls; with real ones the same is in test_supervisor.py.
+"""An adapter manager with its real handles and fetcher, and three in-memory processes, which can die between two calls.
+
+test_supervisor.py tests the same with real processes.
 """
 
 import asyncio
@@ -19,23 +20,23 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 
 class Process:
-    """What answers a Control's calls."""
+    """Stands in for a ControlClient and a ModelServerClient."""
 
     def __init__(self):
         self.calls = []
-        self.gone = False
-        self.refuse = {}
-        """Method to the error that it is answered with."""
+        self.closed = False
+        self.errors = {}
+        """Error by method."""
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def call(self, method, args=None, *, timeout_s):
         self.calls.append((method, args))
         await self.gate.wait()
-        if self.gone:
+        if self.closed:
             raise ConnectionLost("gone")
-        if method in self.refuse:
-            raise self.refuse[method]
+        if method in self.errors:
+            raise self.errors[method]
         return {}
 
     async def load_model(self, name, config, files):
@@ -48,42 +49,42 @@ class Process:
         return [args for m, args in self.calls if m == method]
 
 
-class World:
-    """A board with its three processes."""
+class PodHarness:
+    """An adapter manager with its three processes."""
 
     def __init__(self, folder, session_fetcher):
         self.folder = folder
-        self.links = ProcessHandles()
-        self.board = AdapterManager("tales", session_fetcher, self.links)
+        self.handles = ProcessHandles()
+        self.manager = AdapterManager("tales", session_fetcher, self.handles)
         self.up("core", "text", "server")
 
     def up(self, *names):
-        """Start processes, anew if need be."""
+        """Start or restart processes."""
         for name in names:
             process = Process()
             setattr(self, name, process)
             match name:
                 case "core":
-                    self.links.core = CoreHandle(process, {})
+                    self.handles.core = CoreHandle(process, {})
                 case "text":
-                    self.links.text = TextHandle(process)
+                    self.handles.text = TextHandle(process)
                 case "server":
-                    self.links.server = ServerHandle(process, "tales", self.folder / "text.sock", lambda: None, print)
-        self.board.resync()
+                    self.handles.server = ServerHandle(process, "tales", self.folder / "text.sock", lambda: None, print)
+        self.manager.resync()
 
     def down(self, name):
-        getattr(self, name).gone = True
-        setattr(self.links, name, None)
-        self.board.resync()
+        getattr(self, name).closed = True
+        setattr(self.handles, name, None)
+        self.manager.resync()
 
-    def want(self, generation, **folders):
-        self.board.set_catalog(AdapterCatalog.from_json(catalog(generation, **folders)))
+    def set_catalog(self, generation, **folders):
+        self.manager.set_catalog(AdapterCatalog.from_json(catalog(generation, **folders)))
 
     def states(self):
-        return {s.name: s.state.value for s in self.board.statuses()}
+        return {s.name: s.state.value for s in self.manager.statuses()}
 
-    def one(self, name):
-        return next(s for s in self.board.statuses() if s.name == name)
+    def status(self, name):
+        return next(s for s in self.manager.statuses() if s.name == name)
 
     async def until(self, condition):
         async with asyncio.timeout(10):
@@ -93,23 +94,23 @@ class World:
     async def until_states(self, **states):
         with contextlib.suppress(TimeoutError):
             await self.until(lambda: self.states() == states)
-        assert self.states() == states, self.board.statuses()
+        assert self.states() == states, self.manager.statuses()
 
 
 @pytest.fixture
-def world_of():
-    """A world of a folder and a fetcher; whoever makes one closes its board."""
-    return World
+def make_pod():
+    """The class of the harness; a test that creates one must close its manager."""
+    return PodHarness
 
 
 @pytest.fixture
-async def world(tmp_path, monkeypatch):
+async def pod(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "UNLOAD_DELAY_S", 0.02)
     monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.001)
     async with AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(allow_paths=True)) as fetcher:
-        world = World(tmp_path, fetcher)
-        yield world
-        await world.board.close()
+        pod = PodHarness(tmp_path, fetcher)
+        yield pod
+        await pod.manager.close()
 
 
 @pytest.fixture

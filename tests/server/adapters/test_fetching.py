@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How adapters come from their sources: what hangs, what may pass, what is refused, and what nobody wants any more."""
+"""How the manager fetches adapters: hung hosts, temporary errors, denied access, and superseded fetches."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import Internal
 
 
-async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(world, one):
+async def test_hung_host_does_not_delay_adapters_of_other_hosts(pod, one):
     asked, over = [], asyncio.Event()
 
     async def hang(request):
@@ -28,18 +28,18 @@ async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(worl
 
     server = await start_server(hang)
     hung = {f"hung-{i}": {"source": {"http": {"url": str(server.make_url(f"/{i}"))}}} for i in range(20)}
-    world.want(1, **hung, a=one)
-    await world.until(lambda: world.one("a").state.value == "Ready" and len(asked) == manager._MAX_FETCHES_PER_HOST)
+    pod.set_catalog(1, **hung, a=one)
+    await pod.until(lambda: pod.status("a").state.value == "Ready" and len(asked) == manager._MAX_FETCHES_PER_HOST)
     await asyncio.sleep(0.05)
-    assert len(asked) == manager._MAX_FETCHES_PER_HOST, "others of that place wait for their turn"
+    assert len(asked) == manager._MAX_FETCHES_PER_HOST, "other fetches of that host wait"
     over.set()
-    world.want(2, a=one)
-    await world.until_states(a="Ready")
+    pod.set_catalog(2, a=one)
+    await pod.until_states(a="Ready")
     await server.close()
 
 
 @pytest.mark.parametrize(
-    ("source", "place"),
+    ("source", "key"),
     [
         ({"huggingFace": {"repo": "o/a", "revision": "v1"}}, "hub"),
         ({"s3": {"uri": "s3://b/a"}}, "s3"),
@@ -50,37 +50,37 @@ async def test_a_place_that_hangs_keeps_no_adapter_of_another_place_waiting(worl
         ({"path": "/a"}, "path"),
     ],
 )
-def test_the_place_of_a_source(source, place):
-    assert concurrency_key(from_json(Source, source, "source")) == place
+def test_concurrency_key(source, key):
+    assert concurrency_key(from_json(Source, source, "source")) == key
 
 
-async def test_what_may_pass_is_tried_again_after_growing_pauses(world, one, monkeypatch):
+async def test_temporary_errors_are_retried_with_backoff(pod, one, monkeypatch):
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.02)
     monkeypatch.setattr(manager, "_MAX_RETRY_S", 0.05)
-    world.server.refuse["load_model"] = Internal("no shared memory")
-    world.want(1, a=one)
-    await world.until(lambda: len(world.server.names("load_model")) >= 3)
-    assert world.one("a").state == "Failed"
-    assert world.one("a").error == "no shared memory"
-    world.server.refuse.clear()
-    await world.until_states(a="Ready")
+    pod.server.errors["load_model"] = Internal("no shared memory")
+    pod.set_catalog(1, a=one)
+    await pod.until(lambda: len(pod.server.names("load_model")) >= 3)
+    assert pod.status("a").state == "Failed"
+    assert pod.status("a").error == "no shared memory"
+    pod.server.errors.clear()
+    await pod.until_states(a="Ready")
 
 
-async def test_a_source_that_comes_back_is_fetched_then(world, monkeypatch):
+async def test_source_is_fetched_when_it_recovers(pod, monkeypatch):
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.02)
     files = FakeHttpServer({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"}, is_down=True)
     server = await start_server(files.handle)
-    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
-    await world.until_states(a="Failed")
-    assert "503" in world.one("a").error
+    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    await pod.until_states(a="Failed")
+    assert "503" in pod.status("a").error
     files.is_down = False
-    await world.until_states(a="Ready")
+    await pod.until_states(a="Ready")
     await server.close()
 
 
 @pytest.mark.parametrize("before", [None, "Bearer wrong"])
-async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, tmp_path, monkeypatch, before):
-    """Whatever the pause after failures has grown to."""
+async def test_changed_secret_is_used_within_seconds(make_pod, tmp_path, monkeypatch, before):
+    """However long the retry delay has become."""
     monkeypatch.setattr(manager, "_SECRET_POLL_S", 0.05)
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 600.0)
     monkeypatch.setattr(manager, "_MAX_RETRY_S", 600.0)
@@ -99,20 +99,20 @@ async def test_a_secret_that_is_made_or_mended_is_used_within_seconds(world_of, 
         secret.write_text(json.dumps({"Authorization": before}))
     source = {"url": str(server.make_url("/a")), "headersSecretRef": {"name": "keys"}}
     async with AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(secrets_dir=secret.parent)) as fetcher:
-        world = world_of(tmp_path, fetcher)
-        world.want(1, a={"source": {"http": source}})
-        await world.until_states(a="Failed")
+        pod = make_pod(tmp_path, fetcher)
+        pod.set_catalog(1, a={"source": {"http": source}})
+        await pod.until_states(a="Failed")
         tried = len(asked)
-        assert {None: "create the Secret"}.get(before, "HTTP 401") in world.one("a").error
+        assert {None: "create the Secret"}.get(before, "HTTP 401") in pod.status("a").error
         await asyncio.sleep(0.2)
         assert len(asked) == tried
         secret.write_text(json.dumps({"Authorization": "Bearer right"}))
-        await world.until_states(a="Ready")
-        await world.board.close()
+        await pod.until_states(a="Ready")
+        await pod.manager.close()
     await server.close()
 
 
-async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world, monkeypatch):
+async def test_retry_after_is_honored_up_to_the_longest_retry_delay(pod, monkeypatch):
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(manager, "_MAX_RETRY_S", 0.5)
     asked = []
@@ -122,24 +122,24 @@ async def test_a_source_is_left_alone_as_long_as_it_asks_for_within_bounds(world
         return web.Response(status=503, headers={"Retry-After": "1000000"})
 
     server = await start_server(busy)
-    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
-    # Said between two tries: while one is made, the state is Fetching.
-    await world.until(lambda: "the server requests a delay of 86400 s" in world.one("a").error)
-    await world.until(lambda: len(asked) >= 2)
+    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    # The error is visible between two attempts; during one, the state is Fetching.
+    await pod.until(lambda: "the server requests a delay of 86400 s" in pod.status("a").error)
+    await pod.until(lambda: len(asked) >= 2)
     assert asked[1] - asked[0] >= 0.5
     await server.close()
 
 
-async def test_a_source_that_is_gone_leaves_what_was_fetched(world, one, caplog):
-    world.want(1, a=one)
-    await world.until_states(a="Ready")
+async def test_removed_source_keeps_the_fetched_adapter(pod, one, caplog):
+    pod.set_catalog(1, a=one)
+    await pod.until_states(a="Ready")
     (one / "adapter_config.json").unlink()
-    world.want(2, a=one)
-    await world.until(lambda: "source could not be checked" in caplog.text)
-    await world.until_states(a="Ready")
+    pod.set_catalog(2, a=one)
+    await pod.until(lambda: "source could not be checked" in caplog.text)
+    await pod.until_states(a="Ready")
 
 
-async def test_a_change_ends_a_fetch_that_nobody_wants_any_more(world, one):
+async def test_change_of_source_cancels_the_running_fetch(pod, one):
     asked, hung = asyncio.Event(), asyncio.Event()
 
     async def hang(request):
@@ -147,12 +147,12 @@ async def test_a_change_ends_a_fetch_that_nobody_wants_any_more(world, one):
         await hung.wait()
 
     server = await start_server(hang)
-    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
     await asked.wait()
-    assert world.states() == {"a": "Fetching"}
-    world.want(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}}, b=one)
-    await world.until_states(a="Fetching", b="Ready")
-    world.want(2, a=one)
-    await world.until_states(a="Ready")
+    assert pod.states() == {"a": "Fetching"}
+    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}}, b=one)
+    await pod.until_states(a="Fetching", b="Ready")
+    pod.set_catalog(2, a=one)
+    await pod.until_states(a="Ready")
     hung.set()
     await server.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random catalogues, sources and deaths of processes: what is in place in the end is what the last catalogue says.
+"""Random catalogs, sources and process deaths: in the end, the actual state matches the last catalog.
 
-In a time that does not pass, so that it is quick, and the same for the same seed. What it has found before is told
-step by step in the files beside it.
+Virtual time makes the test fast and deterministic for a seed. Defects that it found have tests of their own in this
+folder.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from quire_spec.documents.pod_status import AdapterState
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 
 NAMES = ["a", "b", "c"]
-PLACES = [f"/{i}" for i in range(4)]
+PATHS = [f"/{i}" for i in range(4)]
 PROCESSES = ["core", "text", "server"]
 CONTENTS = [f"good{i}" for i in range(5)] * 2 + ["bad0", "bad1", "away", "denied", "hostile"]
 
 
 class Process:
-    """A process that takes its time for each call, and may die in it."""
+    """A process whose calls take random times; it may die during a call."""
 
-    def __init__(self, world: "World") -> None:
-        self.world = world
-        self.gone = asyncio.Event()
+    def __init__(self, pod: "PodHarness") -> None:
+        self.pod = pod
+        self.closed = asyncio.Event()
         self.adapters: dict[str, bool] = {}
         self.names: dict[str, str] = {}
         self.models: set[str] = set()
 
     async def pause(self) -> None:
         try:
-            async with asyncio.timeout(self.world.draw.choice([0.0, 0.01, 1.0, 8.0]) * self.world.draw.random()):
-                await self.gone.wait()
+            async with asyncio.timeout(self.pod.draw.choice([0.0, 0.01, 1.0, 8.0]) * self.pod.draw.random()):
+                await self.closed.wait()
         except TimeoutError:
             return
         raise ConnectionLost("gone")
@@ -54,8 +54,8 @@ class Process:
                 raise InvalidArgument("bad")
             self.adapters[args["digest"]] = args["pinned"]
         elif method == "unload_adapter":
-            text = self.world.text
-            assert text.gone.is_set() or args["digest"] not in text.names.values(), "a name stands for it"
+            text = self.pod.text
+            assert text.closed.is_set() or args["digest"] not in text.names.values(), "a name still uses this digest"
             del self.adapters[args["digest"]]
         await self.pause()
 
@@ -68,8 +68,8 @@ class Process:
         self.models.discard(name)
 
 
-class World:
-    """A board with its processes and sources. It is the fetcher, too."""
+class PodHarness:
+    """An adapter manager with its processes and sources. It is also the fetcher."""
 
     core: Process
     text: Process
@@ -77,27 +77,27 @@ class World:
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.contents = {place: draw.choice(CONTENTS) for place in PLACES}
-        self.links = ProcessHandles()
-        self.board = AdapterManager("tales", self, self.links)  # type: ignore[arg-type]
+        self.contents = {place: draw.choice(CONTENTS) for place in PATHS}
+        self.handles = ProcessHandles()
+        self.manager = AdapterManager("tales", self, self.handles)  # type: ignore[arg-type]
         for name in PROCESSES:
-            self.turn(name)
+            self.toggle_process(name)
 
-    def turn(self, name: str) -> None:
+    def toggle_process(self, name: str) -> None:
         """Start a process, or kill it."""
-        if getattr(self.links, name) is not None:
-            getattr(self, name).gone.set()
-            setattr(self.links, name, None)
+        if getattr(self.handles, name) is not None:
+            getattr(self, name).closed.set()
+            setattr(self.handles, name, None)
         else:
             process: Any = Process(self)
             setattr(self, name, process)
-            made = {
+            factories = {
                 "core": lambda: CoreHandle(process, {}),
                 "text": lambda: TextHandle(process),
                 "server": lambda: ServerHandle(process, "tales", Path("text.sock"), lambda: None, lambda name: None),
             }
-            setattr(self.links, name, made[name]())
-        self.board.resync()
+            setattr(self.handles, name, factories[name]())
+        self.manager.resync()
 
     async def fetch(self, source: Source) -> CachedAdapter:
         assert source.path is not None
@@ -123,7 +123,7 @@ class World:
         adapters = [
             {
                 "name": name,
-                "source": {"path": self.draw.choice(PLACES)},
+                "source": {"path": self.draw.choice(PATHS)},
                 "pinned": self.draw.random() < 0.3,
                 "expose": self.draw.choice([None, "Model", "Parameter"]),
                 "limits": self.draw.choice([None, None, {"maxConcurrentRequests": 2}]),
@@ -132,54 +132,54 @@ class World:
         ]
         return {"generation": generation, "adapters": adapters}
 
-    async def happen(self) -> AdapterCatalog:
-        """Random things at random times; returns the last catalogue."""
+    async def run_random_events(self) -> AdapterCatalog:
+        """Cause random events at random times; returns the last catalog."""
         given, generation = [self.document(0)], 0
         for _ in range(self.draw.randint(3, 25)):
             match self.draw.choice(["new", "new", "back", "content", "process"]):
                 case "content":
-                    self.contents[self.draw.choice(PLACES)] = self.draw.choice(CONTENTS)
+                    self.contents[self.draw.choice(PATHS)] = self.draw.choice(CONTENTS)
                 case "process":
-                    self.turn(self.draw.choice(PROCESSES))
+                    self.toggle_process(self.draw.choice(PROCESSES))
                 case what:
                     generation += self.draw.choice([0, 1])
                     given.append(self.document(0) if what == "new" else self.draw.choice(given))
-                    self.board.set_catalog(AdapterCatalog.from_json(given[-1] | {"generation": generation}))
+                    self.manager.set_catalog(AdapterCatalog.from_json(given[-1] | {"generation": generation}))
             if self.draw.random() < 0.6:
                 await asyncio.sleep(self.draw.choice([0.0, 0.1, 5.0]) * self.draw.random())
         for name in PROCESSES:
-            if getattr(self.links, name) is None:
-                self.turn(name)
+            if getattr(self.handles, name) is None:
+                self.toggle_process(name)
         last = AdapterCatalog.from_json(given[-1] | {"generation": generation + 1})
-        self.board.set_catalog(last)
+        self.manager.set_catalog(last)
         with pytest.raises(StaleCatalog):
-            self.board.set_catalog(AdapterCatalog(generation))
+            self.manager.set_catalog(AdapterCatalog(generation))
         return last
 
     def check(self, last: AdapterCatalog) -> None:
-        statuses = {status.name: status for status in self.board.statuses()}
+        statuses = {status.name: status for status in self.manager.statuses()}
         assert statuses.keys() == {adapter.name for adapter in last.adapters}
         for adapter in last.adapters:
             content, status = self.contents[str(adapter.source.path)], statuses[adapter.name]
             if content.startswith("good"):
                 assert (status.state, status.digest) == (AdapterState.READY, content)
                 assert self.text.names[adapter.name] == content
-                assert self.links.text and self.links.text.limits.get(adapter.name) == adapter.limits
+                assert self.handles.text and self.handles.text.limits.get(adapter.name) == adapter.limits
                 assert (adapter.name in self.server.models) == (adapter.name in last.exposed_names())
             else:
-                # Or it has been there before.
+                # Ready if an earlier version of the source was fetched.
                 assert status.state is AdapterState.FAILED or content in ("away", "denied", "hostile")
                 assert status.error or status.state is AdapterState.READY
         for name in self.text.names:
             assert name in statuses
         for digest, pinned in self.core.adapters.items():
-            assert digest in self.board.digests_in_use() and pinned == self.board._is_pinned(digest)
+            assert digest in self.manager.digests_in_use() and pinned == self.manager._is_pinned(digest)
         assert set(self.text.names.values()) <= self.core.adapters.keys()
         assert self.server.models <= self.text.names.keys() & last.exposed_names()
 
 
 @pytest.mark.parametrize("first", range(0, 800, 100))
-def test_the_last_catalogue_is_what_is_in_place(first: int) -> None:
+def test_actual_state_matches_the_last_catalog(first: int) -> None:
     for seed in range(first, first + 100):
         try:
             run_in_virtual_time(_run(random.Random(seed)))
@@ -189,9 +189,9 @@ def test_the_last_catalogue_is_what_is_in_place(first: int) -> None:
 
 
 async def _run(draw: random.Random) -> None:
-    world = World(draw)
-    last = await world.happen()
-    # Longer than any pause before another try.
+    pod = PodHarness(draw)
+    last = await pod.run_random_events()
+    # Longer than every retry delay.
     await asyncio.sleep(2000)
-    world.check(last)
-    await world.board.close()
+    pod.check(last)
+    await pod.manager.close()

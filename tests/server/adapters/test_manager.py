@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of an adapter from catalogue to serving, with processes that refuse, die and come back at chosen moments."""
+"""The adapter manager, from catalog to serving, while processes return errors, die and restart."""
 
 import asyncio
 import json
@@ -14,156 +14,156 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.errors import ConfigError, InvalidArgument
 
 
-async def test_the_order_of_a_way(world, one):
-    world.want(1, a=one)
-    await world.until_states(a="Ready")
-    digest = world.one("a").digest
-    (load,) = world.core.names("load_adapter")
-    assert load == {"digest": digest, "path": str(world.folder / "cache/adapters" / digest), "pinned": False}
-    assert world.text.names("set_adapters") == [{"adapters": {"a": digest}, "limits": {}}]
-    assert world.server.names("load_model") == ["a"]
+async def test_activation_loads_content_then_name_then_model(pod, one):
+    pod.set_catalog(1, a=one)
+    await pod.until_states(a="Ready")
+    digest = pod.status("a").digest
+    (load,) = pod.core.names("load_adapter")
+    assert load == {"digest": digest, "path": str(pod.folder / "cache/adapters" / digest), "pinned": False}
+    assert pod.text.names("set_adapters") == [{"adapters": {"a": digest}, "limits": {}}]
+    assert pod.server.names("load_model") == ["a"]
 
 
-async def test_limits_reach_text_and_change_without_a_load(world, one):
+async def test_limits_change_without_a_load(pod, one):
     for generation, limits in enumerate([{"maxConcurrentRequests": 4}, {"maxTokensPerSecond": 9}, None], 1):
-        world.want(generation, a={"source": {"path": str(one)}, "limits": limits})
-        await world.until_states(a="Ready")
+        pod.set_catalog(generation, a={"source": {"path": str(one)}, "limits": limits})
+        await pod.until_states(a="Ready")
         sent = {} if limits is None else {"a": {"maxConcurrentRequests": None, "maxTokensPerSecond": None} | limits}
-        await world.until(lambda sent=sent: world.text.names("set_adapters")[-1]["limits"] == sent)
-    assert len(world.core.names("load_adapter")) == 1
-    assert len(world.text.names("set_adapters")) == 3
+        await pod.until(lambda sent=sent: pod.text.names("set_adapters")[-1]["limits"] == sent)
+    assert len(pod.core.names("load_adapter")) == 1
+    assert len(pod.text.names("set_adapters")) == 3
 
 
-async def test_two_names_of_one_content_are_loaded_once_and_pinned_by_either(world, one):
+async def test_two_names_of_one_content_share_one_load_and_pinning(pod, one):
     pinned = {"source": {"path": str(one)}, "pinned": True}
-    world.want(1, a=one, b=pinned)
-    await world.until_states(a="Ready", b="Ready")
-    assert world.links.core.adapters == {world.one("a").digest: True}
-    world.want(2, a=one)
-    await world.until(lambda: world.links.core.adapters == {world.one("a").digest: False})
-    assert "unload_adapter" not in [m for m, _ in world.core.calls]
+    pod.set_catalog(1, a=one, b=pinned)
+    await pod.until_states(a="Ready", b="Ready")
+    assert pod.handles.core.adapters == {pod.status("a").digest: True}
+    pod.set_catalog(2, a=one)
+    await pod.until(lambda: pod.handles.core.adapters == {pod.status("a").digest: False})
+    assert "unload_adapter" not in [m for m, _ in pod.core.calls]
 
 
 @pytest.mark.parametrize("name", ["core", "text", "server"])
-async def test_a_process_that_comes_back_gets_what_it_held(world, one, two, name):
-    world.want(1, a=one, b=two)
-    await world.until_states(a="Ready", b="Ready")
-    since = world.one("a").since
-    world.down(name)
-    await world.until_states(a="Loading", b="Loading")
-    world.up(name)
-    await world.until_states(a="Ready", b="Ready")
-    assert world.one("a").since >= since
-    assert len(world.links.core.adapters) == len(world.links.text.aliases) == len(world.links.server.models) == 2
+async def test_restarted_process_receives_its_adapters(pod, one, two, name):
+    pod.set_catalog(1, a=one, b=two)
+    await pod.until_states(a="Ready", b="Ready")
+    since = pod.status("a").since
+    pod.down(name)
+    await pod.until_states(a="Loading", b="Loading")
+    pod.up(name)
+    await pod.until_states(a="Ready", b="Ready")
+    assert pod.status("a").since >= since
+    assert len(pod.handles.core.adapters) == len(pod.handles.text.aliases) == len(pod.handles.server.models) == 2
 
 
-async def test_a_process_that_dies_during_a_call_is_no_failure_of_the_adapter(world, one):
-    world.core.gate.clear()
-    world.want(1, a=one)
-    await world.until(lambda: world.core.calls)
-    core = world.core
-    world.down("core")
+async def test_process_death_during_a_call_does_not_fail_the_adapter(pod, one):
+    pod.core.gate.clear()
+    pod.set_catalog(1, a=one)
+    await pod.until(lambda: pod.core.calls)
+    core = pod.core
+    pod.down("core")
     core.gate.set()
-    await world.until_states(a="Loading")
-    world.up("core")
-    await world.until_states(a="Ready")
-    assert world.one("a").error == ""
+    await pod.until_states(a="Loading")
+    pod.up("core")
+    await pod.until_states(a="Ready")
+    assert pod.status("a").error == ""
 
 
-async def test_an_adapter_that_the_core_refuses_is_not_tried_again_until_the_catalogue_changes(world, one, two):
-    world.core.refuse["load_adapter"] = InvalidArgument(f"adapter '{world.folder}': rank 64 exceeds 16")
-    world.want(1, a=one)
-    await world.until_states(a="Failed")
-    assert "rank 64" in world.one("a").error
+async def test_adapter_rejected_by_the_core_is_retried_only_after_a_change(pod, one, two):
+    pod.core.errors["load_adapter"] = InvalidArgument(f"adapter '{pod.folder}': rank 64 exceeds 16")
+    pod.set_catalog(1, a=one)
+    await pod.until_states(a="Failed")
+    assert "rank 64" in pod.status("a").error
     for _ in range(3):
-        world.board.resync()
+        pod.manager.resync()
         await asyncio.sleep(0.02)
-    world.want(1, a=one)
+    pod.set_catalog(1, a=one)
     await asyncio.sleep(0.05)
-    assert len(world.core.names("load_adapter")) == 1
-    world.want(2, a=two)
-    await world.until(lambda: len(world.core.names("load_adapter")) == 2)
-    world.core.refuse.clear()
-    world.want(3, a=one)
-    await world.until_states(a="Ready")
+    assert len(pod.core.names("load_adapter")) == 1
+    pod.set_catalog(2, a=two)
+    await pod.until(lambda: len(pod.core.names("load_adapter")) == 2)
+    pod.core.errors.clear()
+    pod.set_catalog(3, a=one)
+    await pod.until_states(a="Ready")
 
 
-async def test_a_broken_adapter_holds_up_nobody(world, one):
-    world.want(1, broken="/nowhere", a=one)
-    await world.until_states(a="Ready", broken="Failed")
+async def test_broken_adapter_does_not_delay_others(pod, one):
+    pod.set_catalog(1, broken="/nowhere", a=one)
+    await pod.until_states(a="Ready", broken="Failed")
 
 
 @pytest.mark.parametrize("name", ["core", "text"])
-async def test_names_answer_only_while_their_processes_hold_them(world, one, name):
-    world.want(1, a={"source": {"path": str(one)}, "pinned": True})
-    await world.until_states(a="Ready")
-    world.down(name)
-    assert world.board.served_names() == set()
-    world.up(name)
-    assert world.board.served_names() == set()
-    await world.until(lambda: world.board.served_names() == {"a"})
+async def test_names_are_served_only_while_processes_have_them(pod, one, name):
+    pod.set_catalog(1, a={"source": {"path": str(one)}, "pinned": True})
+    await pod.until_states(a="Ready")
+    pod.down(name)
+    assert pod.manager.served_names() == set()
+    pod.up(name)
+    assert pod.manager.served_names() == set()
+    await pod.until(lambda: pod.manager.served_names() == {"a"})
 
 
-async def test_the_digest_tells_catalogues_apart_and_generations_not(world, one, two):
-    assert world.board.catalog_version == CatalogVersion(0, "")
-    world.want(1, a=one)
-    first = world.board.catalog_version.digest
-    world.want(2, a=one)
-    assert world.board.catalog_version.digest == first == AdapterCatalog.from_json(catalog(9, a=one)).version.digest
-    world.want(3, a=two)
-    assert world.board.catalog_version.digest != first
+async def test_digest_depends_on_content_and_not_on_generation(pod, one, two):
+    assert pod.manager.catalog_version == CatalogVersion(0, "")
+    pod.set_catalog(1, a=one)
+    first = pod.manager.catalog_version.digest
+    pod.set_catalog(2, a=one)
+    assert pod.manager.catalog_version.digest == first == AdapterCatalog.from_json(catalog(9, a=one)).version.digest
+    pod.set_catalog(3, a=two)
+    assert pod.manager.catalog_version.digest != first
 
 
-async def test_a_model_is_loaded_again_for_its_stub_that_died_and_not_for_one_that_it_had_before(world, one):
-    """Of a model that was removed and has come back, the server may be slow to reap the stub that it has ended."""
-    world.want(1, a=one)
-    await world.until_states(a="Ready")
-    server = world.links.server
+async def test_model_is_reloaded_only_if_its_current_stub_died(pod, one):
+    """The server may reap the old stub of a model late, after the model was removed and added again."""
+    pod.set_catalog(1, a=one)
+    await pod.until_states(a="Ready")
+    server = pod.handles.server
     for replaced, loads in ((True, ["a"]), (False, ["a", "a"])):
         await server.reload_model("a", lambda replaced=replaced: replaced)
-        assert world.server.names("load_model") == loads
+        assert pod.server.names("load_model") == loads
 
 
-async def test_the_hold_ends_with_the_last_adapter_or_with_time(world, one, two, monkeypatch):
-    world.core.gate.clear()
-    world.want(1, a=one, b=two)
-    world.board.gate_readiness()
-    assert world.board.gating() == ["a", "b"]
-    world.want(2, a=one, b=two, later=one)
-    assert world.board.gating() == ["a", "b"], "what comes later holds up nothing"
+async def test_readiness_gate_ends_with_the_last_adapter_or_a_deadline(pod, one, two, monkeypatch):
+    pod.core.gate.clear()
+    pod.set_catalog(1, a=one, b=two)
+    pod.manager.gate_readiness()
+    assert pod.manager.gating() == ["a", "b"]
+    pod.set_catalog(2, a=one, b=two, later=one)
+    assert pod.manager.gating() == ["a", "b"], "a later adapter does not delay readiness"
     monkeypatch.setattr(manager, "READINESS_GATE_S", -1.0)
-    world.board.gate_readiness()
-    assert world.board.gating() == []
+    pod.manager.gate_readiness()
+    assert pod.manager.gating() == []
     monkeypatch.setattr(manager, "READINESS_GATE_S", 100.0)
-    world.board.gate_readiness()
-    world.core.gate.set()
-    await world.until(lambda: not world.board.gating())
-    await world.until_states(a="Ready", b="Ready", later="Ready")
+    pod.manager.gate_readiness()
+    pod.core.gate.set()
+    await pod.until(lambda: not pod.manager.gating())
+    await pod.until_states(a="Ready", b="Ready", later="Ready")
 
 
-async def test_catalogues_that_are_refused_change_nothing(world, one):
-    world.want(5, a=one)
+async def test_rejected_catalogs_change_nothing(pod, one):
+    pod.set_catalog(5, a=one)
     with pytest.raises(StaleCatalog, match="4 is older than 5"):
-        world.want(4)
+        pod.set_catalog(4)
     with pytest.raises(ConfigError, match="base model's name"):
-        world.want(6, tales=one)
-    await world.until_states(a="Ready")
-    assert world.board.catalog_version.generation == 5
+        pod.set_catalog(6, tales=one)
+    await pod.until_states(a="Ready")
+    assert pod.manager.catalog_version.generation == 5
 
 
-async def test_an_older_catalogue_is_taken_in_the_place_of_the_one_that_it_names(world, one):
-    world.want(5, a=one)
-    mark = world.board.catalog_version.digest
+async def test_older_catalog_is_accepted_if_it_names_the_replaced_digest(pod, one):
+    pod.set_catalog(5, a=one)
+    mark = pod.manager.catalog_version.digest
     for replaces in ("sha256:0", ""):
         with pytest.raises(StaleCatalog, match="2 is older than 5"):
-            world.board.set_catalog(AdapterCatalog(2), replaces)
-    world.board.set_catalog(AdapterCatalog(2), mark)
-    assert world.board.catalog_version.generation == 2 and world.board.statuses() == []
+            pod.manager.set_catalog(AdapterCatalog(2), replaces)
+    pod.manager.set_catalog(AdapterCatalog(2), mark)
+    assert pod.manager.catalog_version.generation == 2 and pod.manager.statuses() == []
     with pytest.raises(StaleCatalog, match="1 is older than 2"):
-        world.board.set_catalog(AdapterCatalog(1), mark)
+        pod.manager.set_catalog(AdapterCatalog(1), mark)
 
 
-async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeypatch, caplog):
+async def test_unexpected_exception_fails_one_adapter_and_is_logged(pod, one, two, monkeypatch, caplog):
     load = CoreHandle.load_adapter
 
     async def broken(self, digest, folder, pinned):
@@ -173,7 +173,7 @@ async def test_a_defect_fails_one_adapter_and_is_logged(world, one, two, monkeyp
 
     monkeypatch.setattr(CoreHandle, "load_adapter", broken)
     adapter_folder(two, rank=3)
-    world.want(1, a=one, b=two)
-    await world.until_states(a="Ready", b="Failed")
-    assert world.one("b").error == "KeyError: 'oops'"
+    pod.set_catalog(1, a=one, b=two)
+    await pod.until_states(a="Ready", b="Failed")
+    assert pod.status("b").error == "KeyError: 'oops'"
     assert "oops" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every fetch, and the servers that more than one protocol needs."""
+"""Short retry delays and no ambient credentials for every test, and servers that several protocols need."""
 
 import pytest
 from support.fake_sources import FakeHttpServer, RawServer, start_server

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fetches leave in the cache, shared with others and swept meanwhile."""
+"""The adapter cache, while other owners share and prune it."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from quire_spec.documents.adapter_digest import CONFIG_FILE
 from quire_spec.errors import Unavailable
 
 
-async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_path, monkeypatch):
+async def test_killed_prune_leaves_no_half_adapter(tmp_path, monkeypatch):
     source = Source(path=str(write_adapter_folder(tmp_path / "a")))
     async with make_fetcher(tmp_path, allow_paths=True) as f:
         fetched = await f.fetch(source)
@@ -40,7 +40,7 @@ async def test_a_sweep_that_is_killed_leaves_no_half_adapter_under_its_name(tmp_
     assert list((tmp_path / "cache/partial").iterdir()) == []
 
 
-async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(tmp_path, web, monkeypatch):
+async def test_adapter_pruned_by_another_owner_is_fetched_again(tmp_path, web, monkeypatch):
     source, sweeping = Source(http=HttpSource(web.url)), []
     async with make_fetcher(tmp_path) as f:
         fetched = await f.fetch(source)
@@ -62,7 +62,7 @@ async def test_an_adapter_that_another_owner_sweeps_meanwhile_is_fetched_again(t
         await server.close()
 
 
-def test_an_adapter_that_is_taken_in_use_while_it_is_swept_stays(tmp_path, monkeypatch):
+def test_adapter_touched_during_prune_stays(tmp_path, monkeypatch):
     cache = AdapterCache(tmp_path / "cache")
     write_adapter_folder(cache.folder("sha256:0"))
     os.utime(cache.folder("sha256:0"), (1, 1))
@@ -79,7 +79,7 @@ def test_an_adapter_that_is_taken_in_use_while_it_is_swept_stays(tmp_path, monke
     assert not cache.touch("sha256:1")
 
 
-async def test_a_sweep_removes_what_fetches_have_left_and_nothing_that_is_fetched_now(tmp_path):
+async def test_prune_removes_abandoned_partials_but_not_running_ones(tmp_path):
     cache, folder = AdapterCache(tmp_path / "cache"), write_adapter_folder(tmp_path / "a")
     async with AdapterFetcher(cache, SourceOptions(allow_paths=True)) as f:
         fetched = await f.fetch(Source(path=str(folder)))
@@ -97,7 +97,7 @@ async def test_a_sweep_removes_what_fetches_have_left_and_nothing_that_is_fetche
         assert list((tmp_path / "cache/sources").iterdir()) == []
 
 
-async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
+async def test_full_disk_error_names_the_fix(tmp_path, monkeypatch):
     folder = write_adapter_folder(tmp_path / "a")
 
     def full(*_):
@@ -109,7 +109,7 @@ async def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
             await f.fetch(Source(path=str(folder)))
 
 
-async def test_what_is_in_a_cache_that_became_read_only_is_used(tmp_path, monkeypatch):
+async def test_read_only_cache_is_usable(tmp_path, monkeypatch):
     def read_only(*_, **__):
         raise OSError(30, "Read-only file system")
 
@@ -133,7 +133,7 @@ async def test_two_supervisors_share_a_cache(tmp_path):
     assert folder_content(fetched[0]) == ADAPTER_FILES
 
 
-async def test_the_sweep_removes_only_what_is_old_and_unused(tmp_path):
+async def test_prune_removes_only_old_unused_adapters(tmp_path):
     cache = AdapterCache(tmp_path / "cache")
     async with AdapterFetcher(cache, SourceOptions(allow_paths=True)) as f:
         fetched = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of a download: bytes by the disk, their total as soon as it is known, and the rate of the last 30 s.
+"""Measurements of a download: bytes on disk, the total once it is known, and the rate of the last 30 s.
 
-That it is told while a download lasts is in test_download.py.
+test_model_download.py tests that they are reported.
 """
 
 import pytest
@@ -26,19 +26,19 @@ def meter(folder, now):
     return ProgressMeter(folder, lambda: now[0])
 
 
-async def test_total_comes_from_the_index_and_is_exact_once_every_file_was_begun(meter, folder, now):
+async def test_total_comes_from_the_index_until_all_sizes_are_known(meter, folder, now):
     assert meter.progress == DownloadProgress(0)
     meter.set_size("config.json", 100)
-    assert meter.progress.total is None, "nobody knows the weights' files yet"
+    assert meter.progress.total is None, "the weights files are not known yet"
     meter.set_weights(["a", "b"], 1000)
     assert meter.progress.total == 1100
     meter.set_size("a", 1004)
-    assert meter.progress.total == 1104, "no less than what is known"
+    assert meter.progress.total == 1104, "at least the known sizes"
     meter.set_size("b", 500)
     assert meter.progress.total == 1604
 
 
-async def test_an_index_that_says_no_size_is_waited_for(meter):
+async def test_total_without_index_size_needs_all_file_sizes(meter):
     meter.set_weights(["a", "b"])
     meter.set_size("a", 600)
     assert meter.progress.total is None
@@ -46,7 +46,7 @@ async def test_an_index_that_says_no_size_is_waited_for(meter):
     assert meter.progress.total == 1200
 
 
-async def test_the_rate_is_of_what_came_lately(meter, folder, now):
+async def test_rate_covers_the_last_30_seconds(meter, folder, now):
     (folder / "a").write_bytes(b"x" * 300)
     await meter.sample()
     assert meter.progress == DownloadProgress(300), "what an earlier run brought came at no rate"
@@ -57,14 +57,14 @@ async def test_the_rate_is_of_what_came_lately(meter, folder, now):
     (folder / "a").unlink()
     now[0] = 45.0
     await meter.sample()
-    assert meter.progress == DownloadProgress(0, None, 0), "a file that is dropped is no progress"
+    assert meter.progress == DownloadProgress(0, None, 0), "a discarded file does not count as progress"
     (folder / "a").write_bytes(b"x")
     for now[0] in (60.0, 75.0):
         await meter.sample()
     assert meter.progress == DownloadProgress(1, None, 0)
 
 
-async def test_a_folder_that_cannot_be_read_leaves_the_last_reading(meter, folder, now):
+async def test_unreadable_folder_keeps_the_last_sample(meter, folder, now):
     (folder / "a").write_bytes(b"x" * 300)
     await meter.sample()
     folder.rename(folder.with_name("whole"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's download over every protocol: complete or not there, resumed, verified, and no more than its files."""
+"""Model downloads over every protocol: atomic, resumed, verified, and limited to the model's files."""
 
 import asyncio
 import contextlib
@@ -66,41 +66,41 @@ def http(web, folder="sharded", sha256=None):
 async def test_http(tmp_path, web):
     await download(http(web), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SHARDED
-    assert [path.name for path in tmp_path.iterdir()] == ["m"], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["m"], "there are no leftovers"
     asked = len(web.requests)
     await download(http(web), tmp_path / "m", SourceOptions())
-    assert len(web.requests) == asked, "what is there is not fetched again"
+    assert len(web.requests) == asked, "an existing model is not downloaded again"
     assert not [path for path in web.paths() if path.endswith((".py", ".bin"))]
 
 
-async def test_cuts_are_resumed(tmp_path, web):
-    # Four small files come whole.
+async def test_cut_downloads_resume(tmp_path, web):
+    # Four small files are complete.
     web.cut_after_bytes = [*[10_000_000] * 4, 1_000_000, 500_000, 2_000_000]
     await download(http(web), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SHARDED
-    assert [r for r in web.ranges() if r and r != "bytes=0-"], "only what was missing was asked for"
+    assert [r for r in web.ranges() if r and r != "bytes=0-"], "only the missing bytes were requested"
 
 
-async def test_a_later_run_goes_on_where_an_earlier_one_was_killed(tmp_path, web, monkeypatch):
+async def test_later_run_resumes_a_killed_one(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
-    # config.json, two optional files and the index come whole, the first file of weights is cut.
+    # config.json, two optional files and the index are complete; the first weights file is cut.
     sizes = [len(SMALL[name]) for name in ("config.json", "generation_config.json", "tokenizer.json")]
     web.cut_after_bytes = [*sizes, 10_000_000, 1_234_567]
     with pytest.raises(Unavailable):
         await download(http(web), tmp_path / "m", SourceOptions())
-    assert not (tmp_path / "m").exists(), "complete or not there"
+    assert not (tmp_path / "m").exists(), "an incomplete model has no name"
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 3)
     before = len(web.requests)
     await download(http(web), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SHARDED
     again = [(r.path, r.headers.get("Range")) for r in web.requests[before:] if r.method == "GET"]
     ranges = [wanted for path, wanted in again if path.endswith("/model-00001-of-00003.safetensors")]
-    assert re.fullmatch(r"bytes=[1-9]\d+-", ranges[0]), "from where it was cut"
-    assert not [path for path, _ in again if path.endswith("/config.json")], "whole files are not fetched again"
+    assert re.fullmatch(r"bytes=[1-9]\d+-", ranges[0]), "resumes at the cut"
+    assert not [path for path, _ in again if path.endswith("/config.json")], "complete files are not downloaded again"
 
 
-async def test_a_model_that_changed_in_between_is_not_mixed(tmp_path, web, monkeypatch):
+async def test_versions_of_a_model_are_not_mixed(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     web.cut_after_bytes = [*[len(data) for data in SMALL.values()], 10_000_000, 10_000_000, 500]
@@ -113,7 +113,7 @@ async def test_a_model_that_changed_in_between_is_not_mixed(tmp_path, web, monke
     assert {data for name, data in found(tmp_path / "m").items() if name in SHARDS} == {bytes([9]) * 3_000_000}
 
 
-async def test_digests_are_checked(tmp_path, web):
+async def test_checks_digests(tmp_path, web):
     right = hashlib.sha256(SINGLE["model.safetensors"]).hexdigest()
     await download(http(web, "single", right), tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SINGLE
@@ -136,19 +136,19 @@ async def test_digests_are_checked(tmp_path, web):
         ({"w": "w" * 250 + ".safetensors"}, "is not a file of weights"),
     ],
 )
-async def test_an_index_names_weights_beside_it_and_nothing_else(tmp_path, web, weight_map, words):
+async def test_rejects_an_index_that_names_other_files(tmp_path, web, weight_map, words):
     web.files["/sharded/model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
     with pytest.raises(InvalidArgument, match=words):
         await download(http(web), tmp_path / "m", SourceOptions())
 
 
-async def test_an_index_that_is_nested_too_deeply_is_none(tmp_path, web):
+async def test_rejects_an_index_that_is_nested_too_deeply(tmp_path, web):
     web.files["/sharded/model.safetensors.index.json"] = b"[" * 100_000
     with pytest.raises(InvalidArgument, match="has no weight_map"):
         await download(http(web), tmp_path / "m", SourceOptions())
 
 
-async def test_what_is_no_model_is_refused(tmp_path, web):
+async def test_rejects_a_source_without_a_model(tmp_path, web):
     with pytest.raises(NotFound, match=r"/nowhere/config.json: HTTP 404"):
         await download(http(web, "nowhere"), tmp_path / "m", SourceOptions())
     del web.files["/single/model.safetensors"]
@@ -156,12 +156,12 @@ async def test_what_is_no_model_is_refused(tmp_path, web):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
 
 
-async def test_what_was_whole_once_is_not_whole_for_ever(tmp_path, web, monkeypatch):
-    """A model that is replaced, and then put back, while a download of it is killed each time."""
+async def test_complete_file_is_checked_against_the_current_version(tmp_path, web, monkeypatch):
+    """A model is replaced and restored, and its download is killed after each step."""
     monkeypatch.setattr(program, "_MAX_CONCURRENT_FILES", 1)
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
     old, new = dict(web.files), {"/single/model.safetensors": b"v" * 2_000_000}
-    # All files are whole, and that is as far as it comes.
+    # All files are complete, but the download is killed before the commit.
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="scripted"):
         patch.setattr(program, "_commit", interrupted)
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
@@ -179,7 +179,7 @@ def interrupted(*_):
     raise RuntimeError("scripted")
 
 
-async def test_a_model_that_changes_while_it_is_read_is_read_again(tmp_path, web):
+async def test_model_that_changes_during_the_download_is_read_again(tmp_path, web):
     new = {"config.json": b'{"new": 1}', "model.safetensors": b"v" * 2_000_000}
     handle = web.handle
 
@@ -196,7 +196,7 @@ async def test_a_model_that_changes_while_it_is_read_is_read_again(tmp_path, web
     await server.close()
 
 
-async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web):
+async def test_model_that_keeps_changing_is_rejected(tmp_path, web):
     handle, versions = web.handle, iter(range(100))
 
     async def changing(request):
@@ -210,9 +210,9 @@ async def test_a_model_that_never_rests_is_refused_with_what_to_do(tmp_path, web
     await server.close()
 
 
-async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, monkeypatch):
+async def test_folders_with_dots_in_their_names_share_no_files(tmp_path, web, monkeypatch):
     monkeypatch.setattr("quire_server.downloads.resumable_download._MAX_ATTEMPTS", 0)
-    # Everything but the weights comes whole.
+    # Everything except the weights is complete.
     web.cut_after_bytes = [*[10_000_000] * 3, 1_000_000]
     with pytest.raises(Unavailable):
         await download(http(web, "single"), tmp_path / "llama-3.1", SourceOptions())
@@ -222,7 +222,7 @@ async def test_folders_with_dots_in_their_names_share_nothing(tmp_path, web, mon
     assert found(tmp_path / "llama-3.2") == SHARDED
 
 
-async def test_a_folder_that_holds_something_else_is_no_model(tmp_path, web):
+async def test_rejects_an_existing_folder_without_a_model(tmp_path, web):
     (tmp_path / "m").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("m", "link"):
@@ -231,7 +231,7 @@ async def test_a_folder_that_holds_something_else_is_no_model(tmp_path, web):
     assert web.requests == []
 
 
-async def test_who_comes_when_another_has_just_ended_finds_the_model(tmp_path, web, monkeypatch):
+async def test_download_that_waited_for_another_uses_its_model(tmp_path, web, monkeypatch):
     alone = program._lock_partial
 
     @contextlib.contextmanager
@@ -247,8 +247,8 @@ async def test_who_comes_when_another_has_just_ended_finds_the_model(tmp_path, w
 
 
 @pytest.mark.parametrize("cut", [0, 7, 50, 999])
-async def test_weights_that_end_too_soon_are_refused(tmp_path, web, cut):
-    """What is served while it is still being written has a length that is right, and is not whole."""
+async def test_rejects_truncated_weights(tmp_path, web, cut):
+    """A file that is served while it is being written has a valid Content-Length and is incomplete."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [900], "data_offsets": [0, 900]}}).ljust(92).encode()
     whole = len(header).to_bytes(8, "little") + header + b"w" * 900
     web.files["/single/model.safetensors"] = whole[:cut]
@@ -260,7 +260,7 @@ async def test_weights_that_end_too_soon_are_refused(tmp_path, web, cut):
 
 
 async def asked(port):
-    """What the program answers; None: nobody listens."""
+    """The reported progress; None if the port is closed."""
     try:
         async with (
             aiohttp.ClientSession() as session,
@@ -271,7 +271,7 @@ async def asked(port):
         return None
 
 
-async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path, web, monkeypatch, caplog):
+async def test_progress_is_served_and_logged(tmp_path, web, monkeypatch, caplog):
     monkeypatch.setattr("quire_server.downloads.download_progress.SAMPLE_INTERVAL_S", 0.02)
     monkeypatch.setattr("quire_server.downloads.download_progress.LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO)
@@ -280,7 +280,7 @@ async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path,
     under_way = asyncio.create_task(download(http(web), tmp_path / "m", SourceOptions(), port))
     total = sum(map(len, SHARDED.values()))
     async with asyncio.timeout(20):
-        # Up to a file buffer of each file of weights may not be on the disk yet.
+        # Up to one file buffer of each weights file may not be on disk yet.
         while not (far := await asked(port)) or far.bytes < 5_625_000 - 3 * 8192:
             await asyncio.sleep(0.01)
         assert (far.total, far.percent) == (total, 62)
@@ -293,7 +293,7 @@ async def test_how_far_it_is_can_be_asked_and_is_logged_while_it_lasts(tmp_path,
     assert found(tmp_path / "m") == SHARDED
 
 
-async def test_a_download_goes_on_when_nobody_can_be_told(tmp_path, web, monkeypatch, caplog):
+async def test_download_continues_without_a_progress_port(tmp_path, web, monkeypatch, caplog):
     async def broken(_):
         raise RuntimeError("scripted")
 
@@ -306,7 +306,7 @@ async def test_a_download_goes_on_when_nobody_can_be_told(tmp_path, web, monkeyp
     assert "progress reports stopped" in caplog.text
 
 
-async def test_two_downloads_do_not_mix(tmp_path, web):
+async def test_concurrent_downloads_exclude_each_other(tmp_path, web):
     both = await asyncio.gather(
         *(download(http(web), tmp_path / "m", SourceOptions()) for _ in range(2)), return_exceptions=True
     )
@@ -336,7 +336,7 @@ async def test_hub(tmp_path):
     await cdn.close()
 
 
-async def test_a_file_that_the_hub_has_and_its_storage_has_not_is_not_left_out(tmp_path):
+async def test_file_missing_in_the_hubs_storage_is_an_error(tmp_path):
     files = FakeHttpServer(at("", SINGLE))
     hub = FakeHub(files, "org/llama", COMMIT, None, "http://127.0.0.1:9")
     handle = hub.handle
@@ -382,7 +382,7 @@ async def run(*arguments):
 
 
 async def told(folder, *arguments):
-    """How a run ended, by its report."""
+    """The report of a run."""
     report = folder / "report"
     report.unlink(missing_ok=True)
     code, errors = await run(*arguments, "--report", report)
@@ -391,7 +391,7 @@ async def told(folder, *arguments):
     return outcome
 
 
-async def test_a_report_says_what_came_and_what_went_wrong(tmp_path, web):
+async def test_report_contains_bytes_and_reason(tmp_path, web):
     def source(**fields):
         return "--source", json.dumps({"http": {"url": f"{web.url}/single"} | fields})
 
@@ -413,7 +413,7 @@ async def test_a_report_says_what_came_and_what_went_wrong(tmp_path, web):
     assert (down.result, "HTTP 503" in down.message) == (DownloadReason.UNREACHABLE, True)
 
 
-async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, monkeypatch):
+async def test_report_distinguishes_denied_token_and_full_disk(tmp_path, web, monkeypatch):
     hub = FakeHub(FakeHttpServer(at("", SINGLE)), "org/llama", COMMIT, "hf_s3cr3t", web.url + "/single")
     server = await start_server(hub.handle)
     endpoint = "--hub-endpoint", str(server.make_url("/")).rstrip("/")
@@ -437,18 +437,18 @@ async def test_a_report_tells_a_refused_token_from_a_full_disk(tmp_path, web, mo
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ENOSPC, NoSpace), (errno.EDQUOT, NoSpace), (errno.EIO, Unavailable)]
 )
-async def test_a_full_volume_is_told_from_a_broken_one(tmp_path, web, monkeypatch, number, kind):
+async def test_full_volume_and_broken_volume_have_different_reasons(tmp_path, web, monkeypatch, number, kind):
     async def fail(*_):
         raise OSError(number, "no")
 
-    # A file system that is full cannot be made here without mounting one.
+    # A full file system needs a mount, which tests cannot create.
     monkeypatch.setattr("quire_server.downloads.resumable_download.ResumableDownload._write", fail)
     with pytest.raises(Unavailable, match="make room") as caught:
         await download(http(web), tmp_path / "m", SourceOptions())
     assert type(caught.value) is kind
 
 
-def test_a_report_fits_a_termination_message():
+def test_report_fits_a_termination_message():
     long = DownloadResult(DownloadReason.NOT_FOUND, 1, "r" * 200, "ü" * 10_000)
     text = long.dump()
     assert len(text.encode()) <= 3072
@@ -458,7 +458,7 @@ def test_a_report_fits_a_termination_message():
         assert DownloadResult.parse(other) is None
 
 
-async def test_exit_codes_say_whether_to_try_again(tmp_path, web):
+async def test_exit_codes(tmp_path, web):
     def source(folder):
         return json.dumps({"http": {"url": f"{web.url}/{folder}"}})
 

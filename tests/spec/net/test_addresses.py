@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a process listens, and addresses in URLs."""
+"""Listen addresses, and addresses in URLs."""
 
 import pytest
 
@@ -17,9 +17,9 @@ from quire_spec.net.addresses import format_for_url, listen_address
         ("localhost", None, "localhost"),
     ],
 )
-def test_all_addresses_are_those_of_the_pods_family(host, pod_ip, expected):
+def test_listens_on_the_pods_address_family(host, pod_ip, expected):
     assert listen_address(host, {} if pod_ip is None else {"POD_IP": pod_ip}) == expected
 
 
-def test_in_a_url():
+def test_format_for_url():
     assert [format_for_url(host) for host in ("::1", "10.0.0.1", "localhost")] == ["[::1]", "10.0.0.1", "localhost"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a library's errors."""
+"""Descriptions of library errors."""
 
 import pytest
 
@@ -17,5 +17,5 @@ from quire_spec.net.redaction import describe_error
         ("x" * 1000, "x" * 300),
     ],
 )
-def test_an_error_is_one_short_line_without_users_and_queries(text, words):
+def test_describe_error_is_one_line_without_users_and_queries(text, words):
     assert describe_error(ValueError(text)) == words
