@@ -34,7 +34,7 @@ class CapacityCheck:
     ) -> list[Sequence] | None:
         """Return the fewest running sequences, least urgent first, that must stop so that `sequence` can start.
 
-        None if it cannot start anyway.
+        None if it cannot start even without all less urgent sequences.
         """
         if self._fits(sequence, prefix, builder):
             return []

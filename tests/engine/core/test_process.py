@@ -86,10 +86,10 @@ def token_ids_of(deltas: list[SequenceDelta]) -> list[int]:
 
 def test_sequences_return_results_step_by_step(text_client: IpcClient, model: Path):
     prompts = {7: [1, 2, 3], 8: [9] * 40, 9: [5]}
-    for id, prompt in prompts.items():
-        text_client.send(SequenceRequest(id, prompt, GREEDY))
-    for id, deltas in receive_results(text_client, list(prompts)).items():
-        assert token_ids_of(deltas) == greedy_output(model, prompts[id], 12)
+    for request_id, prompt in prompts.items():
+        text_client.send(SequenceRequest(request_id, prompt, GREEDY))
+    for request_id, deltas in receive_results(text_client, list(prompts)).items():
+        assert token_ids_of(deltas) == greedy_output(model, prompts[request_id], 12)
         assert [len(result.token_ids) for result in deltas] == [1] * 12
         assert deltas[-1].finish_reason == "length"
 
@@ -192,8 +192,8 @@ def test_adapters_are_loaded_used_read_again_and_unloaded(
 def run_all(text_client: IpcClient, digests: list[str], base: int) -> list[list[int]]:
     """Return the output of one prompt with each adapter; all requests are concurrent."""
     ids = {base + i: digest for i, digest in enumerate(digests)}
-    for id, digest in ids.items():
-        text_client.send(SequenceRequest(id, [5, 6], GREEDY, adapter_digest=digest))
+    for request_id, digest in ids.items():
+        text_client.send(SequenceRequest(request_id, [5, 6], GREEDY, adapter_digest=digest))
     deltas = receive_results(text_client, list(ids))
     return [token_ids_of(deltas[i]) for i in ids]
 
@@ -299,9 +299,9 @@ def test_failed_steps_fail_their_sequences_and_three_in_a_row_exit(model: Path, 
         with engine.connect("core", "text") as text_client:
             for round_id in (1, 2):
                 for i in range(2):
-                    id = 10 * round_id + i
-                    text_client.send(SequenceRequest(id, [99], GREEDY))
-                    (failed,) = receive_results(text_client, [id])[id]
+                    request_id = 10 * round_id + i
+                    text_client.send(SequenceRequest(request_id, [99], GREEDY))
+                    (failed,) = receive_results(text_client, [request_id])[request_id]
                     assert failed.error_code == "INTERNAL" and "device-side assert" in failed.error
                 text_client.send(SequenceRequest(round_id, [5], GREEDY))
                 assert len(token_ids_of(receive_results(text_client, [round_id])[round_id])) == 12

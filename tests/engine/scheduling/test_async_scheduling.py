@@ -54,9 +54,11 @@ class _EngineRun:
 
         self.engine._scheduler.schedule_ahead = counting_schedule_ahead  # type: ignore[method-assign]
 
-    def add(self, id: int, prompt: list[int], fields: dict[str, Any] | None = None, **params: Any) -> None:
-        self.results[id] = [[], [], None, None]
-        self.engine.add(SequenceRequest(id, prompt, {"temperature": 0.0, "max_tokens": 24, **params}, **fields or {}))
+    def add(self, request_id: int, prompt: list[int], fields: dict[str, Any] | None = None, **params: Any) -> None:
+        self.results[request_id] = [[], [], None, None]
+        self.engine.add(
+            SequenceRequest(request_id, prompt, {"temperature": 0.0, "max_tokens": 24, **params}, **fields or {})
+        )
 
     def step(self) -> None:
         self.engine.read_pending_adapters()
