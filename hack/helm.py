@@ -5,7 +5,7 @@
     python hack/helm.py template NAME CHART [-n NAMESPACE] [-f VALUES]
     python hack/helm.py package CHART [-d FOLDER]
     python hack/helm.py install|upgrade NAME CHART --kubeconfig FILE [-n NAMESPACE] [-f VALUES] [--wait]
-    python hack/helm.py uninstall NAME --kubeconfig FILE [-n NAMESPACE] [--wait]
+    python hack/helm.py rollback|uninstall NAME --kubeconfig FILE [-n NAMESPACE] [--wait]
 
 Options are those of Helm with their meanings, as far as they are listed here; `--help` lists them. The package
 (helm-python-sdk, a third party's build of Helm 4 as a library) is for tests only and pinned to one version.
@@ -93,6 +93,14 @@ def _install(options: argparse.Namespace) -> None:
     print(f"NAME: {options.name}\nNAMESPACE: {options.namespace}\nNOTES:\n{release.get('notes', '')}")
 
 
+def _rollback(options: argparse.Namespace) -> None:
+    from helm_python.config import Config
+
+    with Config(kubeconfig_path=options.kubeconfig, namespace=options.namespace) as config:
+        config.rollback(options.name, timeout=options.timeout, wait="watcher" if options.wait else None)
+    print("Rollback was a success! Happy Helming!")
+
+
 def _uninstall(options: argparse.Namespace) -> None:
     from helm_python.config import Config
 
@@ -131,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         ("package", _package, ["chart"]),
         ("install", _install, ["name", "chart"]),
         ("upgrade", _install, ["name", "chart"]),
+        ("rollback", _rollback, ["name"]),
         ("uninstall", _uninstall, ["name"]),
     ):
         command = commands.add_parser(name)
