@@ -1,6 +1,6 @@
 {{/* SPDX-License-Identifier: Apache-2.0 */}}
 
-{{/* Name of everything that the chart makes: the release's, and `-quire` where that does not say it. */}}
+{{/* Name of the chart's objects: the release name, with the suffix `-quire` if it does not contain "quire". */}}
 {{- define "quire.fullname" -}}
 {{- if contains "quire" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}
 {{- else }}{{ printf "%s-quire" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
@@ -11,7 +11,7 @@
 {{- else }}{{ .Values.serviceAccount.name | default "default" }}{{ end }}
 {{- end }}
 
-{{/* By which the operator's pod is found, also by the NetworkPolicies of the pods that it looks after. */}}
+{{/* Labels that select the operator's pod, also used in the NetworkPolicies of server pods. */}}
 {{- define "quire.selector" -}}
 app.kubernetes.io/name: quire-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -25,7 +25,7 @@ app.kubernetes.io/part-of: quire
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* Reference of an image: (list . "operator" defaultTag) */}}
+{{/* Image reference: (list . "operator" defaultTag) */}}
 {{- define "quire.image" -}}
 {{- $root := index . 0 }}{{ $image := index $root.Values.image (index . 1) }}
 {{- $name := $image.repository }}
@@ -34,7 +34,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else }}{{ printf "%s:%s" $name ($image.tag | default (index . 2)) }}{{ end }}
 {{- end }}
 
-{{/* Takes the rules out of a definition, in place. */}}
+{{/* Removes the CEL rules from a CRD, in place. */}}
 {{- define "quire.withoutRules" -}}
 {{- if kindIs "map" . }}
 {{- $_ := unset . "x-kubernetes-validations" }}

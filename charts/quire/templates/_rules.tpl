@@ -1,7 +1,7 @@
 {{/* SPDX-License-Identifier: Apache-2.0
-What the operator may do in a namespace that it looks after. Verbs and resources by name; a test compares them with what
-the operator really asks of an API server, in both directions. Not here on purpose: pods/exec, pods/log, anything on
-roles, and any write to an LLMService but its status. */}}
+Permissions of the operator in a namespace that it watches. A test compares verbs and resources with the operator's
+requests to an API server, in both directions. Deliberately not granted: pods/exec, pods/log, any access to roles, and
+any write to an LLMService except its status. */}}
 {{- define "quire.rules" -}}
 - apiGroups: [quire.dev]
   resources: [llmservices]
@@ -9,13 +9,13 @@ roles, and any write to an LLMService but its status. */}}
 - apiGroups: [quire.dev]
   resources: [llmservices/status]
   verbs: [patch]
-# Not a finalizer of ours, there is none: where OwnerReferencesPermissionEnforcement is on (OpenShift), owner references
-# that block deletion need it.
+# The operator uses no finalizers. The permission is required for owner references with blockOwnerDeletion if the
+# admission plugin OwnerReferencesPermissionEnforcement is enabled (OpenShift).
 - apiGroups: [quire.dev]
   resources: [llmservices/finalizers]
   verbs: [update]
-# What an LLMService becomes. `create` and `patch` are both needed for server-side apply, `get` for what is there under a
-# name already, `delete` for what is not wanted any more and for what a deleted LLMService of the same name left.
+# Objects of an LLMService. Server-side apply requires `create` and `patch`. `get` reads an existing object with the same
+# name. `delete` removes objects that the spec no longer requires, and leftovers of a deleted LLMService.
 - apiGroups: [""]
   resources: [configmaps, persistentvolumeclaims, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]
@@ -34,7 +34,7 @@ roles, and any write to an LLMService but its status. */}}
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
   verbs: [get, list, watch, create, patch, delete]
-# Kinds that only some clusters have; a rule for one that is absent grants nothing.
+# Optional kinds. A rule for a kind that the cluster does not have grants nothing.
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
   verbs: [get, list, watch, create, patch, delete]
@@ -44,9 +44,9 @@ roles, and any write to an LLMService but its status. */}}
 - apiGroups: [inference.networking.k8s.io]
   resources: [inferencepools]
   verbs: [get, list, watch, create, patch, delete]
-# Secrets: it makes two for each LLMService (the key of the pods' admin port, and copies of the keys that sources name),
-# and reads those that sources name, which only the LLMServices know: so `get`, by name. Not list and watch, which would
-# show it all Secrets of a namespace.
+# Secrets. The operator creates two for each LLMService (the key of the pods' admin port, and copies of the Secrets that
+# sources reference), and reads the referenced Secrets by name with `get`. `list` and `watch` are not granted, because
+# they give access to all Secrets in a namespace.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch, delete]
