@@ -58,7 +58,7 @@ def test_soft_caps(spans, heads):
 
 @pytest.mark.parametrize("spans", [[(700, 1)], [(700, 20)], [(700, 1), (690, 1)]], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
-def test_blocks_that_have_left_the_window_are_not_read(spans, softcap):
+def test_blocks_outside_the_window_are_not_read(spans, softcap):
     queries, cache, batch = make_batch(spans)
     expected = paged_attention.reference(queries, cache, batch, SCALE, 100, softcap)
     first = min(start for start, _ in spans) - 100 + 1
@@ -71,7 +71,7 @@ def test_blocks_that_have_left_the_window_are_not_read(spans, softcap):
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
 @pytest.mark.parametrize("spans", RAGGED_SPANS.values(), ids=RAGGED_SPANS.keys())
 @pytest.mark.parametrize("window", [None, 20])
-def test_what_lies_past_a_context_is_not_read(spans, heads, window):
+def test_memory_past_the_context_is_not_read(spans, heads, window):
     queries, cache, batch = make_batch(spans, dtype=torch.bfloat16, heads=heads)
     if reads_whole_blocks(cache, heads[0]):
         pytest.skip("no compiled kernels here: blocks are cleared instead")
@@ -126,7 +126,7 @@ def test_gathers_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize("heads", [(9, 3), (14, 2), (4, 4), (3, 1)], ids=str)
 @pytest.mark.parametrize("loudness", [1.0, 16.0], ids=["usual", "loud"])
-def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch):
+def test_single_gemm_is_as_exact_as_fused_attention(heads, loudness, monkeypatch):
     monkeypatch.setattr(attention, "MIN_SINGLE_GEMM_KEYS", 0)
     queries, cache, batch = make_batch([(130, 1), (7, 1), (64, 1)], heads=heads, dtype=torch.bfloat16)
     queries *= loudness
@@ -143,7 +143,7 @@ def test_one_product_is_as_exact_as_fused_attention(heads, loudness, monkeypatch
     ("wishes", "reads"),
     [({}, False), ({"paged_attention": "fused"}, False), ({"paged_attention": "torch"}, True), ({"": "torch"}, True)],
 )
-def test_blocks_are_cleared_on_a_gpu_for_the_form_that_reads_them_whole(wishes, reads, monkeypatch):
+def test_cleared_blocks_depend_on_the_implementation(wishes, reads, monkeypatch):
     """A pass over all new blocks of all layers, in steps with prompts. The kernel's own tests have NaN in what no span
     has written."""
     monkeypatch.setattr(dispatch, "overrides", lambda: wishes)

@@ -52,7 +52,7 @@ def _random(*size: int, scale: float = 1.0) -> Tensor:
 
 
 @requires_native_kernels
-def test_here_they_are() -> None:
+def test_library_is_available() -> None:
     """On a processor that has what they need they are used; otherwise the tests below would test torch."""
     assert cpu_native.load_library() is not None
     assert pack_weight(_random(64, 32)).shape == (2, 16, 32, 2)
@@ -77,20 +77,20 @@ def test_linear(num_tokens: int, out_features: int, in_features: int) -> None:
 
 
 @requires_native_kernels
-def test_linear_reads_rows_that_stand_apart() -> None:
+def test_linear_reads_strided_rows() -> None:
     x, weight = _random(7, 100), _random(32, 40)
     wanted = x[:, :40].double() @ weight.double().t()
     _close(linear(x[:, :40], pack_weight(weight), None), wanted, 1e-4)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(33, 64), (64, 33)])
-def test_what_does_not_fit_into_panels_works_too(out_features: int, in_features: int) -> None:
+def test_shapes_that_do_not_fit_into_panels(out_features: int, in_features: int) -> None:
     x, weight = _random(5, in_features), _random(out_features, in_features)
     _close(linear(x, pack_weight(weight), None), x.double() @ weight.double().t(), 1e-4)
 
 
 @requires_native_kernels
-def test_where_amx_is_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_multiplies_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: False)
     x, weight, residual = _random(5, 64), _random(96, 64), _random(5, 96)
     packed = pack_weight(weight)
@@ -120,7 +120,7 @@ def test_rms_norm(size: int) -> None:
 
 @requires_native_kernels
 @pytest.mark.parametrize("head_dim", [24, 64])
-def test_norm_heads(head_dim: int) -> None:
+def test_qk_norm(head_dim: int) -> None:
     whole = torch.randn(5, 7, head_dim).bfloat16()
     weights = [torch.randn(head_dim).bfloat16() for _ in range(2)]
     qk_norm(qkv := whole.clone(), *weights, 3, 1e-5)  # 3 heads of queries, 2 each of keys and values
@@ -139,7 +139,7 @@ def test_silu_mul(size: int) -> None:
 
 
 @requires_native_kernels
-def test_silu_mul_of_extremes() -> None:
+def test_silu_mul_of_extreme_values() -> None:
     gate = torch.tensor([[-1e30, -200.0, 200.0, 1e30, float("nan")]])
     found = silu_mul(torch.cat((gate, torch.ones(1, 5)), dim=-1).bfloat16())[0]
     assert found[:2].tolist() == [0.0, 0.0]
@@ -149,7 +149,7 @@ def test_silu_mul_of_extremes() -> None:
 
 @requires_native_kernels
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (2, 2, 80, 32), (4, 1, 16, 16)])
-def test_rotate_and_write(heads: int, kv_heads: int, head_dim: int, rotary: int) -> None:
+def test_rope_and_cache(heads: int, kv_heads: int, head_dim: int, rotary: int) -> None:
     num_tokens = 11
     qkv = _random(num_tokens, heads + 2 * kv_heads, head_dim)
     angles = torch.rand(num_tokens, rotary // 2) * 6
@@ -201,7 +201,7 @@ def test_attention(
 
 
 @requires_native_kernels
-def test_attention_reads_nobody_elses_block() -> None:
+def test_attention_reads_no_block_of_another_sequence() -> None:
     """NaN in every block and token that is not a sequence's own leaves its output as it is."""
     cache = torch.full((2, 4, 16, 1, 16), float("nan")).bfloat16()
     cache[:, 2, :5] = _random(2, 5, 1, 16)
@@ -210,7 +210,7 @@ def test_attention_reads_nobody_elses_block() -> None:
 
 
 @requires_native_kernels
-def test_most_likely_is_the_first_of_equals() -> None:
+def test_argmax_takes_the_first_of_equal_logits() -> None:
     logits = _random(9, 1000)
     logits[0, [3, 700]] = 50.0
     logits[1] = float("-inf")
@@ -243,19 +243,19 @@ print("native" if cpu_native.load_library() else "torch")
 
 
 @pytest.mark.parametrize("environment", [{"QUIRE_NATIVE": "0"}, {"CXX": "false"}, {"CXX": "/nowhere/c++"}])
-def test_without_them_torch_does_the_work(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_torch_runs_without_the_library(tmp_path: Path, environment: dict[str, str]) -> None:
     assert "\ntorch" in "\n" + _run(_LINEAR, tmp_path, **environment)
 
 
 @requires_native_kernels
-def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+def test_rejects_a_folder_writable_by_others(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     assert "only this user can write to" in _run(_LINEAR, tmp_path)
 
 
 @requires_native_kernels
-def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
+def test_damaged_library_does_not_crash(tmp_path: Path) -> None:
     assert "\nnative" in "\n" + _run(_LINEAR, tmp_path)
     (library,) = (tmp_path / "cache").glob("*.so")
     library.write_bytes(b"no library")
@@ -263,7 +263,7 @@ def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
 
 
 @requires_native_kernels
-def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire_kernels.cpu_native"]
     environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path)}
     together = [
@@ -275,7 +275,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     assert {out.strip() for out, _ in outputs} == {str(next(tmp_path.glob("*.so")))}
 
 
-def test_builds_of_other_versions_that_nobody_loads_are_removed(tmp_path: Path, monkeypatch) -> None:
+def test_stale_builds_of_other_versions_are_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(tmp_path))
     monkeypatch.setattr(cpu_native, "_compile", lambda sources, library: library.write_bytes(b""))
     for name, days in {"native-old.so": 31, "native-recent.so": 29, "preload-old.so": 31, "adapters": 31}.items():

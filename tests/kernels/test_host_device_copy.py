@@ -25,7 +25,7 @@ class _Driver:
         return 0
 
 
-def test_no_more_is_pinned_than_is_asked_for_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_the_exact_size_and_unpins_when_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     tensor = pinned_empty((3, 1000, 7), torch.bfloat16)
@@ -38,7 +38,7 @@ def test_no_more_is_pinned_than_is_asked_for_and_no_longer(monkeypatch: pytest.M
     assert driver.sizes == {}
 
 
-def test_what_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver(error=2))
     with pytest.raises(RuntimeError, match="cannot pin 800 bytes of host memory: cudaHostRegister returned 2"):
         pinned_empty((100,), torch.int64)

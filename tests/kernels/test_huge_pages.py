@@ -12,7 +12,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_tensors_lie_apart_and_aligned() -> None:
+def test_tensors_are_disjoint_and_aligned() -> None:
     arena = HugePageArena()
     sizes = [(3, 5), (1,), (1 << 20, 3), (7,), (40 << 20,)]
     tensors = [arena.empty(size, torch.bfloat16) for size in sizes]
@@ -23,7 +23,7 @@ def test_tensors_lie_apart_and_aligned() -> None:
     assert all((tensor == i).all() for i, tensor in enumerate(tensors))
 
 
-def test_what_nobody_writes_costs_nothing() -> None:
+def test_unwritten_pages_use_no_memory() -> None:
     before = _resident()
     huge = HugePageArena().empty((4 << 30,), torch.uint8)
     assert _resident() - before < 64 << 20

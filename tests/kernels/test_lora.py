@@ -118,7 +118,7 @@ def test_linear_and_deltas_together(num_tokens, segments, site, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_token_gets_does_not_depend_on_its_neighbours(dtype):
+def test_result_of_a_token_does_not_depend_on_its_neighbours(dtype):
     site = SITES["compiled"]
     adapters, _ = _slots(site, dtype)
     weight = pack_weight(torch.randn(128, 20).to(dtype))
@@ -137,7 +137,7 @@ def test_what_a_token_gets_does_not_depend_on_its_neighbours(dtype):
 
 @pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_without_an_adapter_are_untouched(dtype, site):
+def test_tokens_without_an_adapter_are_unchanged(dtype, site):
     adapters, _ = _slots(site, dtype)
     base = torch.randn(9, sum(site.widths)).to(dtype)
     out = base.clone()
@@ -151,7 +151,7 @@ def test_tokens_without_an_adapter_are_untouched(dtype, site):
 
 @pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_overflowing_adapter_harms_its_own_tokens_only(dtype, site):
+def test_overflowing_adapter_affects_only_its_own_tokens(dtype, site):
     adapters, _ = _slots(site, dtype)
     adapters.slot_weights[0] = 3e38
     out = torch.randn(9, sum(site.widths)).to(dtype)
@@ -174,7 +174,7 @@ def test_rows_of_an_embedding(dtype):
     torch.testing.assert_close(base.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_pinned_pieces_make_the_same_adapter(monkeypatch):
+def test_pinned_chunks_equal_the_adapter(monkeypatch):
     """All but the last are of a size that torch need not round up."""
     monkeypatch.setattr(lora_slots, "PINNED_BYTES", 256)
     # Nothing can be pinned without a GPU.
@@ -194,6 +194,6 @@ def test_pinned_pieces_make_the_same_adapter(monkeypatch):
 
 
 @requires_native_kernels
-def test_here_they_are_compiled():
+def test_compiled_kernels_run():
     assert _slots(SITES["compiled"], torch.bfloat16)[0].is_panel_packed
     assert not _slots(SITES["odd"], torch.bfloat16)[0].is_panel_packed

@@ -30,7 +30,7 @@ def _is_module(name: str) -> bool:
     return type(getattr(quire_kernels, name)).__name__ == "module"
 
 
-def test_the_device_of_the_first_argument_chooses_the_form():
+def test_device_of_the_first_argument_selects_the_implementation():
     op = Op(lambda x: "reference")
     op.register("cpu")(lambda x: "cpu")
     assert op(torch.empty(1)) == "cpu"
@@ -38,19 +38,22 @@ def test_the_device_of_the_first_argument_chooses_the_form():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "why"),
+    ("overrides", "message"),
     [
         ({"": "torch"}, None),
         ({"rms_norm": "reference", "gelu_tanh_mul": "own"}, None),
-        ({"rms_norn": "torch"}, "'rms_norn' is no operation; use one of adapted_linear, .* rms_norm, "),
-        ({"adapted_linear": "sied"}, "'sied' is no form of adapted_linear on cuda; use one of torch, side, reference"),
-        ({"": "flash"}, "'flash' is no form of any operation on cuda; use one of .*own"),
+        ({"rms_norn": "torch"}, "'rms_norn' is not an operation; use one of adapted_linear, .* rms_norm, "),
+        (
+            {"adapted_linear": "sied"},
+            "'sied' is not an implementation of adapted_linear on cuda; use one of torch, side, ref",
+        ),
+        ({"": "flash"}, "'flash' is not an implementation of any operation on cuda; use one of .*own"),
     ],
 )
-def test_a_wish_for_what_is_not_there_is_refused(wishes, why, monkeypatch):
-    monkeypatch.setattr(dispatch, "overrides", lambda: wishes)
-    refusal = dispatch.validate_overrides(dispatch.collect_ops(vars(quire_kernels)), "cuda")
-    assert re.match(why, refusal) if why else refusal is None
+def test_rejects_overrides_that_do_not_exist(overrides, message, monkeypatch):
+    monkeypatch.setattr(dispatch, "overrides", lambda: overrides)
+    error = dispatch.validate_overrides(dispatch.collect_ops(vars(quire_kernels)), "cuda")
+    assert re.match(message, error) if message else error is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,7 +104,7 @@ def test_silu_mul(dtype):
     torch.testing.assert_close(silu_mul(gate_up), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_write_kv_writes_its_addresses_and_nothing_else():
+def test_write_kv_writes_only_its_addresses():
     cache = torch.zeros(2, 4, 8, 3, 16)
     merged = torch.randn(5, 2, 3, 16)
     addresses = torch.tensor([9, 0, 31, 16, 10])

@@ -63,7 +63,7 @@ def _kept(probs, **params):
     return kept[0].nonzero().flatten().tolist()
 
 
-def test_nothing_asked_keeps_all():
+def test_no_filter_keeps_all_tokens():
     assert _kept([0.1, 0.2, 0.3, 0.4]) == [0, 1, 2, 3]
 
 
@@ -86,7 +86,7 @@ def test_min_p():
     assert _kept([0.1, 0.19, 0.31, 0.4], min_p=0.5) == [2, 3]
 
 
-def test_top_p_is_of_what_top_k_left():
+def test_top_p_applies_after_top_k():
     # 0.4 is 0.57 of the 0.7 that top_k leaves.
     assert _kept([0.1, 0.2, 0.3, 0.4], top_k=2, top_p=0.5) == [3]
     assert _kept([0.1, 0.2, 0.3, 0.4], top_k=2, top_p=0.6) == [2, 3]
@@ -119,14 +119,14 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert torch.equal(filter_top_k_top_p_min_p(probs[row], top_k[row], top_p[row], min_p[row])[0], together[i])
 
 
-def test_draw_follows_the_weights():
+def test_samples_follow_the_weights():
     weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0])
     uniforms = torch.linspace(0, 1, 8001)[:-1]
     counts = inverse_transform(weights.expand(8000, 6), uniforms).bincount(minlength=6)
     assert counts.tolist() == [0, 1000, 0, 2000, 5000, 0]
 
 
-def test_draw_never_takes_a_token_of_weight_zero():
+def test_tokens_of_weight_zero_are_never_sampled():
     weights = torch.tensor([[0.0, 0.1, 0.3, 0.0, 0.7, 0.0]])
     last = torch.tensor([1.0 - 2.0**-24])
     assert inverse_transform(weights, last).tolist() == [4]

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over the paged cache, prompts and decoded tokens alike, with an online softmax.
+// Attention over the paged KV cache with an online softmax, for prompts and for decoding.
 //
 // The work of one KV head is a tile of rows (a row is one query head of one token) against chunks of 64 keys. Keys of a
-// chunk are transposed once, so that 16 of them lie across a register and a query's pairs are broadcast; values are
-// interleaved by pairs of keys, so that probabilities are. Both products are vdpbf16ps with float32 sums. Keys and
-// values are read where the block table says, never gathered to memory.
+// chunk are transposed once: a register holds 16 of them, and pairs of the query are broadcast. Values are interleaved
+// by pairs of keys, and pairs of probabilities are broadcast. Both products are vdpbf16ps with float32 sums. Keys and
+// values are read in place through the block table, without a gather.
 //
 // Source of the online softmax: Dao et al., FlashAttention, 2022.
 
@@ -21,7 +21,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t kChunk = 64;
-// Keys that are brought near at once: 384 KiB of the 135M Llama's, which a second-level cache holds.
+// Keys that are prefetched at once: 384 KiB for the 135M Llama, which fit into an L2 cache.
 constexpr int64_t kTouched = 8 * kChunk;
 constexpr int64_t kFetchedByTile = 12, kFetchedByPair = 4;
 constexpr int64_t kMaxRows = 48;
@@ -68,13 +68,13 @@ inline void transpose(__m512i (&r)[16]) {
   }
 }
 
-// Keys of one span and head that a chunk or a part of it looks at: [from, to), to at most the end of the context.
+// Keys of one span and head that a chunk, or a part of it, reads: [from, to), at most up to the end of the context.
 struct Keys {
   const int64_t* table;
   int64_t head, from, to;
 };
 
-// Call `use(offset)` for each key in turn, with where it is in the cache.
+// Call `use(offset)` for each key in order, with its offset in the cache.
 template <typename Use>
 inline void each_key(const Shape& s, const Keys& k, Use use) {
   const int64_t row = s.kv_heads * s.head_dim;
@@ -86,9 +86,10 @@ inline void each_key(const Shape& s, const Keys& k, Use use) {
   }
 }
 
-// Read keys and values of all heads once, in the order of memory. The heads of a key lie side by side, and what is
-// computed head by head jumps over the others', which no hardware prefetcher follows. 64 sequences of 40 to 320 tokens, 3
-// KV heads of 64, two Zen 5 cores: 0.53 ms instead of 0.95 ms, and 0.64 ms with software prefetches between the products.
+// Read keys and values of all heads once, in memory order. The heads of a key are adjacent, and computing head by head
+// skips over the other heads, which defeats the hardware prefetcher. 64 sequences of 40 to 320 tokens, 3
+// KV heads of 64, two Zen 5 cores: 0.53 ms instead of 0.95 ms, and 0.64 ms with software prefetches between the
+// products.
 void touch(const Shape& s, const Keys& k) {
   const int64_t row = s.kv_heads * s.head_dim;
   __m512i all = _mm512_setzero_si512();
@@ -100,13 +101,13 @@ void touch(const Shape& s, const Keys& k) {
         all = _mm512_or_si512(all, _mm512_loadu_si512(line));
       key += count;
     }
-  // Tell the compiler that somebody wants it.
+  // Keeps the compiler from removing the loads.
   asm volatile("" : : "v"(all));
 }
 
-// Keys and values of all heads that the thread's next item begins with: brought near while it computes this one, a few
-// cache lines at a time, for a core keeps no more in flight. 30 layers for 64 sequences of 72 tokens, the rest as above:
-// 7.3 ms instead of 9.8 ms, of which 5.2 ms are left where all is in the caches.
+// First keys and values, of all heads, of the thread's next item: prefetched while it computes this one, a few cache
+// lines at a time, because a core keeps no more in flight. 30 layers for 64 sequences of 72 tokens, otherwise as above:
+// 7.3 ms instead of 9.8 ms; 5.2 ms if everything is in the caches.
 class Fetch {
  public:
   Fetch(const Shape& s, const Keys& k) : s_(s), k_(k), key_(k.from), cache_(s.keys) { go(); }
@@ -120,7 +121,7 @@ class Fetch {
   }
 
  private:
-  // On to the next block.
+  // Advance to the next block.
   void go() {
     if (key_ >= k_.to && cache_ == s_.keys) {
       cache_ = s_.values;
@@ -144,7 +145,7 @@ class Fetch {
   const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-// What a thread works in: 8 + 8 KiB of a chunk for a head_dim of 64, 12 + 12 + 6 KiB of scores and sums.
+// Workspace of a thread: 8 + 8 KiB of a chunk for a head_dim of 64, 12 + 12 + 6 KiB of scores and sums.
 struct alignas(64) Scratch {
   bf16 keys[kChunk / kLanes][kMaxHeadDim / 2][kLanes][2];
   bf16 values[kChunk / 2][kMaxHeadDim][2];
@@ -155,7 +156,7 @@ struct alignas(64) Scratch {
   const bf16 *queries[kMaxRows], *key_rows[kChunk], *value_rows[kChunk];
 };
 
-// Find the rows of a chunk; the last one stands for those past it.
+// Find the rows of a chunk; missing rows repeat the last one.
 void find_rows(const Shape& s, Scratch& w, const Keys& k) {
   int64_t count = 0;
   each_key(s, k, [&](int64_t offset) {
@@ -181,8 +182,8 @@ void transpose_keys(const Shape& s, Scratch& w, int64_t tiles, Fetch& fetch) {
     }
 }
 
-// Values of two keys side by side, by pairs. The 32 dimensions of a register are split as the unpack instructions do, the
-// low halves of its four lanes first: `natural` puts them right at the end.
+// Interleave the values of two keys. The unpack instructions split the 32 dimensions of a register, the low halves of
+// its four lanes first; `natural` restores the order at the end.
 void interleave_values(const Shape& s, Scratch& w, int64_t pairs, Fetch& fetch) {
   for (int64_t j = 0; j < pairs; j++) {
     fetch.lines(kFetchedByPair);
@@ -201,7 +202,7 @@ void interleave_values(const Shape& s, Scratch& w, int64_t pairs, Fetch& fetch) 
   }
 }
 
-// Store one row of sums, scaled, in the order of dimensions.
+// Scale one row of sums and store it in the order of dimensions.
 void natural(const Shape& s, const float* sums, float scale, bf16* out) {
   const __m512 by = _mm512_set1_ps(scale);
   int64_t d = 0;
@@ -217,7 +218,7 @@ void natural(const Shape& s, const float* sums, float scale, bf16* out) {
   if (d < s.head_dim) store(out + d, _mm512_mul_ps(_mm512_load_ps(sums + d), by));
 }
 
-// Scores of R rows against T tiles of 16 keys: R x T sums, enough to hide how long one product takes.
+// Scores of R rows and T tiles of 16 keys: R x T sums, enough to hide the latency of vdpbf16ps.
 template <int R, int T>
 void score(const Shape& s, Scratch& w, int64_t row, int64_t tile) {
   __m512 sums[R][T];
@@ -278,8 +279,8 @@ inline __m512 tanh(__m512 x) {
                                                        _mm512_set1_epi32(0x80000000), 0xd8));
 }
 
-// Scores of one row to probabilities, in bf16; earlier sums shrink to the new maximum. Keys [low, high) of the chunk
-// are seen; not Masked: all of them.
+// Convert the scores of one row to probabilities in bf16, and rescale earlier sums to the new maximum. Masked: only
+// keys [low, high) of the chunk are visible; otherwise all of them.
 template <bool Masked>
 void soften(const Shape& s, Scratch& w, int64_t row, int64_t tiles, int64_t low, int64_t high) {
   const __m512 scale = _mm512_set1_ps(s.softcap > 0 ? s.scale / s.softcap : s.scale * kLog2E);
@@ -319,7 +320,7 @@ struct Item {
   int64_t span, head, last, begin, end;
 };
 
-// Keys that the rows of an item see, of its first head.
+// Keys of the item's first head that its rows attend to.
 Keys seen(const Shape& s, const Item& i) {
   // Position of token t: t + shift.
   const int64_t shift = s.contexts[i.span] - s.starts[i.span + 1];
@@ -327,7 +328,7 @@ Keys seen(const Shape& s, const Item& i) {
   return {s.tables + i.span * s.max_blocks, i.head, from, i.end + shift};
 }
 
-// One chunk of keys for the rows of one KV head, the first of them at `row`.
+// Process one chunk of keys for the rows of one KV head, the first of which is `row`.
 void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, const Keys& k, Fetch& fetch) {
   const int64_t group = s.heads / s.kv_heads, end = row + (item.end - item.begin) * group;
   const int64_t tiles = (k.to - k.from + kLanes - 1) / kLanes, pairs = tiles * kLanes / 2;
@@ -391,12 +392,12 @@ void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const b
   const Shape s = {queries, ldq,   keys,     values,   tables,     max_blocks, starts, contexts,
                    out,     heads, kv_heads, head_dim, block_size, scale,      softcap, window};
   const int64_t group = heads / kv_heads, step = std::max<int64_t>(1, kMaxRows / group);
-  // The last tiles of a prompt come first, because they see most keys.
+  // The last tiles of a prompt are first, because they have the most keys.
   std::vector<Item> work;
   for (int64_t span = spans - 1; span >= 0; span--) {
     for (int64_t end = starts[span + 1]; end > starts[span]; end -= step) {
       const int64_t begin = std::max<int64_t>(end - step, starts[span]);
-      // The heads of a key lie side by side in memory: one thread takes as many as fit, unless few items are to share.
+      // The heads of a key are adjacent in memory: one thread computes as many as fit, unless there are few items.
       const int64_t fit = std::max<int64_t>(1, kMaxRows / ((end - begin) * group));
       const int64_t take = spans >= 4 * omp_get_max_threads() ? fit : 1;
       for (int64_t head = 0; head < kv_heads; head += take)
@@ -408,7 +409,7 @@ void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const b
 #pragma omp parallel
   {
     static thread_local Scratch scratch;
-    // One item ahead, to know whose keys to fetch.
+    // Take one item ahead, to know which keys to prefetch.
     for (int64_t i = taken++, next; i < size; i = next) {
       next = taken++;
       Keys keys = {nullptr, 0, 0, 0};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bfloat16 in AVX-512 registers: what all compiled forms share.
+// bfloat16 in AVX-512 registers: helpers of all compiled kernels.
 #pragma once
 
 #include <immintrin.h>
@@ -10,7 +10,7 @@ namespace quire {
 
 using bf16 = uint16_t;
 
-constexpr int kLanes = 16;  // float32 in a register
+constexpr int kLanes = 16;  // float32 lanes of a register
 
 inline __m512 widen(__m256i v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
@@ -22,14 +22,14 @@ inline __m512 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m25
 
 inline void store(bf16* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
 
-// The first n of 16 elements, n at least 1.
+// Load the first n of 16 elements; n is at least 1.
 inline __mmask16 first(int64_t n) { return n >= kLanes ? 0xffff : (__mmask16)((1u << n) - 1); }
 
 inline __m512 load(const bf16* p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
 
 inline void store(bf16* p, __m512 v, __mmask16 mask) { _mm256_mask_storeu_epi16(p, mask, narrow(v)); }
 
-// A pair of neighbours in every lane, as vdpbf16ps multiplies them.
+// Broadcast a pair of neighbouring elements to every lane, as vdpbf16ps multiplies them.
 inline __m512bh pair(const bf16* p) {
   int32_t both;
   __builtin_memcpy(&both, p, sizeof both);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// All decoder layers of a step in one call: the compiled forms in the order in which the layers' Python calls them.
+// All decoder layers of a step in one call: the compiled kernels in the order in which Python would call them.
 //
-// What is computed is the same, to the last bit. What is saved is the way from one to the next, 9 times a layer, and
-// memory: what a layer writes for itself lies where the one before had it, and of a long prompt a part at a time.
+// The result is bitwise the same. The call saves 9 calls from Python per layer, and memory: layers share a workspace,
+// and a long prompt passes through a layer in chunks.
 
 #include <algorithm>
 #include <vector>
@@ -14,7 +14,7 @@ namespace quire {
 
 extern "C" {
 
-// A linear, with the adapters that may change it; `_Product` of decoder.py.
+// A linear and its adapters; `_Product` of fused_decoder.py.
 struct QuireProduct {
   const bf16* packed;
   const bf16* bias;  // or null
@@ -22,24 +22,24 @@ struct QuireProduct {
   const QuireLoraLinear* adapters;  // or null
 };
 
-// `_Layer` of decoder.py.
+// `_Layer` of fused_decoder.py.
 struct QuireLayer {
   const bf16* attention_norm;
   QuireProduct qkv, output;
-  const bf16 *query_norm, *key_norm;  // of each head, or null
+  const bf16 *query_norm, *key_norm;  // [head_dim], or null
   const bf16* mlp_norm;
   QuireProduct gate_up, down;
   int64_t window;  // 0: none
 };
 
-// `_Layers` of decoder.py.
+// `_Layers` of fused_decoder.py.
 struct QuireLayers {
   const QuireLayer* layers;
   int64_t num_layers, hidden, heads, kv_heads, head_dim;
   float eps, scale, softcap;  // softcap 0: none
 };
 
-// `_Step` of decoder.py: what is the same for all layers.
+// `_Step` of fused_decoder.py: arguments that are the same for all layers.
 struct QuireStep {
   int64_t tokens;
   const bf16 *cos, *sin;
@@ -55,10 +55,10 @@ struct QuireStep {
 
 namespace {
 
-// Rows that go through a layer together: what they need between two products stays in the second-level cache.
+// Rows that pass through a layer together: their intermediate results stay in the L2 cache.
 struct Part {
   int64_t begin, count;
-  std::vector<int64_t> tiles;  // of adapters, in rows of the part
+  std::vector<int64_t> tiles;  // adapter tiles, with row numbers relative to the chunk
   QuireLoraRows rows;
 };
 
@@ -78,7 +78,7 @@ std::vector<Part> parts_of(const QuireStep& s) {
   return parts;
 }
 
-// Whether an adapter of these rows changes this linear.
+// Return whether an adapter of these rows changes this linear.
 bool changed(const QuireLoraLinear* l, const QuireLoraRows& rows) {
   for (int64_t tile = 0; l && tile < rows.num_tiles; tile++)
     for (int64_t slice = 0; slice < l->num_slices; slice++)
@@ -86,7 +86,7 @@ bool changed(const QuireLoraLinear* l, const QuireLoraRows& rows) {
   return false;
 }
 
-// out = (add ? out : 0) + x W^T + bias, and what adapters add.
+// out = (add ? out : 0) + x W^T + bias + LoRA deltas.
 void multiply(const QuireProduct& p, const Part& part, const bf16* x, int64_t inputs, bf16* out, bool add) {
   if (changed(p.adapters, part.rows))
     quire_adapted_linear(x, inputs, p.packed, p.bias, out, part.count, p.outputs, inputs, add, p.adapters, &part.rows);
@@ -98,9 +98,8 @@ void multiply(const QuireProduct& p, const Part& part, const bf16* x, int64_t in
 
 extern "C" {
 
-// hidden [tokens, hidden], in place. caches: keys and values of each layer. workspace: qkv and what attention gives of
-// all tokens; then, of as many as go through a layer together, the widest input of a linear of theirs and the outputs of
-// gate_up.
+// hidden [tokens, hidden], in place. caches: keys and values of each layer. workspace: qkv and attention output of all
+// tokens; then, for the rows of a chunk, the widest input of a linear and the output of gate_up.
 void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, bf16* const* caches, bf16* workspace) {
   const QuireLayers& a = *all;
   const QuireStep& s = *step;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products of bfloat16 rows with a weight that is laid out once in panels.
+// GEMM of bfloat16 rows with a weight that was packed once into panels.
 //
-// A panel holds 32 output columns: for every pair of inputs, the pair of each column side by side, which is what one
-// vdpbf16ps takes; tile.h multiplies them. While a tile is computed, the next panel comes from memory, a share of it
-// with each tile.
+// A panel has 32 output columns: for every pair of inputs, the pairs of all columns are adjacent, as vdpbf16ps reads
+// them; tile.h multiplies them. While the tiles of a panel are computed, each prefetches a part of the next panel.
 
 #include <omp.h>
 
@@ -27,7 +26,7 @@ void quire_pack(const bf16* weight, bf16* packed, int64_t n, int64_t k) {
         }
 }
 
-// Rows `ids` of the weight that was packed, [num_ids, k].
+// Unpack rows `ids` of a packed weight to [num_ids, k].
 void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* out, int64_t num_ids, int64_t k) {
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < num_ids; t++) {
@@ -42,7 +41,7 @@ void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bi
   const int64_t panels = n / kColumns, pairs = k / 2;
 #pragma omp parallel
   {
-    // Every thread has its own panels, whatever the rows: weights are read from memory once.
+    // Threads divide the panels and not the rows, so weights are read from memory once.
     int64_t begin = 0, end = panels;
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     begin = panels * thread / threads;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linear with the adapters of its tokens: shrink by tiles of one adapter's rows, then the base product with each
-// row's expand in the same registers.
+// A linear with the LoRA adapters of its tokens: shrink in tiles of one adapter's rows, then the base GEMM with the
+// expand of each row in the same registers.
 //
-// The sum of base and adapter is rounded once. Outputs are written once, by one thread, in one order: nothing is
-// cleared before, and what a token gets does not depend on who else is in the batch. Matrices have the rank that the
-// adapter has. With several adapters and few tokens of each they are read once and hardly used, so that memory is the
-// limit; but the base product leaves memory idle: while it runs, B of the next panel and A of the next linear come in.
+// The sum of base and delta is rounded once. Each output is written once, by one thread, in a fixed order: nothing is
+// cleared, and a token's result does not depend on the rest of the batch. Matrices have their adapter's LoRA rank. With
+// several adapters and few tokens of each, the matrices are read once and hardly reused, so memory is the bottleneck.
+// The base GEMM leaves memory idle: while it runs, B of the next panel and A of the next linear are prefetched.
 
 #include <omp.h>
 
@@ -25,12 +25,12 @@ inline const Entry& entry(const Linear& l, int64_t slot, int64_t slice) {
   return l.entries[slot * l.ld_entries + slice];
 }
 
-constexpr int64_t kMostSlices = 3;  // shrunk at once: q, k and v
+constexpr int64_t kMostSlices = 3;  // slices that are shrunk at once: q, k and v
 constexpr int64_t kMaxTiles = kBlockRows / kTileRows;
 
 inline int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
 
-// What is shrunk at once: rows of x, and matrices A [in / 2, rank, 2] of one rank, up to 16 ranks of each.
+// Arguments of one shrink: rows of x, and matrices A [in / 2, rank, 2] of one LoRA rank, up to 16 ranks of each.
 struct Shrinking {
   const bf16* x;
   int64_t ldx;
@@ -40,8 +40,8 @@ struct Shrinking {
   int64_t ldo;
 };
 
-// R rows by S matrices: x is read once for all of them. A single matrix gets two sums a row: a product takes longer than
-// it takes to start the next one.
+// Shrink R rows with S matrices: x is read once for all of them. A single matrix has two sums per row, because the
+// latency of vdpbf16ps is longer than its issue interval.
 template <int R, int S>
 void shrink(const Shrinking& t) {
   constexpr int kSums = S == 1 ? 2 : 1;
@@ -76,7 +76,7 @@ constexpr Shrink kShrinkRows[kTileRows + 1] = {nullptr,      shrink<1, S>, shrin
                                                shrink<5, S>, shrink<6, S>, shrink<7, S>, shrink<8, S>};
 constexpr const Shrink* kShrink[kMostSlices + 1] = {nullptr, kShrinkRows<1>, kShrinkRows<2>, kShrinkRows<3>};
 
-// Cache lines of the matrices A that this thread's tiles of the next linear begin with, one after the other.
+// First cache lines of the matrices A that this thread's tiles of the next linear read, in order.
 class Ahead {
  public:
   Ahead(const Linear* linear, const Rows& rows, int64_t begin, int64_t end)
@@ -100,7 +100,7 @@ class Ahead {
   }
 
  private:
-  // On to the next matrix.
+  // Advance to the next matrix.
   void step() {
     slice_++;
     find();
@@ -127,8 +127,8 @@ class Ahead {
   const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-// Panels of the matrices B that the rows of a block need for one panel of outputs. They are fetched a panel ahead, each
-// with the tile that has the first row of its slot.
+// Panels of the matrices B that the rows of a block need for one panel of outputs. They are prefetched one panel ahead,
+// each with the tile that contains the first row of its slot.
 class Coming {
  public:
   Coming(const Rows& rows, int64_t m0, int64_t count, int64_t tiles) {
@@ -143,7 +143,7 @@ class Coming {
     num_ = first_[tiles];
   }
 
-  // On to a panel of a linear, or to none.
+  // Advance to a panel of a linear, or to none.
   void go(const Linear* linear, int64_t panel) {
     if (linear && linear == linear_ && panel == panel_ + 1 && panel < slice_end_) {
       for (int64_t i = 0; i < num_; i++) runs_[i].from += runs_[i].lines * kLine;
@@ -154,7 +154,7 @@ class Coming {
     panel_ = panel;
   }
 
-  // Of a tile, followed by lines of something else.
+  // Cache lines of a tile, followed by other cache lines.
   int64_t of(int64_t tile, const Run& also, const Run** runs) {
     const int64_t last = first_[tile + 1] - 1;
     runs_[last] = also;
@@ -188,7 +188,7 @@ class Coming {
 
 extern "C" {
 
-// A [rank, in] and B [out, rank], row by row, to A [in / 2, rank, 2] and B [out / 32, pairs of ranks, 32, 2].
+// Pack row-major A [rank, in] and B [out, rank] to A [in / 2, rank, 2] and B [out / 32, pairs of ranks, 32, 2].
 void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* packed_b, int64_t rank, int64_t in,
                         int64_t out) {
   for (int64_t i = 0; i < in / 2; i++)
@@ -202,7 +202,8 @@ void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* pack
         }
 }
 
-// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias + each row's B (A x); x has rows of ldx. `packed` null: no product.
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias + each row's B (A x); x has rows of ldx. `packed` null: no base
+// GEMM.
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows) {
   const Linear& l = *linear;
@@ -227,7 +228,7 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
         for (t.first_rank = 0; t.first_rank < t.rank; t.first_rank += kLanes) kShrink[num][end - row](t);
       }
     }
-    // Every thread has its own panels, whatever the rows: weights are read from memory once.
+    // Threads divide the panels and not the rows, so weights are read from memory once.
     const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
     int64_t num_tiles = 0;
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compiled forms that other compiled forms call, and what they take. Each is described where it is defined.
+// Compiled kernels that other compiled kernels call, and their argument types. See the definitions for descriptions.
 #pragma once
 
 #include "bf16.h"
 
 namespace quire {
 
-// A matrix pair of a slot; a row of `entries` in lora_slots.py.
+// Matrices A and B of a slot; a row of `entries` in lora_slots.py.
 struct Entry {
-  int64_t a, b;  // elements from the slot's start
-  int64_t rank;  // 0: the adapter leaves the slice alone
+  int64_t a, b;  // offsets in elements from the slot's start
+  int64_t rank;  // 0: the adapter does not change the slice
 };
 
 extern "C" {
@@ -21,15 +21,15 @@ struct QuireLoraLinear {
   const Entry* entries;  // [num_slots, num_slices], rows of `ld_entries`
   int64_t ld_entries;
   int64_t num_slices;
-  const int64_t* ends;  // of each slice, the panel after its last one
+  const int64_t* ends;  // for each slice, the index after its last panel
   int64_t in_features;
   int64_t max_rank;             // even
   const QuireLoraLinear* next;  // computed after this one, or null
 };
 
-// Which rows run with which slot; `_Rows` of lora.py.
+// Adapter slots of the rows of a batch; `_Rows` of lora.py.
 struct QuireLoraRows {
-  const int64_t* tiles;  // [num_tiles, 3]: slot, first row, row after the last; at most 8 rows
+  const int64_t* tiles;  // [num_tiles, 3]: slot, first row, end; at most 8 rows
   int64_t num_tiles;
   const int64_t* slots;  // of each row; -1: none
 };

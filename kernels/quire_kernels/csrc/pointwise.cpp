@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations between matrix products, each one pass over its rows in float32.
+// Operations between GEMMs, each in one pass over its rows, in float32.
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 namespace quire {
 namespace {
 
-// Elements below which a second thread costs more than it saves.
+// Minimum elements per thread: with fewer, a second thread costs more than it saves.
 constexpr int64_t kParallel = 1 << 13;
 
 inline __m512 silu(__m512 x) {
@@ -54,13 +54,13 @@ inline void normalise(const bf16* x, const bf16* weight, bf16* out, int64_t size
 
 extern "C" {
 
-// Each row of x normalised; x has rows of ldx, out of size.
+// Normalise each row of x; x has rows of ldx, out has rows of size.
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for schedule(static) if (rows * size > kParallel)
   for (int64_t r = 0; r < rows; r++) normalise(x + r * ldx, weight, out + r * size, size, eps);
 }
 
-// Each head of queries and keys normalised where it is. qkv [tokens, heads + 2 * kv_heads, head_dim] with rows of ldq.
+// Normalise each head of queries and keys in place. qkv [tokens, heads + 2 * kv_heads, head_dim] with rows of ldq.
 void quire_norm_heads(bf16* qkv, int64_t ldq, const bf16* query_weight, const bf16* key_weight, int64_t tokens,
                       int64_t heads, int64_t kv_heads, int64_t head_dim, float eps) {
 #pragma omp parallel for schedule(static) if (tokens * (heads + kv_heads) * head_dim > kParallel)
@@ -83,7 +83,7 @@ void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size) 
   }
 }
 
-// Rotate queries where they are, keys into the cache, and copy values there.
+// Rotate queries in place, write rotated keys to the cache, and copy values there.
 // qkv [tokens, heads + 2 * kv_heads, head_dim] with rows of ldq; cos, sin [tokens, rotary_dim];
 // keys, values: a layer's cache, rows of kv_heads * head_dim at `addresses`.
 void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, bf16* keys, bf16* values,

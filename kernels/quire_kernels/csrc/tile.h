@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a matrix product: up to 8 rows by one panel of 32 columns, in 16 registers; and what adapters add to it.
+// A GEMM tile: up to 8 rows by one panel of 32 columns, in 16 registers, plus the LoRA deltas of its rows.
 //
-// Per pair of inputs it costs 2 loads of weights, 8 broadcasts and 16 products, so that products are the limit. While
-// a tile is computed, what comes next is fetched from memory.
+// A pair of inputs costs 2 loads of weights, 8 broadcasts and 16 vdpbf16ps, so the multiplications are the bottleneck.
+// While a tile is computed, the data of the next one is prefetched from memory.
 #pragma once
 
 #include <algorithm>
@@ -15,22 +15,22 @@ namespace quire {
 constexpr int64_t kColumns = 32;
 constexpr int64_t kTileRows = 8;
 constexpr int64_t kLine = 64;  // bytes of a cache line
-// Rows whose inputs stay in the second-level cache while all panels go by.
+// Rows whose inputs stay in the L2 cache while all panels are multiplied.
 constexpr int64_t kBlockRows = 240;
 
-// A panel comes from memory about as fast as so few tiles are computed with it; in the first-level cache it would push
-// out the one that they read. 16 tokens, 120 linears of a 135M Llama, two Zen 5 cores: 8.6 ms instead of 10.3 ms, where
-// 24 tokens take 13.2 ms instead of 12.5 ms. With a single tile the processor is quicker alone: 6.7 ms, not 8.3 ms.
+// Up to this many tiles, loading a panel takes about as long as computing them, so it is prefetched to L2 only: in L1
+// it would evict the panel in use. 16 tokens, 120 linears of a 135M Llama, two Zen 5 cores: 8.6 ms instead of 10.3 ms;
+// 24 tokens take 13.2 ms instead of 12.5 ms. With a single tile the hardware prefetcher is faster: 6.7 ms, not 8.3 ms.
 constexpr int64_t kFewTiles = 2;
 
-// What a row's adapter adds: its shrunk input times a panel of B.
+// LoRA delta of a row: its shrunk input times a panel of B.
 struct Delta {
   const bf16* shrunk;  // [2 * pairs]
-  const bf16* panel;   // [pairs, 32, 2]; the next panel comes after it
-  int64_t pairs;       // of ranks; 0: the row has no adapter here
+  const bf16* panel;   // [pairs, 32, 2]; the next panel follows it
+  int64_t pairs;       // pairs of LoRA ranks; 0: the row has no adapter here
 };
 
-// Cache lines to fetch from memory, one after the other.
+// Consecutive cache lines to prefetch.
 struct Run {
   const char* from;
   int64_t lines;
@@ -44,11 +44,11 @@ struct Tile {
   bf16* out;  // [rows, columns], rows of ldo
   int64_t ldo;
   const bf16* bias;  // of the panel, or null
-  bool add;          // to what is in out
+  bool add;          // add to out instead of overwriting it
   const char* next;  // what to prefetch, in steps of `stride` bytes a pair; stride 0: nothing
   int64_t stride;
-  bool near;  // to the first-level cache, else to the second
-  const Delta* deltas = nullptr;  // of each row
+  bool near;  // prefetch to L1, else to L2
+  const Delta* deltas = nullptr;  // one for each row
   const Run* runs = nullptr;      // further cache lines to prefetch, one a pair: more at once than a core keeps in
   int64_t num_runs = 0;           // flight would hold up the products
 };
@@ -59,8 +59,8 @@ inline void finish(__m512 v, bf16* out, const bf16* bias, bool add) {
   store(out, v);
 }
 
-// `function` of 0 to N - 1 as constants: a loop that the compiler leaves one would put an array that it indexes, the
-// sums, into memory.
+// Call `function` with the constants 0 to N - 1. A loop that the compiler does not unroll would keep the array of sums,
+// which it indexes, in memory.
 template <int N, int I = 0, typename F>
 inline __attribute__((always_inline)) void each(F&& function) {
   if constexpr (I < N) {
@@ -69,7 +69,7 @@ inline __attribute__((always_inline)) void each(F&& function) {
   }
 }
 
-// Adds to the sums of rows I to I + N - 1; those of one adapter together, so that its panel is loaded once.
+// Add the deltas of rows I to I + N - 1; rows of one adapter together, so that its panel is loaded once.
 template <int I, int N, int R>
 inline __attribute__((always_inline)) void add_deltas(const Delta* deltas, __m512 (&sums)[R][2]) {
   bool together = true;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""activation(gate) * up of a merged projection, in one pass."""
+"""Gated activations in one pass: activation(gate) * up of a merged projection."""
 
 import triton
 import triton.language as tl
@@ -11,22 +11,24 @@ _BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.silu_mul. Moves 3 * num_tokens * intermediate_size elements: gate and up in, their product out."""
+    """See activation.silu_mul. Moves 3 * num_tokens * intermediate_size elements: reads gate and up, writes the
+    product.
+    """
     return _launch_gated(gate_up, "silu")
 
 
 def relu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.gated; bytes as `silu_mul`."""
+    """See activation.get_gated_op; moves as many bytes as `silu_mul`."""
     return _launch_gated(gate_up, "relu")
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.gated; bytes as `silu_mul`."""
+    """See activation.get_gated_op; moves as many bytes as `silu_mul`."""
     return _launch_gated(gate_up, "gelu")
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """See activation.gated; bytes as `silu_mul`."""
+    """See activation.get_gated_op; moves as many bytes as `silu_mul`."""
     return _launch_gated(gate_up, "gelu_tanh")
 
 
@@ -56,5 +58,5 @@ def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr)
     else:
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    # Rounded where the reference rounds.
+    # Rounds at the same points as the reference.
     tl.store(out + row * width + columns, y.to(up.dtype) * up, mask=mask)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of a mixed batch in one launch: short spans split by work, long ones in tiles of queries.
+"""Paged attention of a mixed batch in one launch: split-KV for short spans, query tiles for long ones.
 
 A program multiplies all query heads of a KV head at once (packed GQA): row m of its tile is query head m % group of
 token m // group, so that a key is read once for all of them.
 
-Short spans (decoding, or a few speculated tokens) are bound by reading keys and values. Their tiles of keys, span
-after span and head after head, form one line that is cut into equal shares, one per worker. The number of workers is
-fixed, so that a captured graph fits every batch, and how many of them a span gets follows from its context. A worker
-that has only a part of a pair (span, KV head) leaves a partial result; it has two at most, at the start and at the end
-of its share. `_combine` puts those of a pair together. Nothing is added atomically: a batch gives the same bits each
-time.
+Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. Their key tiles,
+ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers is
+fixed, so that a captured graph fits every batch; the workers of a span follow from its context length. A worker that
+has only a part of a (span, KV head) pair writes a partial result; it has two at most, at the start and at the end of
+its share. `_combine` merges the partial results of a pair. There are no atomics: the result of a batch is
+deterministic.
 
-Long spans (prompts and chunks) are bound by products. A program takes a tile of queries, the latest first, since those
-see the most keys; only the tiles of keys on the diagonal are masked.
+Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries, the last ones first,
+because those have the most keys; only key tiles on the diagonal are masked.
 
-Source: the cut into equal shares is Stream-K's (Osama et al. 2023, arXiv 2301.03598) on the split of keys of
+Source: the equal shares are Stream-K's (Osama et al. 2023, arXiv 2301.03598), applied to the split of keys of
 Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attention.py.
 """
 
@@ -31,31 +31,31 @@ from quire_kernels.gpu.launch_math import next_power_of_2
 from quire_kernels.gpu.pdl import supports_pdl
 
 WORKERS_PER_SM = 3
-"""Workers that share a multiprocessor: while one begins a pair, the others read. Three fit by shared memory, at 73 KB
+"""Workers per multiprocessor: while one starts a pair, the others read. The shared memory is enough for three, at 73 KB
 for heads of 128 in bfloat16 (compiled for sm_90)."""
 MIN_SHARE = 2
-"""Tiles of keys below which a worker's share is not cut: a partial result must be written, read and merged."""
+"""Minimum key tiles of a worker's share, because a partial result must be written, read and merged."""
 NUM_INTERPRETED_WORKERS = 5
 _PARTIALS_PER_ROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Sizes of a launch; what suits a card is measured by tests/bench/gpu.py."""
+    """Tile sizes of a launch; tests/bench/gpu.py measures the best for a GPU."""
 
     short_keys: int
-    """Keys that a worker multiplies at a time."""
+    """Keys per iteration of a worker."""
     long_rows: int
-    """Queries, times their heads per KV head, of a tile of a long span."""
+    """Rows of a tile of a long span: queries times query heads per KV head."""
     long_keys: int
     num_warps: int
     num_stages: int
-    """Of the compiler's pipeline: odd, since addresses come out of the block table, which takes as many as keys and
-    values. With 3 a tile is asked for at the end of a round and awaited at the start of the next one, with 5 it has a
-    round's time, 4 are as 3. Shared memory holds one or two tiles for short spans, one more for long ones, since wgmma
-    still reads it (compiled for sm_90)."""
+    """Stages of the compiler's pipeline. Odd, because reading addresses from the block table takes as many stages as
+    reading keys and values. With 3, a tile is requested at the end of an iteration and awaited at the start of the
+    next; with 5 it has one iteration's time; 4 is like 3. Shared memory holds one or two tiles for short spans, and one
+    more for long ones, which wgmma still reads (compiled for sm_90)."""
     max_registers: int | None = None
-    """Of a thread; None: as many as the compiler likes."""
+    """Maximum registers per thread; None: the compiler decides."""
 
 
 def paged_attention(
@@ -68,9 +68,9 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    Short spans move 2 * context * num_kv_heads * head_dim elements of the cache each; beside that queries, output and
-    partial results are little. Long spans multiply 4 * num_heads * head_dim operations for each pair of a token and a
-    key that it sees.
+    A short span moves 2 * context * num_kv_heads * head_dim elements of the cache; queries, output and partial results
+    are small in comparison. A long span takes 4 * num_heads * head_dim operations for each pair of a token and a key
+    that it attends to.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_spans, (block_size, num_kv_heads) = len(batch.context_lengths), cache.shape[2:4]
@@ -142,13 +142,13 @@ def paged_attention(
 
 @functools.cache
 def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> AttentionTiles:
-    """Tiles that fit into a multiprocessor's shared memory: keys and values of each stage, and the queries."""
+    """Return tile sizes that fit into a multiprocessor's shared memory: keys and values of each stage, and queries."""
     is_wide, is_float32 = next_power_of_2(head_dim) > 128, element_size > 2
     short_keys = 32 if is_wide or is_float32 else 64
     rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
     if not has_long:
-        # What lets WORKERS_PER_SM of 128 threads share 65,536 registers; Triton 3.9 would take 177, and spills nothing
-        # with fewer.
+        # Allows WORKERS_PER_SM workers of 128 threads in 65,536 registers. Triton 3.9 would use 177 per thread, and
+        # does not spill with fewer.
         return AttentionTiles(
             short_keys,
             rows,
@@ -157,8 +157,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
             num_stages=5,
             max_registers=None if is_wide or is_float32 else 168,
         )
-    # Registers leave room for one program of 8 warps on a multiprocessor, so that it must hide the memory's latency by
-    # itself. Two of 4 warps hide it for each other, and would not fit with more stages; in float32 nothing would.
+    # Registers allow only one program of 8 warps per multiprocessor, which must hide the memory latency by itself. Two
+    # programs of 4 warps hide it for each other, but would not fit with more stages; in float32 no choice would.
     return AttentionTiles(
         short_keys,
         rows,
@@ -170,15 +170,15 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 
 @functools.cache
 def num_workers(device: torch.device) -> int:
-    """Programs that short spans are cut for."""
+    """Return the number of workers for short spans."""
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
     return WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
-    """Where each span's work begins: [2, num_spans + 1] int32, tiles of keys of short spans and tiles of queries of
-    long ones. Made by the first layer that asks, on the device: lengths may have come into being there."""
+    """Return where each span's work begins: [2, num_spans + 1] int32, key tiles of short spans and query tiles of long
+    ones. Computed by the first layer of a step, on the device, because the host may not know the lengths."""
     key = window, max_short, short_keys, long_tokens, batch.separate_prefill_min_tokens
     work = batch.work_plans.get(key)
     if work is None:
@@ -201,8 +201,8 @@ def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_
 
 
 def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Partial results, two per worker: sums [2 * workers, rows, dim] and their maxima and weights, [2, 2 * workers,
-    rows], in float32."""
+    """Allocate two partial results per worker, in float32: sums [2 * workers, rows, dim], and maxima and weights
+    [2, 2 * workers, rows]."""
     like = {"dtype": torch.float32, "device": queries.device}
     return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
 
@@ -244,7 +244,7 @@ def _build_work_plan(
 
 @triton.jit
 def _span_of(starts, num_spans, value):
-    """The span whose work has index `value`: the last one that begins there or before."""
+    """Return the span that contains work item `value`: the last one that begins at or before it."""
     low = 0
     high = num_spans
     while high - low > 1:
@@ -257,11 +257,11 @@ def _span_of(starts, num_spans, value):
 
 @triton.jit
 def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
-    """Tiles of keys per worker."""
+    """Return the key tiles per worker."""
     return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
 
 
-# `kind_stride`: see kv_write.py.
+# `kind_stride`: see kv_cache_write.py.
 @triton.jit(do_not_specialize=["num_spans", "table_width"])
 def _paged_attention(
     queries,
@@ -321,7 +321,7 @@ def _split_kv_decode(
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     MIN_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """All of one worker's share."""
+    """Process one worker's share."""
     total = tl.load(work + num_spans) * NUM_KV_HEADS
     share = _tiles_per_worker(total, WORKERS, MIN_SHARE)
     first = worker * share
@@ -332,7 +332,7 @@ def _split_kv_decode(
     span = _span_of(work, num_spans, offset_in_work // NUM_KV_HEADS)
     span_start = tl.load(work + span)
     tiles = tl.load(work + span + 1) - span_start
-    # Past the last share there is nothing to divide by.
+    # Beyond the last share there is no work, and the weight would be 0.
     offset = offset_in_work - span_start * NUM_KV_HEADS
     head = offset // tl.maximum(tiles, 1)
     tile = offset - head * tiles
@@ -342,7 +342,7 @@ def _split_kv_decode(
         length = tl.load(query_starts + span + 1) - start
         context = tl.load(context_lengths + span)
         row_mask = rows < length * GROUP
-        # A row that stands for no query sees no key.
+        # A padding row attends to no key.
         position = tl.where(row_mask, context - length + rows // GROUP, -1)
         head_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
         token = (start + rows // GROUP).to(tl.int64)
@@ -387,10 +387,10 @@ def _prefill(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one KV head."""
+    """Process one tile of queries of one KV head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     block = tl.load(blocks + num_spans) - 1 - pid // NUM_KV_HEADS
-    # There are at most as many tiles as programs.
+    # There may be more programs than tiles.
     if block >= 0:
         head = pid % NUM_KV_HEADS
         span = _span_of(blocks, num_spans, block)
@@ -417,7 +417,7 @@ def _prefill(
         if WINDOWED:
             masked_from = tl.maximum(first_position - window + 1, 0) // KEYS
         else:
-            # Tiles that every row sees in full.
+            # Key tiles that need no mask.
             masked_from = (first_position + 1) // KEYS
             acc, row_max, row_sum = _accumulate(
                 acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, table, 0, masked_from,
@@ -440,11 +440,11 @@ def _accumulate(
     TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles [first, last) of keys and values to a running softmax: `acc` is the sum of values by 2^(score - most),
-    with scores and `most` in base 2, `weight` that of the factors."""
+    """Add key tiles [first, last) to an online softmax: `acc` is the sum of values weighted by 2^(score - most),
+    `weight` the sum of the weights; scores and the maximum `most` are base-2 logarithms."""
     dims = tl.arange(0, DIM)
-    # The default rounds float32 inputs to 10 bits. Three products of such parts are as good as one in float32, on the
-    # matrix units; "ieee", on none, spills kilobytes and takes the compiler a minute.
+    # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one in float32 and use
+    # the tensor cores; "ieee" does not, spills kilobytes, and takes a minute to compile.
     EXACT: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
     to_log2 = (1.0 if CAPPED else scale) * 1.4426950408889634
     for tile in range(first, last):
@@ -457,7 +457,7 @@ def _accumulate(
             block = tl.load(table + keys // BLOCK_SIZE)
             mask = (keys >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
         row = cache + (block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE) * TOKEN_STRIDE
-        # What is not read is 0: nobody's NaN spreads.
+        # Masked loads return 0, so that NaN in unused memory does not spread.
         if MASKED or HEAD_DIM < DIM:
             k = tl.load(row[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
             v = tl.load(row[:, None] + kind_stride + dims[None, :], mask=mask, other=0.0).to(q.dtype)
@@ -473,9 +473,9 @@ def _accumulate(
             if WINDOWED:
                 is_visible = is_visible & (keys[None, :] > position[:, None] - window)
             scores = tl.where(is_visible, scores, float("-inf"))
-        # `to_log2` is above 0, so it may wait until the maximum is known: one fused multiply-add a score.
+        # `to_log2` is positive, so it can be applied after the maximum: one fused multiply-add per score.
         new_row_max = tl.maximum(row_max, tl.max(scores, axis=1) * to_log2)
-        # A row that has seen nothing yet must not become -inf - -inf.
+        # Without this, a row without any key would compute -inf - -inf.
         base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         factors = tl.exp2(tl.fma(scores, to_log2, -base[:, None]))
         rescale = tl.exp2(row_max - base)
@@ -503,8 +503,8 @@ def _combine(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row of the pair (span, KV head) that is cut between workers `program_id(0) - 1` and `program_id(0)` for the
-    first time."""
+    """Merge one row of the (span, KV head) pair whose first cut is between workers `program_id(0) - 1` and
+    `program_id(0)`."""
     worker = tl.program_id(0)
     row = tl.program_id(1)
     total = tl.load(work + num_spans) * NUM_KV_HEADS
@@ -512,14 +512,14 @@ def _combine(
     cut = worker * share
     span = _span_of(work, num_spans, cut // NUM_KV_HEADS)
     span_start = tl.load(work + span)
-    # Past the last share there is nothing to divide by.
+    # Beyond the last share there is no work, and the weight would be 0.
     tiles = tl.maximum(tl.load(work + span + 1) - span_start, 1)
     head = (cut - span_start * NUM_KV_HEADS) // tiles
     first = span_start * NUM_KV_HEADS + head * tiles
     start = tl.load(query_starts + span)
     length = tl.load(query_starts + span + 1) - start
     if EARLY:
-        # In every program: where nothing is cut, there was work all the same.
+        # Every program waits: there was work even if no pair was cut.
         tl.extra.cuda.gdc_wait()
     if (cut < total) & (first < cut) & (first >= cut - share) & (row < length * GROUP):
         dims = tl.arange(0, DIM)
@@ -530,7 +530,7 @@ def _combine(
         for first_worker in range(worker - 1, last_worker + 1, PARTS):
             workers = first_worker + tl.arange(0, PARTS)
             mask = workers <= last_worker
-            # The pair comes first in a worker's share unless it begins within it.
+            # The pair is the first of a worker's share unless it begins within the share.
             partial_rows = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
             peaks = tl.load(stats + partial_rows, mask=mask, other=float("-inf"))
             weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + partial_rows, mask=mask, other=0.0)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a mixed batch whose long prompts are left to PyTorch's fused attention: on Hopper to cuDNN's, with the
-copy engine and warps for it alone, which our kernel does without. All else is that kernel's.
+"""Attention of a mixed batch with long prompts in PyTorch's fused attention; other spans run in gpu/attention.py.
 
-QUIRE_KERNELS=paged_attention=fused asks for it, until a card has shown where it is faster: tests/bench/gpu.py measures
-both. Others' figures for an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN's, 469 for the attention of
-Triton's tutorial, which is near ours (https://github.com/meta-pytorch/tritonbench/issues/141).
+On Hopper, PyTorch selects cuDNN, which uses the copy engine (TMA) and specialized warps; the Triton kernel does not.
+QUIRE_KERNELS=paged_attention=fused selects this implementation; tests/bench/gpu.py measures both. Published figures for
+an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, 469 for the attention of Triton's tutorial, which
+resembles ours (https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 
 from dataclasses import replace
@@ -18,14 +18,14 @@ from quire_kernels.gpu.attention import paged_attention as triton_paged_attentio
 from quire_kernels.kv_cache_write import as_indexable
 
 MIN_TOKENS = 1024
-"""Of a prompt that is worth three launches more and the copies of its keys, values and output."""
+"""Minimum tokens of a prompt. Shorter ones do not justify three more launches and copies of keys, values and output."""
 BACKENDS = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-"""The first one that takes the types and shapes computes."""
+"""In order of preference: the first one that supports the dtypes and shapes is used."""
 
 
 def paged_attention(
@@ -38,8 +38,8 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    Beside what the products need, a long prompt's keys, values and output are read and written once more: 200 MB for
-    8,192 tokens of 32 heads on 8 of 128 in bfloat16, 0.05 ms at 4.3 TB/s beside 0.95 ms at 580 TFLOP/s.
+    A long prompt's keys, values and output are read and written once more than necessary: 200 MB for 8,192 tokens of 32
+    heads on 8 KV heads of 128 in bfloat16, 0.05 ms at 4.3 TB/s beside 0.95 ms of GEMM at 580 TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
     is_unsupported = softcap is not None or (window is not None and window < batch.max_query_len)
@@ -61,7 +61,7 @@ def paged_attention(
 def _prefill_with_sdpa(
     queries: Tensor, cache: Tensor, batch: AttentionMetadata, span: PrefillSpan, scale: float
 ) -> Tensor:
-    """[length, num_heads, head_dim]: causal attention of an opening over its own keys."""
+    """Return [length, num_heads, head_dim]: causal attention of a prefill span over its own keys."""
     block_size, num_kv_heads, head_dim = cache.shape[2:]
     rows, blocks = as_indexable(cache.flatten(2)), batch.block_tables[span.span_index, : -(-span.length // block_size)]
 
@@ -79,13 +79,13 @@ def _prefill_with_sdpa(
 
 
 def _pad_to_planned_length(x: Tensor) -> Tensor:
-    """Of as many tokens as are planned for, with zeros that no token sees. x: [num_tokens, heads, head_dim]."""
+    """Pad x [num_tokens, heads, head_dim] with zeros to a planned length. No token attends to the padding."""
     missing = planned_length(len(x)) - len(x)
     return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
 def planned_length(length: int) -> int:
-    """`length`, rounded up to one of eight lengths between two powers of two: cuDNN plans for some tens of milliseconds
-    when it meets a length for the first time."""
+    """Round `length` up to one of eight lengths between two powers of two: cuDNN takes some tens of milliseconds to
+    plan for each new length."""
     step = max(1 << (length - 1).bit_length() - 4, 1)
     return -(-length // step) * step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scatter of new keys and values into the paged cache, alone and with the rotation of keys and queries."""
+"""Write of new keys and values to the paged KV cache, alone and fused with the rotation of keys and queries."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,12 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
-"""Heads of a token that a program takes: 8 heads of 128 are 2 KiB in bfloat16."""
+"""Heads of a token per program: 8 heads of 128 are 2 KiB in bfloat16."""
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> None:
-    """See kv_write.write_kv. Moves 4 * num_tokens * num_kv_heads * head_dim elements: keys and values in and out."""
+    """See kv_cache_write.write_kv. Moves 4 * num_tokens * num_kv_heads * head_dim elements: reads and writes keys and
+    values."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     assert keys.stride(1) == values.stride(1) == head_dim and keys.stride(2) == values.stride(2) == 1
     width = num_kv_heads * head_dim
@@ -23,7 +24,7 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
 
 
 def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
-    """See rope.rotate_and_write; queries are rotated where they are.
+    """See rope.rope_and_cache. Rotates queries in place.
 
     Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements, each read and written once, and the
     angles.
@@ -53,8 +54,8 @@ def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, address
 
 @triton.jit
 def to_cache_dtype(x, like):
-    """x in the type that `like`, the cache, holds: e4m3 has no infinity, so what is beyond it becomes its largest. NaN,
-    which the limits would make a number of, stays NaN."""
+    """Convert x to the element type of the cache pointer `like`. e4m3 has no infinity, so larger numbers are clamped to
+    its maximum. NaN stays NaN."""
     if like.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         bits = tl.minimum(tl.maximum(wide, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -64,8 +65,8 @@ def to_cache_dtype(x, like):
     return y
 
 
-# `kind_stride` passes 2^31 in large caches. Were it an int32 in small ones, those would need another kernel, compiled
-# while the first request waits: the engine warms up on a cache of one block.
+# `kind_stride` exceeds 2^31 in large caches. An int32 in small ones would be another kernel variant, which would be
+# compiled during the first request, because the engine warms up with a cache of one block.
 @triton.jit
 def _write_kv(
     keys, values, cache, addresses, key_stride, value_stride, kind_stride: tl.int64, width, BLOCK: tl.constexpr
@@ -99,7 +100,7 @@ def _rope_and_cache(
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Queries, keys and values go one way: what is not rotated has the angle 0."""
+    """Queries, keys and values share one code path: elements that are not rotated have the angle 0."""
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, HALF_BLOCK)[None, :]

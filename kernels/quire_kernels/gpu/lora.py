@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter deltas in two launches a linear, all its slices together: shrink into planes, expand into the base's output.
+"""LoRA deltas in two launches per linear, for all its slices: shrink into partial sums, expand into the base output.
 
-A program takes a tile of `Routing`: up to 16 tokens of one adapter, wherever they are in the batch. The inputs of a
-linear are split between programs, each of which writes a plane of its own of A x; expand adds the planes up in their
-order. So nothing is cleared before, nothing is added atomically, and the result is the same every time. Grids and
-constants follow from the sizes of the step and of the slots alone, so a captured step serves whatever the slots hold
-later: programs read an adapter's rank on the device, and loop to it. Never run on a GPU yet: tested in the interpreter.
+A program processes a tile of `TokenRouting`: up to 16 tokens of one adapter, anywhere in the batch. The inputs of a
+linear are split between programs (split-K); each writes its own plane of A x, and expand adds the planes in order. No
+buffer is cleared, no atomics are used, and the result is deterministic. Grids and constants depend only on the sizes of
+the step and of the slots, so a captured step stays valid when slots change: programs read an adapter's LoRA rank on the
+device.
 
-Expand is launched while shrink runs, where the card can do that (early_launch.py).
+Expand is launched while shrink runs, on devices that support it (pdl.py).
 """
 
 import functools
@@ -26,30 +26,30 @@ from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
 from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
 
 _MIN_RANKS = 16
-"""Ranks that a program takes at a time where the adapter has no more: a matrix product takes no fewer."""
+"""LoRA ranks per iteration for adapters of low rank: the minimum of a matrix instruction."""
 _MAX_RANKS = 64
-"""The same for adapters of higher rank, as far as slots have room for them: inputs are read once for all of these."""
+"""LoRA ranks per iteration for adapters of higher rank, limited by the slots' maximum: inputs are read once for all."""
 _MIN_INPUTS_PER_PROGRAM = 512
-"""Inputs below which they are not split."""
+"""Minimum inputs of a program of shrink: smaller inputs are not split."""
 _MAX_BLOCKS_PER_PROGRAM = 16
-"""Of columns, for a program of expand."""
+"""Maximum blocks of columns of a program of expand."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRATiles:
-    """Sizes of both launches; what suits a card is measured by tests/bench/gpu.py."""
+    """Tile sizes of both launches; tests/bench/gpu.py measures the best for a GPU."""
 
     inputs: int = 128
-    """That a program of shrink multiplies at a time."""
+    """Inputs per iteration of shrink."""
     columns: int = 128
-    """Of a block of expand's."""
+    """Columns of a block of expand."""
     min_shrink_programs: int = 264
-    """Programs of shrink, at least, where a step has tokens for so many: two for each of 132 multiprocessors. Inputs
-    are split no further, since expand reads all planes again for each of its programs."""
+    """Target number of shrink programs: two for each of 132 multiprocessors. Inputs are split until it is reached and
+    no further, because each program of expand reads all planes."""
     max_expand_programs: int = 1056
-    """Programs of expand beyond which one takes several blocks of columns: it reads its planes once for all of them."""
+    """Above this number of expand programs, a program processes several blocks of columns and reads its planes once."""
     shrink_num_stages: int = 4
-    """Of the compiler's pipeline: 3 tiles of x and A are on their way while one is multiplied."""
+    """Stages of the compiler's pipeline: 3 tiles of x and A are loading while one is multiplied."""
     expand_num_stages: int = 3
 
 
@@ -59,8 +59,8 @@ TILES = LoRATiles()
 def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """See lora.add_lora.
 
-    Reads an adapter's matrices once for each tile of its tokens, from memory the first time. The planes, float32
-    [num_splits, num_tokens, num_slices, rank], are written once, and read once by each program of expand.
+    Reads an adapter's matrices once for each tile of its tokens, the first time from memory. The planes, float32
+    [num_splits, num_tokens, num_slices, rank], are written once and read once by each program of expand.
     """
     _launch_shrink_and_expand(out, x, adapters, batch, supports_pdl(x.device))
 
@@ -68,15 +68,15 @@ def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) ->
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
-    """See lora.adapted_linear. In a captured step the launch that shrinks has a branch of its own in the graph, beside
-    the base's product; expand comes after both. (This has never run on a GPU.)"""
+    """See lora.adapted_linear. In a captured step, shrink runs on a side branch of the graph, beside the base GEMM;
+    expand follows both."""
     if not torch.cuda.is_current_stream_capturing():
         out = linear(x, weight, bias, residual)
-        # The kernels of the capture, which has to find them compiled.
+        # Compiles the kernels that the capture uses.
         _launch_shrink_and_expand(out, x, adapters, batch, use_pdl=False)
         return out
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    # Of the step's own stream, which uses it last.
+    # Allocated on the step's main stream, which is the last to use it.
     planes = _allocate_planes(x, adapters, batch)
     side.wait_stream(main)
     with torch.cuda.stream(side):
@@ -99,17 +99,17 @@ def _side_stream(device: torch.device) -> "torch.cuda.Stream":
 
 
 def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tensor:
-    """Room for A x: [num_splits, num_tokens, num_slices, rank] float32."""
+    """Allocate the planes of A x: [num_splits, num_tokens, num_slices, rank] float32."""
     num_tokens, in_features = x.shape
     num_slices = len(adapters.target.widths)
-    # Each adapter writes and reads as many columns as it has ranks: the others cost nothing but their place.
+    # Each adapter writes and reads only the columns of its own LoRA rank: the others cost memory but no traffic.
     ld_planes = -(-adapters.max_rank // _MIN_RANKS) * _MIN_RANKS
     num_splits = cdiv(in_features, _inputs_per_program(in_features, len(_get_routing(batch).tile_slots) * num_slices))
     return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
 
 
 def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """`early`: the next launch in the stream may begin, and waits for this one by itself."""
+    """`early`: the next kernel may start early and calls `gdc_wait`."""
     in_features, routing = x.shape[1], _get_routing(batch)
     num_splits, _, num_slices, ld_planes = planes.shape
     assert x.stride(1) == 1 and num_slices <= 3
@@ -137,14 +137,14 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRA
 
 
 def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """`early`: the launch before it in the stream is the shrink of these planes, and may not be over."""
+    """`early`: the previous kernel in the stream is the shrink of these planes and may still run."""
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)
     _launch_expand(out, planes, *strides, len(planes), adapters, _get_routing(batch), is_embedding=False, early=early)
 
 
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """See lora.add_lora_rows. One launch; reads a row of A for each token and B once for each tile."""
+    """See lora.add_lora_embedding. One launch; reads a row of A for each token and B once for each tile."""
     assert out.stride(1) == 1
     _launch_expand(out, token_ids, 0, 0, 1, adapters, _get_routing(batch), is_embedding=True, early=False)
 
@@ -160,7 +160,7 @@ def _constants(adapters: ModuleSlots) -> dict[str, int]:
 
 
 def _inputs_per_program(in_features: int, num_programs: int) -> int:
-    """Inputs of a program of shrink, where there would be so many programs if they were not split."""
+    """Return the inputs per program of shrink, given the number of programs without a split."""
     num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
     return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
 
@@ -176,7 +176,7 @@ def _launch_expand(
     is_embedding: bool,
     early: bool,
 ) -> None:
-    """`source`: planes, or token ids whose rows of A are read."""
+    """`source`: planes, or token ids that select rows of A."""
     first, second, third = (*adapters.target.widths, 0, 0)[:3]
     num_tiles = len(routing.tile_slots)
     num_blocks = sum(cdiv(width, TILES.columns) for width in adapters.target.widths)
@@ -241,7 +241,7 @@ def _shrink(
     if slot >= 0:
         rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         entry = entries_ptr + slot * ld_entries + index * 3
-        # Every matrix begins at such a multiple; without it, loads would be of one element each.
+        # Every matrix begins at such a multiple; without this hint, loads would have one element each.
         a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
         dst_ptrs = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
@@ -290,7 +290,7 @@ def _shrink_ranks(
     tl.store(dst_ptrs[:, None] + ranks[None, :], total, mask=row_mask[:, None] & (ranks[None, :] < rank))
 
 
-# A step of any size must find its kernels compiled: what differs between steps beside multiples of 16 is this one.
+# A step of any size must reuse the compiled kernels: this argument is not always a multiple of 16.
 @triton.jit(do_not_specialize=["num_splits"])
 def _expand(
     out_ptr,
@@ -322,7 +322,7 @@ def _expand(
     tile, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     if slot >= 0:
-        # Parts of the first slice's columns, then the second's, then the third's.
+        # Blocks of columns of the first slice, then of the second, then of the third.
         of_first, of_second = tl.cdiv(first_width, share), tl.cdiv(second_width, share)
         index = (part >= of_first).to(tl.int32) + (part >= of_first + of_second).to(tl.int32)
         width = tl.where(index == 0, first_width, tl.where(index == 1, second_width, third_width))
@@ -341,8 +341,8 @@ def _expand(
             shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
         dst_ptrs = out_ptr + rows * ld_out + start
         if EARLY:
-            # What was read so far was there when shrink began. A program without a slot need not wait: where no program
-            # waits, there was nothing to shrink either.
+            # All data read so far is older than shrink. A program without a slot need not wait: if no program waits,
+            # shrink had no work either.
             tl.extra.cuda.gdc_wait()
         if rank <= NARROW:
             if rank > 0:

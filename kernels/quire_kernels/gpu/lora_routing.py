@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing in two launches a step: count each slot's tokens, then write its tiles where those of the slots before end.
+"""Routing of tokens to adapters in two launches a step: count each slot's tokens, then write its tiles.
 
-A counting sort whose buckets are programs: each reads all tokens' slots and keeps its own, in order. So there are no
-atomics and the tiles are the same each time. Never run on a GPU yet: tested in the interpreter.
+A counting sort with one program per bucket: each program reads the slots of all tokens and selects its own, in order.
+There are no atomics, and the tiles are deterministic.
 """
 
 import triton
@@ -12,16 +12,16 @@ from torch import Tensor
 from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
 
 _TOKENS_PER_ROUND = 1024
-"""Tokens that a program reads at a time: a decoding step is one round, a prompt of 8,192 tokens eight."""
+"""Tokens that a program reads per iteration: a decoding step is one iteration, a prompt of 8,192 tokens eight."""
 _SLOTS_PER_ROUND = 64
 
 
 def route_tokens(slots: Tensor, out: TokenRouting) -> None:
-    """See routing.route. Each slot's program reads 16 bytes a token, from the L2 cache but for the first: 32 slots of
-    8,192 tokens are 4 MB."""
+    """See lora_routing.route_tokens. Each slot's program reads 16 bytes per token, from the L2 cache after the first
+    program: 32 slots and 8,192 tokens are 4 MB."""
     num_slots, num_tokens = len(out.slot_counts), len(slots)
     _count_tokens[(num_slots,)](slots, out.slot_counts, num_tokens, TOKENS=_TOKENS_PER_ROUND, num_warps=4)
-    # One more program marks the tiles that nobody needs.
+    # One more program marks the unused tiles.
     _fill_tiles[(num_slots + 1,)](
         slots,
         out.slot_counts,
@@ -37,7 +37,7 @@ def route_tokens(slots: Tensor, out: TokenRouting) -> None:
     )
 
 
-# A step of any size must find its kernels compiled: numbers that differ between steps are not specialised.
+# A step of any size must reuse the compiled kernels: arguments that differ between steps are not specialized.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_tokens(slots_ptr, counts_ptr, num_tokens, TOKENS: tl.constexpr):
     slot = tl.program_id(0)

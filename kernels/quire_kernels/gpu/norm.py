@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square normalisation, alone and with the residual stream's addition before it, in one pass."""
+"""RMS normalisation in one pass, alone and fused with the residual addition."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _MIN_ELEMENTS_PER_PROGRAM = 2048
-"""Elements that a program holds at least: short rows, such as heads, share one."""
+"""Minimum elements of a program: several short rows, such as heads, share one."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See norm.add_rms_norm. Moves 4 * num_rows * size elements: x and residual in, residual and the norm out."""
+    """See norm.add_rms_norm. Moves 4 * num_rows * size elements: reads x and residual, writes residual and norm."""
     out = x.new_empty(x.shape)
     _launch(x, residual, out, weight, eps, add_residual=True)
     return out
@@ -76,7 +76,7 @@ def _rms_norm(
         tl.store(stream, values, mask=mask)
     wide = values.to(tl.float32)
     mean = tl.sum(wide * wide, axis=1)[:, None] / SIZE
-    # Rounded where the reference rounds.
+    # Rounds at the same points as the reference.
     normed = (wide * tl.rsqrt(mean + eps)).to(values.dtype)
     scale = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
     tl.store(out + rows * SIZE + columns, normed * scale, mask=mask)

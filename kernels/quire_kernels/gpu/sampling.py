@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens without a sort and without the host: thresholds by bisection, draws by inverse transform.
+"""Token sampling without a sort and without the host: thresholds by bisection, samples by inverse transform.
 
-A program has a row of logits to itself and goes over it several times; 256 rows of 128,256 in bfloat16 are 66 MB, of
-which most stays in the second-level cache of a large card between two passes.
+A program processes one row of logits in several passes. 256 rows of 128,256 in bfloat16 are 66 MB, most of which stays
+in the L2 cache of a large GPU between two passes.
 """
 
 import torch
@@ -17,7 +17,7 @@ _WARPS = 16
 
 
 def argmax_first(logits: Tensor) -> Tensor:
-    """See sampling.most_likely. Reads each row once."""
+    """See sampling.argmax_first. Reads each row once."""
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1
@@ -36,10 +36,10 @@ def sample(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """See sampling.choose; every row finds its most likely token in any case.
+    """See sampling.sample. Every row computes its most likely token in any case.
 
-    Reads a greedy row once, another one three times, and one with top-k or top-p 13 times more for each of the two: a
-    pass narrows the 30 bits of a threshold to a fifth.
+    Reads a greedy row once and other rows three times, plus 13 times each for top-k and for top-p: a pass narrows the
+    range of the 30-bit threshold to a fifth.
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -80,8 +80,8 @@ def apply_penalties(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """See sampling.penalize. Reads 5 bytes for each row and token of the vocabulary, and touches logits of tokens that
-    have occurred: 256 rows of 128,256 are 164 MB. It allocates nothing, however long the sequences are."""
+    """See sampling.apply_penalties. Reads 5 bytes for each row and token of the vocabulary, and changes the logits of
+    tokens that have occurred: 256 rows of 128,256 are 164 MB. It allocates nothing, whatever the sequence lengths."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and in_prompt.is_contiguous() and counts.is_contiguous()
     block = _block(vocab_size)
@@ -115,7 +115,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """See sampling.uniform: 64-bit arithmetic that wraps around, without signs."""
+    """See sampling.uniform: unsigned 64-bit arithmetic that wraps around."""
     golden = tl.full(seed.shape, 0x9E3779B97F4A7C15, tl.uint64)
     mixed = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64, bitcast=True) * golden)
     return (mixed >> 40).to(tl.float32) * (1.0 / 16777216.0)
@@ -132,7 +132,7 @@ def _uniforms(seeds, positions, out, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row_argmax(row, vocab_size, BLOCK: tl.constexpr):
-    """The largest logit, and the first token that has it."""
+    """Return the largest logit and the first token that has it."""
     columns = tl.arange(0, BLOCK)
     max_logits = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     argmax_columns = tl.zeros([BLOCK], dtype=tl.int32)
@@ -153,7 +153,7 @@ def _argmax_first(logits, out, stride, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.constexpr):
-    """Of a part of a row: e^((logit - most) / temperature), 1 for the likeliest."""
+    """Return the weights of a block of a row: e^((logit - maximum) / temperature), 1 for the most likely token."""
     columns = first + tl.arange(0, BLOCK)
     x = tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.exp((x - row_max) / temperature)
@@ -161,9 +161,9 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 
 @triton.jit
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The least weight, as the bits of a float32 from `low` on, of which the weights beyond sum up to less than
-    `target`; with COUNTS, are fewer than `target`. It is a token's weight, unless it is `low`."""
-    # Those of 1, the likeliest token's: nothing is beyond.
+    """Return the smallest weight, as the bits of a float32 from `low` on, such that larger weights sum to less than
+    `target`, or with COUNTS are fewer than `target`. It is the weight of a token, unless it is `low`."""
+    # The bits of 1, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:
         step = (high - low) // 5 + 1
@@ -184,7 +184,7 @@ def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.co
             over_2 += tl.where(bits > at_2, weights, 0.0)
             over_3 += tl.where(bits > at_3, weights, 0.0)
             over_4 += tl.where(bits > at_4, weights, 0.0)
-        # How many of the four places have still too much beyond them: the threshold is after those.
+        # How many of the four candidates still have too much above them: the threshold is beyond those.
         passed = tl.where(tl.sum(over_1, axis=0) < target, 0, 1)
         passed += tl.where(tl.sum(over_2, axis=0) < target, 0, 1)
         passed += tl.where(tl.sum(over_3, axis=0) < target, 0, 1)
@@ -214,7 +214,7 @@ def _sample(
     temperature = tl.load(temperatures + row_index)
     row_max, token = _row_argmax(row, vocab_size, BLOCK)
     if temperature > 0.0:
-        # Less than the least positive float: all are kept.
+        # Less than the smallest positive float: all tokens are kept.
         floor = 0
         if CUTS:
             top_k = tl.load(top_ks + row_index)
@@ -229,12 +229,12 @@ def _sample(
                     kept_weights += tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
                 target = top_p * tl.sum(kept_weights, axis=0)
                 floor = _threshold(row, vocab_size, row_max, temperature, floor, target, False, BLOCK)
-        # The same sums twice, so that the second time ends where the first one did.
+        # Both passes add in the same order, so that the second one ends where the first one did.
         total = 0.0
         for first in range(0, vocab_size, BLOCK):
             weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
             total += tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
-        # Rounding must not push a share onto the total, which no running sum passes.
+        # Rounding must not raise a threshold to the total, which no cumulative sum exceeds.
         threshold = tl.minimum(
             _uniform(tl.load(seeds + row_index), tl.load(positions + row_index)) * total, total * (1.0 - 1.1920929e-07)
         )
@@ -253,7 +253,7 @@ def _sample(
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
         columns = tl.arange(0, BLOCK)
         is_past = (sum_before + tl.cumsum(weights, 0) > threshold) & (weights > 0.0)
-        # A running sum within the part is rounded differently from the part's: then it is the last one.
+        # A cumulative sum within the block may round below the block's total: then select the last token.
         last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
         token = first_column + tl.minimum(tl.min(tl.where(is_past, columns, BLOCK), axis=0), last)
     tl.store(out + row_index, token.to(tl.int64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's inputs from the state of sequences on the device; one launch before the step."""
+"""Inputs of a step from the sequences' state on the device; one launch before the step."""
 
 import triton
 import triton.language as tl
@@ -9,10 +9,10 @@ from quire_kernels.step_inputs import SequenceState, StepInputs
 
 
 def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
-    """See prepare.prepare_inputs.
+    """See step_inputs.prepare_inputs.
 
-    Moves 16 bytes for each block of a context and for each token. A program per span, which suits decoding; a prompt
-    of 2,048 tokens is 16 rounds of its program.
+    Moves 16 bytes for each block of a context and for each token. There is one program per span, which suits decoding;
+    a prompt of 2,048 tokens takes 16 iterations.
     """
     width = out.block_tables.shape[1]
     assert width <= state.tables.shape[1]

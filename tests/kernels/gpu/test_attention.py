@@ -71,7 +71,7 @@ def test_any_number_of_workers(workers, monkeypatch):
     _check(*make_batch([(300, 1), (3, 1), (700, 1), (64, 1), (63, 2)], heads=(4, 2), head_dim=32))
 
 
-def test_a_context_in_many_parts(monkeypatch):
+def test_context_split_over_many_workers(monkeypatch):
     monkeypatch.setattr(gpu, "num_workers", lambda device: 50)
     monkeypatch.setattr(gpu, "MIN_SHARE", 1)
     _check(*make_batch([(1300, 1)], heads=(2, 1), head_dim=16))
@@ -84,14 +84,14 @@ def test_short_spans_of_several_tokens():
     _check(queries, cache, batch)
 
 
-def test_queries_may_be_a_part_of_a_wider_tensor():
+def test_queries_may_be_a_view():
     queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=(4, 2))
     wide = torch.full((queries.shape[0], 8, 64), float("nan"))
     wide[:, :4] = queries
     _check(wide[:, :4], cache, batch)
 
 
-def test_blocks_that_have_left_the_window_are_not_read():
+def test_blocks_outside_the_window_are_not_read():
     queries, cache, batch = make_batch([(700, 1), (690, 20)], heads=(4, 2))
     expected = paged_attention.reference(queries, cache, batch, SCALE, 100)
     cache[:, batch.block_tables[:, : (690 - 100 + 1) // 64 * 4]] = float("nan")
@@ -99,7 +99,7 @@ def test_blocks_that_have_left_the_window_are_not_read():
     torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
 
 
-def test_what_lies_past_a_context_is_not_read():
+def test_memory_past_the_context_is_not_read():
     """Blocks need no clearing for this form."""
     queries, cache, batch = make_batch([(20, 1), (3, 30)], heads=(4, 2))
     expected = paged_attention.reference(queries, cache, batch, SCALE)
@@ -116,7 +116,7 @@ def test_layers_of_different_windows_share_a_batch():
     assert len(batch.work_plans) == 2
 
 
-def test_the_plan_counts_the_work():
+def test_work_plan():
     _, _, batch = make_batch([(127, 1), (0, 300), (128, 1), (500, 2)])
     work = gpu._get_work_plan(batch, window=0, max_short=4, short_keys=64, long_tokens=42)
     assert work.tolist() == [[0, 2, 2, 5, 13], [0, 0, 8, 8, 8]]

@@ -39,12 +39,12 @@ def test_all_compile(kernels):
     }  # fmt: skip
 
 
-def test_they_fit(kernels):
+def test_kernels_fit_into_shared_memory_and_registers(kernels):
     too_large = [k for k in kernels if k["shared"] > MAX_SHARED or k["stack"] > MAX_STACK]
     assert not too_large
 
 
-def test_deltas_are_multiplied_without_the_matrix_units_of_hopper(kernels):
+def test_lora_kernels_do_not_use_wgmma(kernels):
     """Their tiles are too small for those, so the fault that ptxas before CUDA 13.3 has with operands in registers
     (https://github.com/triton-lang/triton/pull/11781) cannot reach them. Matrices come in 16 bytes at a time."""
     of_lora = [k for k in kernels if k["name"] in ("_shrink", "_expand")]
@@ -52,7 +52,7 @@ def test_deltas_are_multiplied_without_the_matrix_units_of_hopper(kernels):
     assert all(k["wide_copies"] for k in of_lora)
 
 
-def test_kernels_that_begin_early_wait_by_themselves(kernels):
+def test_kernels_with_early_launch_call_gdc_wait(kernels):
     """Prompts have nothing to put together, and rows that are looked up no shrink before them."""
     found = {name: {tuple(k["early"]) for k in kernels if k["name"] == name} for name in EARLY}
     first, second = ("launch_dependents",), ("wait",)
@@ -60,7 +60,7 @@ def test_kernels_that_begin_early_wait_by_themselves(kernels):
     assert not any(k["early"] for k in kernels if k["name"] not in EARLY)
 
 
-def test_a_step_of_another_size_finds_its_kernels_compiled(kernels):
+def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     """Compiling takes a second, in which nobody gets a token: no number of tokens, spans or slots makes another one."""
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
     # Attention: decoding, the same of eight bits, prompts, both. Writes to the cache: of eight bits too. Norms: alone
@@ -96,25 +96,25 @@ LISTING = """
     ("free", "later", "expected"),
     [("R44", "R39", []), ("R38", "R43", ["IADD3"]), ("R39", "R0", ["LDS.64"]), ("R42", "R0", ["LDS.64"])],
 )
-def test_registers_that_are_still_read_are_found(free, later, expected):
+def test_finds_registers_that_wgmma_still_reads(free, later, expected):
     """Of a product that is waited for on both sides of a branch, in R40 to R43."""
     found = sass.hazards(LISTING.format(free=free, later=later))
     assert [re.split(r"\s+", text)[1] for text in found] == expected
 
 
-def test_nothing_overwrites_what_matrix_units_still_read(kernels):
+def test_no_register_is_overwritten_while_wgmma_reads_it(kernels):
     """Attention's weights stay in registers, which are read after the product was issued; see support/sass.py."""
     from_registers = [k for k in kernels if k["from_registers"]]
     assert {k["name"] for k in from_registers} == {"_paged_attention"}
     assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 
-def test_the_next_tile_of_keys_is_on_its_way_while_one_is_multiplied(kernels):
+def test_next_key_tile_is_loaded_during_the_multiplication(kernels):
     """Nothing else hides the memory's latency from prompts: a program has a multiprocessor to itself."""
     assert all(k["in_flight"] > 0 for k in kernels if k["name"] == "_paged_attention")
 
 
-def test_long_spans_use_the_matrix_units_of_hopper(kernels):
+def test_long_spans_use_wgmma(kernels):
     decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_paged_attention")
     assert prefill["matrix"]
     assert mixed["matrix"]

@@ -55,12 +55,12 @@ def test_equals_reference(spans, dtype, tolerance, alone):
 
 @pytest.mark.parametrize("block_size", [8, 128])
 @pytest.mark.parametrize("length", [33, 64, 127])
-def test_lengths_that_are_rounded_up(length, block_size, alone):
+def test_rounded_lengths(length, block_size, alone):
     _check(*make_batch([(0, length), (7, 1)], heads=(4, 2), block_size=block_size))
     assert alone == [length]
 
 
-def test_what_lies_past_a_context_is_not_read(alone):
+def test_memory_past_the_context_is_not_read(alone):
     queries, cache, batch = make_batch([(0, 33), (0, 64)], heads=(4, 2))
     cache[:, batch.block_tables[0, 2], 1:] = float("nan")
     _check(queries, cache, batch)
@@ -73,18 +73,18 @@ def test_an_eight_bit_cache(alone):
     assert alone == [33]
 
 
-def test_a_window_that_is_wider_than_the_prompts(alone):
+def test_window_wider_than_the_prompts(alone):
     _check(*make_batch(MIXES["beside decodes"], heads=(4, 2)), window=33)
     assert alone == [33]
 
 
 @pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 2.0}], ids=str)
-def test_what_it_does_not_know_is_the_kernels(options, alone):
+def test_unsupported_options_use_the_triton_kernel(options, alone):
     _check(*make_batch(MIXES["prompts alone"], heads=(4, 2)), **options)
     assert not alone
 
 
-def test_the_kernel_leaves_them_out():
+def test_triton_kernel_skips_long_prompts():
     """It is launched for decoding spans alone where the others are not its own."""
     queries, cache, batch = make_batch([(40, 1), (0, 33)], heads=(4, 2))
     apart = fused_attention.replace(batch, separate_prefill_min_tokens=32)
@@ -95,7 +95,7 @@ def test_the_kernel_leaves_them_out():
     torch.testing.assert_close(found[:1], expected[:1], rtol=3e-6, atol=3e-6)
 
 
-def test_few_lengths_are_planned_for():
+def test_few_distinct_lengths():
     planned = {fused_attention.planned_length(length) for length in range(1025, 8193)}
     assert len(planned) == 24
     assert all(0 <= fused_attention.planned_length(n) - n <= n / 8 for n in range(1024, 8193))

@@ -10,13 +10,13 @@ import quire_kernels.gpu
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 
-def test_they_are_what_the_kernel_language_counts():
+def test_equals_tritons_functions():
     for num in range(1, 300):
         assert next_power_of_2(num) == triton.next_power_of_2(num)
         assert all(cdiv(num, size) == triton.cdiv(num, size) for size in (1, 2, 7, 16, 128))
 
 
-def test_no_launch_counts_by_the_compilers_functions():
+def test_launches_do_not_call_tritons_functions():
     """They take as long as a launch takes the host otherwise."""
     folder = Path(quire_kernels.gpu.__file__).parent
     found = [

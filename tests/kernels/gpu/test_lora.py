@@ -88,7 +88,7 @@ def test_routing(num_tokens, num_slots):
     assert expected.tile_slots[used].tolist() == sorted(expected.tile_slots[used].tolist())
 
 
-def test_there_is_a_tile_for_every_token_whatever_the_slots():
+def test_every_token_has_a_tile():
     for num_tokens in range(1, 70):
         for num_slots in range(1, 6):
             # Nearly empty tiles: a token in each slot, the rest in one.
@@ -119,7 +119,7 @@ def test_deltas(site, ranks, dtype):
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_beside_the_base_in_a_captured_step(monkeypatch, with_residual):
+def test_side_branch_in_a_captured_step(monkeypatch, with_residual):
     """What shrinks waits for what is before the linear and for nothing else, and what expands waits for both."""
     torch.manual_seed(42)
     log = []
@@ -165,14 +165,14 @@ def test_beside_the_base_in_a_captured_step(monkeypatch, with_residual):
     ]  # fmt: skip
 
 
-def test_a_stream_of_its_own_is_only_for_who_asks(monkeypatch):
+def test_side_stream_is_created_only_if_selected(monkeypatch):
     monkeypatch.setattr(adapted_linear, "dispatch_table", {})
     assert adapted_linear._select_implementation("cuda") is adapted_linear.reference
     monkeypatch.setattr(dispatch, "overrides", lambda: {"adapted_linear": "side"})
     assert adapted_linear._select_implementation("cuda") is forms.adapted_linear
 
 
-def test_a_capture_finds_its_kernels_compiled(monkeypatch):
+def test_kernels_are_compiled_before_the_capture(monkeypatch):
     """By the same step before it, which is not captured: nothing is launched early there, either."""
     early = []
 
@@ -230,7 +230,7 @@ def test_rows_of_an_embedding(dtype):
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_the_reference_takes_tokens_in_any_order():
+def test_reference_accepts_tokens_in_any_order():
     """With slots that only the device knows, it equals itself on the same tokens side by side."""
     torch.manual_seed(42)
     module = _filled([LoRATarget(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
@@ -242,7 +242,7 @@ def test_the_reference_takes_tokens_in_any_order():
     torch.testing.assert_close(found, expected[order])
 
 
-def test_a_step_that_is_planned_for_a_gpu(monkeypatch):
+def test_step_planned_for_a_gpu(monkeypatch):
     """What the host plans there, all but the copy to the device: tiles for the kernels, segments for who asks less."""
     torch.manual_seed(42)
     monkeypatch.setattr(lora, "to_device_async", lambda tensor, device: tensor)

@@ -68,7 +68,7 @@ def _run(folder):
 # numpy, which interprets, says when a number becomes infinite; a GPU goes on, and 1 / infinity is meant.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "phi3-partial"])
-def test_equals_the_forms_for_cpus(name, tmp_path, monkeypatch):
+def test_equals_the_cpu_implementations(name, tmp_path, monkeypatch):
     """Between them: soft caps, windows, norms of heads, partial rotation."""
     folder = make_checkpoint(tmp_path, name)
     expected = _run(folder)
@@ -79,7 +79,7 @@ def test_equals_the_forms_for_cpus(name, tmp_path, monkeypatch):
     torch.testing.assert_close(logprobs, expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_of_a_graph_with_adapters(tmp_path, monkeypatch):
+def test_graph_step_with_adapters(tmp_path, monkeypatch):
     """Sequences of two adapters and of the base in one step, run as a graph has it: logits as in a step of the CPU's
     forms, where the host sorts tokens by adapter."""
     folder = make_checkpoint(tmp_path, "llama")

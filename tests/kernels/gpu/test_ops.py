@@ -79,7 +79,7 @@ def test_write_kv(heads, cache_dtype):
 @pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=["same", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(9, 3, 64, 64), (4, 4, 80, 80), (1, 1, 96, 72), (14, 2, 24, 24)], ids=str)
-def test_rotate_and_write(sizes, dtype, cache_dtype):
+def test_rope_and_cache(sizes, dtype, cache_dtype):
     num_heads, num_kv_heads, head_dim, dim = sizes
     qkv = torch.randn(6, num_heads + 2 * num_kv_heads, head_dim).to(cache_dtype or dtype).to(dtype)
     angles = torch.rand(6, dim // 2) * 100
@@ -99,7 +99,7 @@ def test_rotate_and_write(sizes, dtype, cache_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_no_number_is_none_in_a_cache_of_eight_bits(dtype):
+def test_nan_stays_nan_in_an_eight_bit_cache(dtype):
     """It would hide that a model's numbers overflow. Keys are rotated, values and the heads' ends are not."""
     qkv = torch.ones(3, 4, 24, dtype=dtype)
     qkv[0, 2, 3], qkv[1, 3, 5], qkv[1, 2, 20], qkv[2, 3, 1] = (float(x) for x in ("nan", "nan", "nan", "6e4"))

@@ -19,7 +19,7 @@ from quire_kernels.gpu.pdl import supports_pdl
         ("cpu", (9, 0), False, None, False),
     ],
 )
-def test_on_hopper_where_kernels_are_compiled(monkeypatch, device, capability, interpreted, wanted, expected):
+def test_supported_on_hopper_with_compiled_kernels(monkeypatch, device, capability, interpreted, wanted, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
     if wanted is not None:
@@ -27,7 +27,7 @@ def test_on_hopper_where_kernels_are_compiled(monkeypatch, device, capability, i
     assert supports_pdl.__wrapped__(torch.device(device)) is expected
 
 
-def test_not_on_amd(monkeypatch):
+def test_not_supported_on_amd(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.version, "hip", "6.4")

@@ -23,7 +23,7 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_most_likely_takes_the_first_of_equals(dtype):
+def test_argmax_takes_the_first_of_equal_logits(dtype):
     logits = torch.randn(5, 700).to(dtype)
     logits[1, [3, 600]] = 9.0
     logits[2] = 1.0
@@ -52,13 +52,13 @@ def _columns(params, repeats):
     return [column.repeat(repeats) for column in columns]
 
 
-def test_the_same_choices_from_the_same_seeds():
+def test_same_samples_from_the_same_seeds():
     logits = torch.randn(len(PARAMS), 300) * 3.0
     arguments = logits, *_columns(PARAMS, 1), torch.arange(len(logits)) // 3, torch.arange(len(logits)) % 7
     assert torch.equal(interpreted_kernel(sample)(*arguments), sample.reference(*arguments))
 
 
-def test_without_cuts():
+def test_without_filters():
     logits = torch.randn(12, 900) * 2
     arguments = logits, *_columns([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0)], 4)
     arguments = *arguments, torch.arange(12), torch.full((12,), 5)
@@ -79,7 +79,7 @@ def test_ties_are_kept_together():
     assert set(found.tolist()) <= {0, 1, 2, 3}
 
 
-def test_forbidden_tokens_are_never_taken():
+def test_forbidden_tokens_are_never_sampled():
     logits = torch.full((6, 300), float("-inf"))
     logits[:, [129, 280]] = torch.tensor([0.0, -3.0])
     arguments = logits, *_columns([(1.0, 0, 1.0, 0.0), (1.0, 5, 0.99, 0.0), (1.0, 0, 1.0, 0.01)], 2)
@@ -87,7 +87,7 @@ def test_forbidden_tokens_are_never_taken():
     assert set(found.tolist()) <= {129, 280}
 
 
-def test_penalties_of_rows_anywhere_in_the_tally():
+def test_penalties_with_any_state_rows():
     logits = torch.randn(4, 500)
     logits[0, 7] = float("-inf")
     rows, tallied = torch.tensor([0, 3, 1]), torch.tensor([4, 0, 2])

@@ -36,7 +36,7 @@ def test_reference():
     assert out.block_tables.tolist() == [[120, 119, 118] + [120] * 11, [60, 59] + [60] * 12]
 
 
-def test_own_form_equals_reference():
+def test_kernel_equals_reference():
     # More tokens than a program takes in a round, and rows in any order.
     lengths = [1, 300 - 190, 1, 16]
     found, expected = (
