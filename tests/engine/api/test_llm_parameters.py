@@ -276,7 +276,7 @@ def test_all_logprobs_require_max_logprobs_minus_one(models: Models) -> None:
 def test_number_of_prompt_logprobs_is_bounded(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_PROMPT_LOGPROBS", 44)
     models.llm.generate([7] * 11, _greedy(prompt_logprobs=3), use_tqdm=False)
-    with pytest.raises(InvalidArgument, match="'prompt_logprobs': 4 for each of 11 tokens; together at most 44"):
+    with pytest.raises(InvalidArgument, match="'prompt_logprobs': got 4 for each of 11 tokens; at most 44 in total"):
         models.llm.generate([7] * 11, _greedy(prompt_logprobs=4), use_tqdm=False)
 
 
