@@ -343,3 +343,11 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
     assert seen == ["s3cr3t"] * 4
     assert all("X-Key" not in r.headers for r in web.requests)
     await front.close()
+
+
+async def test_credentials_of_netrc_are_not_sent(tmp_path, web, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password passw0rd\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    async with make_fetcher(tmp_path) as f:
+        assert folder_content(await f.fetch(Source(http=HttpSource(web.url)))) == ADAPTER_FILES
+    assert all("Authorization" not in request.headers for request in web.requests)

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from quire_spec.backoff import backoff
+
 K = TypeVar("K", bound=Hashable)
 
 BASE_DELAY_S, MAX_DELAY_S = 1.0, 300.0
@@ -102,7 +104,7 @@ class WorkQueue(Generic[K]):
         objects, and their events must not cause the next attempt at once.
         """
         failures = self._failures[key] = 1 if reset_backoff else self._failures.get(key, 0) + 1
-        delay_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0 ** min(failures - 1, 16)) * (0.8 + 0.4 * self._jitter())
+        delay_s = backoff(failures - 1, BASE_DELAY_S, MAX_DELAY_S) * (0.8 + 0.4 * self._jitter())
         delay_s = max(delay_s, min_delay_s)
         self._release(key)
         self._not_before[key] = self._clock() + max(min_delay_s, min(delay_s, MIN_RETRY_S))

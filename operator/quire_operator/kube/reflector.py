@@ -26,8 +26,11 @@ from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import ApiError, ResourceVersionExpired, error_from_event
 from quire_operator.kube.resources import Resource
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+from quire_spec.backoff import backoff
 
 logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.5
 
 
 class ObjectStore(Protocol):
@@ -100,7 +103,8 @@ class Reflector:
                     self._resource_version = ""
                 was_established = time.monotonic() - started_at > self._timeouts.max_backoff_s
                 failures = 1 if was_established else failures + 1
-                delay_s = max(getattr(error, "retry_after_s", None) or 0.0, self._backoff_s(failures))
+                retry_delay_s = backoff(failures, _FIRST_BACKOFF_S, self._timeouts.max_backoff_s, jitter=0.5)
+                delay_s = max(getattr(error, "retry_after_s", None) or 0.0, retry_delay_s)
                 # API servers before 1.25 send no bookmarks of a kind of which nothing ever happened.
                 was_idle = was_established and isinstance(error, TimeoutError)
                 logger.log(
@@ -147,9 +151,6 @@ class Reflector:
         elif event_type != "BOOKMARK":
             self._store.upsert(self.resource, body)
         self._resource_version = body["metadata"]["resourceVersion"]
-
-    def _backoff_s(self, failures: int) -> float:
-        return random.uniform(0.5, 1.0) * min(self._timeouts.max_backoff_s, 0.5 * 2.0 ** min(failures, 10))
 
 
 async def _with_inactivity_timeout(lines: AsyncIterator[bytes], inactivity_s: float) -> AsyncGenerator[bytes, None]:

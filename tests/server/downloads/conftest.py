@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short retry delays and no ambient credentials for every test, and servers that several protocols need."""
+"""Short retry delays and no ambient credentials for every test, and a web server with an adapter."""
 
 import pytest
-from support.fake_sources import FakeHttpServer, RawServer, start_server
+from support.fake_sources import FakeHttpServer, start_server
 from support.fetching import files_under
 
 
 @pytest.fixture(autouse=True)
 def _no_ambient_identity(monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_TOKEN", "HTTP_PROXY", "http_proxy"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "HF_TOKEN",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -24,16 +30,3 @@ async def web():
     files.url = str(server.make_url("/loras/sql"))
     yield files
     await server.close()
-
-
-@pytest.fixture
-async def raw():
-    servers = []
-
-    async def start(answer, pause_s=0.0):
-        servers.append(RawServer(answer, pause_s))
-        return servers[-1], await servers[-1].start()
-
-    yield start
-    for server in servers:
-        await server.close()

@@ -43,13 +43,6 @@ def found(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.01)
-    for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 async def web():
     files = FakeHttpServer(at("/sharded", SHARDED | CODE) | at("/single", SINGLE))
