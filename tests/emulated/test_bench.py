@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's benchmark at its real shapes, on a device that computes nothing: kernels are compiled for sm_90, Triton's
-own launcher launches them, every call is made, and no number means anything. The gates, which would be red, are taken
-for green."""
+"""The GPU benchmark at its real shapes, on an emulated device that computes nothing.
+
+Kernels are compiled for sm_90 and launched by Triton's own launcher, and every call is made, but the numbers are
+meaningless. The gates would fail, so they are replaced by ones that pass.
+"""
 
 import json
 import os
@@ -27,19 +29,19 @@ sys.exit(gpu.main())
 
 
 @pytest.mark.parametrize("phases", ["limits,kernels", "limits,engine"])  # lora and tune take minutes
-def test_every_phase_runs_at_the_shapes_of_the_day(phases, tmp_path):
-    """Of an 8B model on an H200's 141 GB, with 256 sequences."""
+def test_every_phase_runs_at_real_shapes(phases, tmp_path):
+    """Shapes of an 8B model on an H200 with 141 GB and 256 sequences."""
     results = tmp_path / "results.json"
     environment = os.environ | {"EMULATOR_DRY": "1", "EMULATOR_MIB": "143771", "EMULATOR_SMS": "132"}
     del environment["TRITON_INTERPRET"]
     argv = [sys.executable, "-c", SCRIPT, "--quick", "--phases", phases, "-o", str(results)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(results.read_text())
-    assert "failed" not in found
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    phases_results = json.loads(results.read_text())
+    assert "failed" not in phases_results
     if "engine" in phases:
-        memory = found["engine"]["memory"]
-        # bf16 weights of 8.03 billion; what is left of 0.9 of the card goes to keys and values.
+        memory = phases_results["engine"]["memory"]
+        # 8.03 billion weights in bf16; the KV cache gets the rest of 0.9 of the device memory.
         assert memory["weights_bytes"] == pytest.approx(16.06e9, rel=0.01)
         assert 100e9 < memory["kv_bytes"] < 0.9 * (143771 << 20) - memory["weights_bytes"]
 
@@ -51,7 +53,7 @@ import torch
 from card import Card
 x = torch.zeros(2, device="cuda")
 def forks():
-    # Refused at the capture's end.
+    # Rejected at the end of the capture.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -64,6 +66,6 @@ sys.exit("it was captured")
 """
 
 
-def test_what_cannot_be_captured_leaves_the_stream_as_it_was():
-    done = subprocess.run([sys.executable, "-c", CAPTURE], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_failed_capture_restores_the_current_stream():
+    result = subprocess.run([sys.executable, "-c", CAPTURE], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated device itself: it computes what PyTorch does, and shows the faults that it is there to show."""
+"""The emulated device computes what PyTorch computes on a CPU, and makes synchronization errors visible."""
 
 import subprocess
 import sys
@@ -30,20 +30,20 @@ def test_operations_compute_what_the_cpu_computes():
     assert y.sum().item() == pytest.approx(0, abs=1e-6)
 
 
-def test_work_is_done_late_and_in_the_order_of_its_stream():
+def test_work_runs_late_and_in_stream_order():
     host = torch.empty(2, pin_memory=True)
     host.fill_(7)
     x = torch.ones(2, device="cuda")
     x.add_(1)
     host.copy_(x, non_blocking=True)
-    before = emulated_device.waits()
+    num_waits = emulated_device.waits()
     assert host.tolist() == [7, 7]
     torch.cuda.current_stream().synchronize()
     assert host.tolist() == [2, 2]
-    assert emulated_device.waits() == before + 1
+    assert emulated_device.waits() == num_waits + 1
 
 
-def test_pinned_memory_that_is_written_too_early_shows():
+def test_early_write_to_pinned_memory_is_visible():
     source, x = _pinned([1.0, 2.0]), torch.zeros(2, device="cuda")
     x.copy_(source, non_blocking=True)
     source.fill_(9)
@@ -52,7 +52,7 @@ def test_pinned_memory_that_is_written_too_early_shows():
     assert x.cpu().tolist() == [3, 4]
 
 
-def test_a_stream_that_does_not_wait_for_another_shows():
+def test_missing_wait_between_streams_is_visible():
     x, side = torch.zeros(2, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
     x.fill_(1)
@@ -69,11 +69,11 @@ def test_a_stream_that_does_not_wait_for_another_shows():
     assert ordered.cpu().tolist() == [2, 2]
 
 
-def test_fresh_memory_is_garbage():
+def test_new_memory_contains_nan():
     assert torch.empty(1 << 20, device="cuda").isnan().all().item()
 
 
-def test_a_graph_reads_its_memory_as_it_is_when_it_runs():
+def test_graph_reads_memory_at_replay():
     x = torch.zeros(2, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -102,16 +102,16 @@ for forbidden in (*waits, forks):
 """
 
 
-def test_a_capture_refuses_what_waits_and_a_stream_that_does_not_come_back():
-    # In a process of its own: PyTorch keeps its memory after a capture that failed.
-    done = subprocess.run([sys.executable, "-c", CAPTURES], capture_output=True, text=True, timeout=60, check=True)
-    found = [line.split()[0] for line in done.stdout.splitlines()]
-    # Four refusals, by PyTorch or by the runtime.
-    assert len(found) == 5 and found[4] == "Unjoined"
-    assert all(line.endswith("[0.0, 0.0]") for line in done.stdout.splitlines())
+def test_capture_rejects_synchronization_and_unjoined_streams():
+    # In a process of its own, because PyTorch keeps its memory after a failed capture.
+    result = subprocess.run([sys.executable, "-c", CAPTURES], capture_output=True, text=True, timeout=60, check=True)
+    errors = [line.split()[0] for line in result.stdout.splitlines()]
+    # PyTorch or the runtime rejects the first four.
+    assert len(errors) == 5 and errors[4] == "Unjoined"
+    assert all(line.endswith("[0.0, 0.0]") for line in result.stdout.splitlines())
 
 
-def test_memory_ends():
+def test_memory_is_limited():
     total = torch.cuda.mem_get_info()[1]
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(total + 1, dtype=torch.uint8, device="cuda")

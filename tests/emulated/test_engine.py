@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole engine on the emulated GPU: graphs, steps ahead, adapters, pinned copies. The measure is the CPU's tokens."""
+"""A whole engine on the emulated GPU: CUDA graphs, async scheduling, adapters and pinned copies.
+
+The expected tokens are those of an engine on the CPU.
+"""
 
 import gc
 from pathlib import Path
@@ -26,7 +29,7 @@ SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 96, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 48,
 }  # fmt: skip
 BLOCK_BYTES = 8 * 2 * 2 * 2 * 16 * 4
-"""Of a block of 8 tokens in float32, over both layers of the checkpoint."""
+"""Bytes of a KV block of 8 tokens in float32, over both layers of the checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +48,25 @@ def _prompts(*lengths: int) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": torch.randint(VOCAB, (length,), generator=draw).tolist()} for length in lengths]
 
 
-def _both(model: Path, prompts: Any, params: Any, on_cpu: dict[str, Any] | None = None, **how: Any) -> tuple[Any, Any]:
-    """Outputs of the CPU's engine and of the GPU's. `on_cpu`: fields of the former alone."""
-    loras, fields = how.pop("loras", None), SMALL | how
-    found = []
+def _generate_on_both(
+    model: Path, prompts: Any, params: Any, on_cpu: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """Return the outputs of a CPU engine and of a GPU engine; `on_cpu` are options of the CPU engine only."""
+    loras, fields = options.pop("loras", None), SMALL | options
+    outputs_by_device = []
     for kind in ("cpu", "cuda"):
         llm = LLM(model=model, device=kind, **fields | ((on_cpu or {}) if kind == "cpu" else {}))
         outputs = llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
-        found.append([output.outputs[0] for output in outputs])
+        outputs_by_device.append([output.outputs[0] for output in outputs])
         del llm
-    return found[0], found[1]
+    return outputs_by_device[0], outputs_by_device[1]
 
 
-def _same(cpu: Any, gpu: Any) -> None:
+def _assert_same_tokens(cpu: Any, gpu: Any) -> None:
     assert [output.token_ids for output in gpu] == [output.token_ids for output in cpu]
 
 
-def test_tokens_are_the_cpus_however_they_are_chosen(model):
+def test_tokens_equal_the_cpus_for_all_sampling_parameters(model):
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, logprobs=3),
         SamplingParams(temperature=1.0, seed=5, max_tokens=8, top_p=0.8, top_k=40),
@@ -69,35 +74,35 @@ def test_tokens_are_the_cpus_however_they_are_chosen(model):
         SamplingParams(temperature=0.0, max_tokens=5, presence_penalty=0.8, logit_bias={7: 3.0}),
         SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=2),
     ]
-    cpu, gpu = _both(model, _prompts(5, 60, 17, 30, 9), params)
-    _same(cpu, gpu)
-    for ours, theirs in zip(gpu[0].logprobs, cpu[0].logprobs, strict=True):
-        assert ours.keys() == theirs.keys()
-        for token, found in ours.items():
-            assert found.logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
+    cpu, gpu = _generate_on_both(model, _prompts(5, 60, 17, 30, 9), params)
+    _assert_same_tokens(cpu, gpu)
+    for gpu_logprobs, cpu_logprobs in zip(gpu[0].logprobs, cpu[0].logprobs, strict=True):
+        assert gpu_logprobs.keys() == cpu_logprobs.keys()
+        for token, entry in gpu_logprobs.items():
+            assert entry.logprob == pytest.approx(cpu_logprobs[token].logprob, abs=1e-3)
 
 
-def test_long_prompts_are_computed_apart(model, monkeypatch):
-    """Beside others' tokens, and behind steps that are under way. PyTorch's fused attention is not to be had here."""
-    attend, alone = fused_attention._prefill_with_sdpa, []
+def test_long_prompts_use_fused_attention(model, monkeypatch):
+    """Beside other sequences, with steps in flight. PyTorch's fused attention is not available on this device."""
+    prefill, calls = fused_attention._prefill_with_sdpa, []
 
-    def counted(queries: Any, cache: Any, batch: Any, opening: Any, scale: float) -> Any:
-        alone.append((opening.length, len(batch.lengths)))
-        return attend(queries, cache, batch, opening, scale)
+    def recording_prefill(queries: Any, cache: Any, batch: Any, opening: Any, scale: float) -> Any:
+        calls.append((opening.length, len(batch.lengths)))
+        return prefill(queries, cache, batch, opening, scale)
 
-    monkeypatch.setattr(fused_attention, "_prefill_with_sdpa", counted)
+    monkeypatch.setattr(fused_attention, "_prefill_with_sdpa", recording_prefill)
     monkeypatch.setattr(fused_attention, "MIN_TOKENS", 16)
     monkeypatch.setattr(fused_attention, "BACKENDS", (SDPBackend.MATH,))
     monkeypatch.setitem(paged_attention.dispatch_table, "cuda", fused_attention.paged_attention)
-    cpu, gpu = _both(model, _prompts(5, 60, 17, 30, 9), SamplingParams(temperature=0.0, max_tokens=9))
-    _same(cpu, gpu)
-    assert {length for length, _ in alone} >= {17}
-    assert any(num_spans > 1 for _, num_spans in alone)
+    cpu, gpu = _generate_on_both(model, _prompts(5, 60, 17, 30, 9), SamplingParams(temperature=0.0, max_tokens=9))
+    _assert_same_tokens(cpu, gpu)
+    assert {length for length, _ in calls} >= {17}
+    assert any(num_spans > 1 for _, num_spans in calls)
 
 
 @pytest.mark.parametrize("form", ["torch", "side"])
-def test_adapters_change_places_while_others_run(model, adapters, form, monkeypatch):
-    """One slot, so that each adapter is written over the other's while steps without it are under way."""
+def test_adapter_slot_is_reloaded_while_steps_run(model, adapters, form, monkeypatch):
+    """With one slot, each adapter overwrites the other one while steps without it run."""
     compute, captured = adapted_linear.get("cuda", form), []
 
     def counted(*args: Any) -> Any:
@@ -107,26 +112,26 @@ def test_adapters_change_places_while_others_run(model, adapters, form, monkeypa
     monkeypatch.setitem(adapted_linear.dispatch_table, "cuda", counted)
     loras = [adapters[0], None, adapters[1], adapters[0], None]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (5, 12, 5, 4, 6)]
-    how = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "loras": loras}
-    _same(*_both(model, _prompts(5, 20, 17, 30, 9), params, **how))
+    options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "loras": loras}
+    _assert_same_tokens(*_generate_on_both(model, _prompts(5, 20, 17, 30, 9), params, **options))
     assert True in captured
 
 
-def test_sequences_swapped_to_pinned_memory_come_back(model):
+def test_swapped_sequences_are_restored_from_pinned_memory(model):
     fields = {"kv_cache_memory_bytes": 14 * BLOCK_BYTES, "swap_space": 0.01, "enable_prefix_caching": False}
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-    roomy = {"kv_cache_memory_bytes": 200 * BLOCK_BYTES}
-    _same(*_both(model, _prompts(30, 28, 27), params, on_cpu=roomy, **fields))
+    without_preemption = {"kv_cache_memory_bytes": 200 * BLOCK_BYTES}
+    _assert_same_tokens(*_generate_on_both(model, _prompts(30, 28, 27), params, on_cpu=without_preemption, **fields))
 
 
-def test_no_step_waits_for_the_device_before_it_is_begun(model, adapters, monkeypatch):
-    begin, waited = DeviceModelRunner.execute_async, []
+def test_launching_a_step_does_not_wait_for_the_device(model, adapters, monkeypatch):
+    execute_async, waits = DeviceModelRunner.execute_async, []
 
     def counted(*args: Any) -> Any:
-        before = emulated_device.waits()
-        outcome = begin(*args)
-        waited.append(emulated_device.waits() - before)
-        return outcome
+        num_waits = emulated_device.waits()
+        get_outputs = execute_async(*args)
+        waits.append(emulated_device.waits() - num_waits)
+        return get_outputs
 
     monkeypatch.setattr(DeviceModelRunner, "execute_async", counted)
     params = [
@@ -135,25 +140,25 @@ def test_no_step_waits_for_the_device_before_it_is_begun(model, adapters, monkey
     ]
     llm = LLM(model=model, device="cuda", enable_lora=True, max_loras=2, max_lora_rank=8, **SMALL)
     llm.generate(_prompts(60, 9), params, lora_request=[adapters[0], None], use_tqdm=False)
-    assert len(waited) > 4
-    assert set(waited) == {0}
+    assert len(waits) > 4
+    assert set(waits) == {0}
 
 
-def test_a_start_without_room_says_what_takes_it(model):
+def test_startup_without_memory_names_the_setting(model):
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         LLM(model=model, device="cuda", gpu_memory_utilization=0.01, **SMALL)
 
 
-def test_a_step_without_room_is_refused_with_its_bytes(model):
-    """Weights fit, the steps that compile kernels beside their loading do not."""
+def test_largest_step_without_memory_reports_the_bytes(model):
+    """The weights fit, but the steps that compile kernels during loading do not."""
     torch.cuda.empty_cache()
-    taken = torch.empty(torch.cuda.mem_get_info()[0] - (24 << 20), dtype=torch.uint8, device="cuda")
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - (24 << 20), dtype=torch.uint8, device="cuda")
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens(.|\n)*weights"):
         LLM(model=model, device="cuda", **SMALL)
-    del taken
+    del ballast
 
 
-def test_an_engine_that_is_gone_leaves_no_memory(model):
+def test_deleted_engine_leaves_no_memory(model):
     def use() -> None:
         LLM(model=model, device="cuda", **SMALL)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on emulated GPUs: torch's own NCCL process group, captured collectives, and their end."""
+"""Tensor parallelism on emulated GPUs: torch's NCCL process group, captured collectives, and their end."""
 
 import json
 import os
@@ -40,13 +40,13 @@ print(time.time(), flush=True)
 
 
 def _run(model: Path, device: str, size: int, then: str = "end") -> tuple[list[str], float]:
-    """What the script prints, and seconds from its last line to its end."""
+    """Return the lines that the script prints, and the seconds from its last line to its exit."""
     environment = os.environ | {"EMULATOR_DEVICES": str(size)}
     argv = [sys.executable, "-c", SCRIPT, str(model), device, str(size), then]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=150, check=False)
     ended = time.time()
-    assert done.returncode == 0, done.stderr[-3000:]
-    *lines, last = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr[-3000:]
+    *lines, last = result.stdout.splitlines()
     return lines, ended - float(last)
 
 
@@ -55,17 +55,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def test_two_ranks_choose_the_tokens_of_one_and_end_when_asked(model):
+def test_two_ranks_generate_the_tokens_of_one_and_exit(model):
     expected, _ = _run(model, "cpu", 1)
-    found, seconds = _run(model, "cuda", 2)
-    assert found == expected
-    # torch's own threads kept the process for minutes where they looked for what was gone.
+    tokens, seconds = _run(model, "cuda", 2)
+    assert tokens == expected
+    # Threads of torch that search a deleted rendezvous file would keep the process alive for minutes.
     assert seconds < 15
 
 
-def test_a_killed_rank_ends_the_others_wait(model):
+def test_killed_worker_ends_the_wait_of_rank_0(model):
     (_, lost), seconds = _run(model, "cuda", 2, "kill")
-    why, waited = json.loads(lost)
-    assert "rank 1 of 2 ended: killed by SIGKILL" in why
-    assert waited < 10
+    error, seconds_to_error = json.loads(lost)
+    assert "rank 1 of 2 ended: killed by SIGKILL" in error
+    assert seconds_to_error < 10
     assert seconds < 15

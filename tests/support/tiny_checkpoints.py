@@ -86,7 +86,6 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama-llama3": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear": (
         LlamaConfig,
-        LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}, "num_key_value_heads": 1},
     ),
     "llama-dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}}),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared layers: what each rank holds, what it reads of a checkpoint, and that together they are the model."""
+"""Tensor-parallel shards: what each rank loads, the logits that all ranks compute together, and the step ring."""
 
+import dataclasses
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -38,85 +39,87 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def _model(folder, ranks=None):
+def _load_model(folder, communicator=None):
     shape = ModelConfig.load(folder)
-    local = shape if ranks is None else ranks.shard.local_config
-    model = get_model_class(shape.architecture)(local, ParamFactory(torch.float32, CPU, ranks))
+    local = shape if communicator is None else communicator.shard.local_config
+    model = get_model_class(shape.architecture)(local, ParamFactory(torch.float32, CPU, communicator))
     load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
     return model
 
 
 def _logits(model, prompt):
-    """Of a prompt in two chunks, all tokens'."""
+    """Return the logits of all tokens of a prompt, computed in two chunks."""
     sequence = Sequence(0, prompt, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(3), BlockId(0), BlockId(2), BlockId(1)]
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
-    found = []
+    logits = []
     with torch.inference_mode():
         for start, length in ((0, 19), (19, len(prompt) - 19)):
-            work = build_step_input([ScheduledSpan(sequence, start, length, None)], 8, model.shape.long_rope_threshold)
-            batch = build_forward_batch(work, kv, CPU)
-            found.append(model.compute_logits(model(batch, kv), batch))
-    return torch.cat(found)
+            step_input = build_step_input(
+                [ScheduledSpan(sequence, start, length, None)], 8, model.shape.long_rope_threshold
+            )
+            batch = build_forward_batch(step_input, kv, CPU)
+            logits.append(model.compute_logits(model(batch, kv), batch))
+    return torch.cat(logits)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_together_are_the_model(folder, size, tmp_path):
+def test_ranks_together_compute_the_logits_of_the_model(folder, size, tmp_path):
     shape = ModelConfig.load(folder)
     if unsupported_reason(shape, size):
-        with pytest.raises(ConfigError, match=r"^tensor_parallel_size: \d: \d+ .* use (\d or )*1$"):
+        with pytest.raises(ConfigError, match=r"^tensor_parallel_size: \d is not supported .* use (\d or )*1$"):
             TensorParallelShard(shape, 0, size).validate()
         return
     prompt = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
-    expected = _logits(_model(folder), prompt)
+    expected = _logits(_load_model(folder), prompt)
     loaded = threading.Barrier(size)
 
-    def one(rank):
-        def meet():
+    def run_rank(rank):
+        def rendezvous():
             loaded.wait()
-            return tmp_path / "meeting"
+            return tmp_path / "store"
 
-        ranks = Communicator(TensorParallelShard(shape, rank, size), meet, timeout_s=20)
-        model = _model(folder, ranks)
-        ranks.connect(CPU)
-        assert ranks.all_reduce_min(10 - rank) == 10 - size + 1
+        communicator = Communicator(TensorParallelShard(shape, rank, size), rendezvous, timeout_s=20)
+        model = _load_model(folder, communicator)
+        communicator.connect(CPU)
+        assert communicator.all_reduce_min(10 - rank) == 10 - size + 1
         return _logits(model, prompt)
 
     with ThreadPoolExecutor(size) as threads:
-        found = list(threads.map(one, range(size)))
-    assert found[0].shape == expected.shape
-    # The order of float32 sums, over logits around 30.
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        logits = list(threads.map(run_rank, range(size)))
+    assert logits[0].shape == expected.shape
+    # Sums of float32 in another order, for logits around 30.
+    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_a_rank_reads_its_part_and_no_more(folder, monkeypatch):
-    """Every element of a tensor goes to some rank, those of shared KV heads and of what is not split to several."""
+def test_rank_reads_only_its_shard(folder, monkeypatch):
+    """Every element of a tensor is loaded by a rank; replicated KV heads and unsharded tensors by several."""
     shape, size = ModelConfig.load(folder), 4
     if unsupported_reason(shape, size):
         size = 2
     monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     tensors = load_file(folder / "model.safetensors")
-    seen = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
-    read = 0
+    load_counts = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+    bytes_read = 0
     for rank in range(size):
-        model = _model(folder, Communicator(TensorParallelShard(shape, rank, size), lambda: folder))
+        model = _load_model(folder, Communicator(TensorParallelShard(shape, rank, size), lambda: folder))
         for name, target in model.tensors():
-            part = unsharded(target)
+            shard = unsharded(target)
             source = tensors.get(name, tensors.get(name.removeprefix("model.")))
-            columns = slice(None) if part.columns is None else slice(part.columns.start, part.columns.stop)
-            index = torch.tensor([row for rows in part.rows for row in rows], dtype=torch.int64)
+            columns = slice(None) if shard.columns is None else slice(shard.columns.start, shard.columns.stop)
+            index = torch.tensor([row for rows in shard.rows for row in rows], dtype=torch.int64)
             expected = source[index] if source.dim() == 1 else source[index][:, columns]
-            assert torch.equal(part.tensor, expected), name
-            counted = seen[name if name in seen else name.removeprefix("model.")]
-            (counted if counted.dim() == 1 else counted[:, columns])[index] += 1
-            read += part.nbytes
+            assert torch.equal(shard.tensor, expected), name
+            counts = load_counts[name if name in load_counts else name.removeprefix("model.")]
+            (counts if counts.dim() == 1 else counts[:, columns])[index] += 1
+            bytes_read += shard.nbytes
     assert all(
         bool((count > 0).all())
-        for name, count in seen.items()
+        for name, count in load_counts.items()
         if name != "lm_head.weight" or not shape.tie_word_embeddings
     )
-    split = sum(t.nbytes for name, t in tensors.items() if "proj.weight" in name or "embed_tokens" in name)
-    assert read < size * sum(t.nbytes for t in tensors.values()) - split / 2
+    sharded_bytes = sum(t.nbytes for name, t in tensors.items() if "proj.weight" in name or "embed_tokens" in name)
+    assert bytes_read < size * sum(t.nbytes for t in tensors.values()) - sharded_bytes / 2
 
 
 LLAMA = {
@@ -131,7 +134,7 @@ LLAMA = {
 }
 
 
-def test_kv_heads_that_are_fewer_than_ranks_are_on_several():
+def test_kv_heads_fewer_than_ranks_are_replicated():
     shape = ModelConfig.from_config(LLAMA)
     ranks = [TensorParallelShard(shape, rank, 4) for rank in range(4)]
     assert [r.output_ranges("self_attn.k_proj") for r in ranks] == [
@@ -146,7 +149,7 @@ def test_kv_heads_that_are_fewer_than_ranks_are_on_several():
     assert [list(r.vocab_range) for r in ranks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
-def test_a_size_that_does_not_divide_is_refused_with_those_that_do():
+def test_rejects_unsupported_sizes_and_names_supported_ones():
     shape = ModelConfig.from_config(LLAMA)
     with pytest.raises(
         ConfigError,
@@ -168,14 +171,16 @@ pairs = st.lists(st.tuples(ids, ids), max_size=4)
     token_ids=st.lists(ids, max_size=20),
     blocks=st.lists(ids, max_size=20),
     logit_rows=st.lists(ids, max_size=9),
-    moves=st.tuples(pairs, pairs, pairs),
+    swaps_and_copies=st.tuples(pairs, pairs, pairs),
     long=st.booleans(),
-    pending=st.booleans(),
+    awaits=st.booleans(),
 )
-def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks, logit_rows, moves, long, pending):
-    outs, ins, copies = moves
+def test_step_input_round_trips_through_a_ring_row(
+    spans, token_ids, blocks, logit_rows, swaps_and_copies, long, awaits
+):
+    outs, ins, copies = swaps_and_copies
     starts, lengths, slots, beyond = (list(column) for column in zip(*spans, strict=True))
-    work = StepInput(
+    step_input = StepInput(
         starts=starts,
         lengths=lengths,
         adapter_slots=slots,
@@ -183,7 +188,7 @@ def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks,
         block_ids=torch.tensor(blocks, dtype=torch.int64),
         logit_rows=logit_rows,
         num_sampled=len(logit_rows) // 2,
-        awaits_tokens=pending,
+        awaits_tokens=awaits,
         long_rope=[int(b) for b in beyond] if long else [],
         swap_outs=[SwapCopy(*pair) for pair in outs],
         swap_ins=[SwapCopy(*pair) for pair in ins],
@@ -191,43 +196,45 @@ def test_work_is_the_same_after_its_way_through_memory(spans, token_ids, blocks,
     )
     inputs = torch.tensor([starts, lengths, slots, starts], dtype=torch.int64)
     entries = torch.tensor(outs + ins, dtype=torch.int64).view(-1, 2).T.repeat(2, 1)[:3]
-    moved = {name: getattr(work, name) for name in ("swap_outs", "swap_ins", "copies")}
-    of_graph = GraphStepInput(len(spans), long, inputs, entries, pending, **moved)
-    for form in (work, of_graph):
+    copy_lists = {name: getattr(step_input, name) for name in ("swap_outs", "swap_ins", "copies")}
+    graph_input = GraphStepInput(len(spans), long, inputs, entries, awaits, **copy_lists)
+    for original in (step_input, graph_input):
         row = torch.full((200,), 7, dtype=torch.int64)
-        encode(form, row)
-        found = decode(row)
+        encode(original, row)
+        decoded = decode(row)
         row.fill_(9)
-        assert type(found) is type(form)
-        for name in type(form).__slots__:
-            mine, other = getattr(form, name), getattr(found, name)
-            assert mine == other if isinstance(mine, (list, int)) else torch.equal(mine, other)
+        assert type(decoded) is type(original)
+        for name in type(original).__slots__:
+            expected, value = getattr(original, name), getattr(decoded, name)
+            assert value == expected if isinstance(expected, (list, int)) else torch.equal(value, expected)
 
 
-def test_two_steps_can_be_handed_out_before_the_first_is_read():
+def test_ring_holds_two_unread_steps():
     memory, eventfd = os.memfd_create("ring"), os.eventfd(0, os.EFD_SEMAPHORE)
     SharedMemoryRing.allocate(memory, 8)
-    writer, reader, bell = SharedMemoryRing(memory, 8), SharedMemoryRing(memory, 8), Doorbell(eventfd)
+    writer, reader, doorbell = SharedMemoryRing(memory, 8), SharedMemoryRing(memory, 8), Doorbell(eventfd)
     for first in range(0, 8, 2):
         for number in (first, first + 1):
             writer.next_row().fill_(number)
-            bell.notify()
+            doorbell.notify()
         for number in (first, first + 1):
-            bell.wait()
+            doorbell.wait()
             assert reader.next_row().tolist() == [number] * 8
     os.close(memory)
     os.close(eventfd)
 
 
-def test_the_largest_work_fits_its_row():
+def test_largest_step_input_fits_its_row():
     sequence = Sequence(0, [1] * 64, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(i) for i in range(8)]
-    work = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
-    work = StepInput(**{name: getattr(work, name) for name in StepInput.__slots__} | {"copies": [BlockCopy(0, 1)] * 3})
+    step_input = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
+    step_input = dataclasses.replace(step_input, copies=[BlockCopy(0, 1)] * 3)
     row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
-    encode(work, row)
-    assert decode(row).copies == work.copies
+    encode(step_input, row)
+    assert decode(row).copies == step_input.copies
     row = torch.zeros(max_elements(3, 3, 8, 0), dtype=torch.int64)
-    of_graph = GraphStepInput(3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=work.copies)
-    encode(of_graph, row)
-    assert decode(row).copies == work.copies
+    graph_input = GraphStepInput(
+        3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=step_input.copies
+    )
+    encode(graph_input, row)
+    assert decode(row).copies == step_input.copies

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose layers several ranks share give what one gives, and end together."""
+"""Tensor-parallel engines generate the same tokens as engines of one rank, and all ranks end together."""
 
 import dataclasses
 import gc
@@ -35,8 +35,8 @@ from quire_spec.protocol.messages import SequenceRequest
 
 GREEDY = {"temperature": 0.0, "max_tokens": 18, "logprobs": 2}
 DRAWN = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 18}
-# Prompts in chunks beside decoding sequences, blocks that run out, prefixes that are found again.
-SCARCE = {"block_size": 8, "max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 128}
+# Chunked prefill beside decoding sequences, preemptions, and prefix cache hits.
+SMALL = {"block_size": 8, "max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 128}
 NUM_BLOCKS = 17
 FAMILIES = ["llama", "qwen2", "opt", "phi3", "gemma2"]
 
@@ -48,8 +48,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(folders, tmp_path_factory):
-    """For two families: one of all linears, one of some of what is split by output or by vocabulary, one of what is
-    split by input."""
+    """Three adapters for each of two architectures: of all linear layers, of some layers whose output or vocabulary is
+    sharded, and of a layer whose input is sharded."""
     outside = ["k_proj", "up_proj", "embed_tokens", "lm_head"]
     kinds = {
         "llama": ({}, {"r": 4, "target_modules": outside}, {"r": 2, "target_modules": ["down_proj"]}),
@@ -63,15 +63,15 @@ def adapters(folders, tmp_path_factory):
 
 def _config(folder, size, **changes):
     shape = ModelConfig.load(folder)
-    local = kv_block_bytes(shape, SCARCE["block_size"], 4) // shape.num_kv_heads * max(1, shape.num_kv_heads // size)
-    config = EngineConfig(model=str(folder), dtype="float32", kv_cache_memory_bytes=NUM_BLOCKS * local, **SCARCE)
+    local = kv_block_bytes(shape, SMALL["block_size"], 4) // shape.num_kv_heads * max(1, shape.num_kv_heads // size)
+    config = EngineConfig(model=str(folder), dtype="float32", kv_cache_memory_bytes=NUM_BLOCKS * local, **SMALL)
     config = dataclasses.replace(config, tensor_parallel_size=size, **changes)
     config.validate()
     return config
 
 
 def _requests():
-    """Greedy ones, ones that draw and ones that ask for their prompt's probabilities; some begin alike."""
+    """Greedy and random requests, some with prompt log probabilities, some with a common prefix."""
     rng = random.Random(5)
     stem = [rng.randrange(VOCAB) for _ in range(30)]
     for i in range(9):
@@ -81,7 +81,7 @@ def _requests():
 
 
 def _generate(engine, adapter=lambda i: None):
-    """Tokens and log probabilities of all requests, which arrive a few a step; `adapter` names that of each."""
+    """Return tokens and log probabilities of all requests, which arrive a few per step; `adapter(id)` is a digest."""
     waiting = [dataclasses.replace(request, adapter_digest=adapter(request.id)) for request in _requests()]
     tokens: dict[int, list[int]] = {request.id: [] for request in waiting}
     logprobs: dict[int, list[float]] = {request.id: [] for request in waiting}
@@ -99,15 +99,15 @@ def _generate(engine, adapter=lambda i: None):
     return tokens, [logprob for of_one in logprobs.values() for logprob in of_one]
 
 
-class _Recorder:
-    """Runs a step again each time, as only a GPU captures it; it is run before, as there."""
+class _RerunCapture:
+    """Replaces GraphCapture on a CPU: runs each step once, as a capture does, and again at each replay."""
 
     def __init__(self):
-        self.num_recorded, self.replayed = 0, []
+        self.num_captured, self.replayed = 0, []
 
     def __call__(self, step):
-        number = self.num_recorded
-        self.num_recorded += 1
+        number = self.num_captured
+        self.num_captured += 1
         step()
 
         def replay():
@@ -117,18 +117,18 @@ class _Recorder:
         return replay
 
 
-def _record_steps(monkeypatch):
-    """Have all ranks that are made from now on replay their decoding steps; the recorder of each."""
-    recorders: list[_Recorder] = []
+def _replace_captures(monkeypatch):
+    """Make all later ranks replay their decoding steps; return the list of their captures."""
+    captures: list[_RerunCapture] = []
     monkeypatch.setattr(cuda_graphs, "should_capture", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: recorders.append(_Recorder()) or recorders[-1])
-    # The gathering form wants groups that the host has made; a step of a graph has none.
+    monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: captures.append(_RerunCapture()) or captures[-1])
+    # The default kernel needs groups of spans from the host, which a step of a graph does not have.
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    return recorders
+    return captures
 
 
 def _count_ahead(engine):
-    """Steps that are planned from now on while another one is in flight, in a list that grows."""
+    """Return a list that receives each step planned while another one is in flight."""
     schedule_ahead, planned = engine._scheduler.schedule_ahead, []
 
     def counted(now):
@@ -140,25 +140,24 @@ def _count_ahead(engine):
     return planned
 
 
-# The others, and other sizes, take another path in the model, not in the engine: test_shard.py has them all.
+# Other architectures and sizes differ in the model only; test_sharded_model.py covers them.
 @pytest.mark.parametrize(
     ("name", "size", "ahead", "replayed"),
     [("opt", 2, False, False), ("opt", 2, True, True), ("phi3", 4, True, False), ("gemma2", 2, False, True)],
 )
-def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeypatch):
-    """Also when the next step is begun before the last one's tokens are known, which go from rank 0 to the others, and
-    when decoding steps are replayed."""
+def test_ranks_generate_the_tokens_of_one_rank(folders, name, size, ahead, replayed, monkeypatch):
+    """With asynchronous scheduling, where rank 0 broadcasts the tokens, and with replayed decoding steps."""
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     expected = _generate(alone := Engine.from_config(_config(folders[name], 1, swap_space=0.0001)))
-    recorders = _record_steps(monkeypatch) if replayed else []
+    captures = _replace_captures(monkeypatch) if replayed else []
     engine = engine_with_thread_workers(_config(folders[name], size, swap_space=0.0001, async_scheduling=ahead))
-    planned, found = _count_ahead(engine), _generate(engine)
+    planned, outputs = _count_ahead(engine), _generate(engine)
     assert (len(planned) > 15) == ahead, len(planned)
     # All ranks replay the same steps in the same order.
-    assert len(recorders) == (size if replayed else 0)
-    assert all(len(one.replayed) > 15 and one.replayed == recorders[0].replayed for one in recorders)
-    assert found[0] == expected[0]
-    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    assert len(captures) == (size if replayed else 0)
+    assert all(len(c.replayed) > 15 and c.replayed == captures[0].replayed for c in captures)
+    assert outputs[0] == expected[0]
+    assert outputs[1] == pytest.approx(expected[1], abs=1e-4)
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.num_swapped_in_blocks > 0
     assert engine.memory.num_blocks == NUM_BLOCKS and engine.memory.tensor_parallel_size == size
@@ -167,50 +166,50 @@ def test_ranks_give_what_one_gives(folders, name, size, ahead, replayed, monkeyp
     assert (captured is not None) == replayed
     del engine
     gc.collect()
-    # NCCL's part in them has to go before the communicator does.
+    # Graphs contain NCCL calls, so they must be released before the communicator.
     assert captured is None or not captured._base_graphs
 
 
 @pytest.mark.parametrize(("name", "size", "replayed"), [("llama", 4, False), ("phi3", 2, True)])
-def test_adapters_of_all_kinds_and_none_in_one_batch(folders, adapters, name, size, replayed, monkeypatch):
-    """More adapters than copies in host memory and than slots: they come and go."""
-    recorders = _record_steps(monkeypatch) if replayed else []
+def test_one_batch_with_different_adapters_and_the_base_model(folders, adapters, name, size, replayed, monkeypatch):
+    """More adapters than host copies and than slots, so that adapters are evicted."""
+    captures = _replace_captures(monkeypatch) if replayed else []
     lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "async_scheduling": replayed}
-    found = []
+    outputs = []
     for ranks in (1, size):
-        followers: list[ThreadWorker] = []
+        workers: list[ThreadWorker] = []
 
-        def start(ends, followers=followers):
-            followers.append(ThreadWorker(ends))
-            return followers[-1]
+        def start(channels, workers=workers):
+            workers.append(ThreadWorker(channels))
+            return workers[-1]
 
         engine = engine_with_thread_workers(_config(folders[name], ranks, **lora), start_worker=start)
         for i, path in enumerate(adapters[name]):
             engine.add_adapter(f"d{i}", path, engine.read_adapter(path), pinned=False)
-        found.append(_generate(engine, lambda i: None if i % 4 == 3 else f"d{i % 4}")[0])
+        outputs.append(_generate(engine, lambda i: None if i % 4 == 3 else f"d{i % 4}")[0])
         assert engine.stats().num_adapter_evictions > 0
         with pytest.raises(InvalidArgument, match=r"adapter_config.json is missing"):
             engine.read_adapter(folders[name] / "none")
         slots = engine.memory.lora_bytes
-        assert len(followers) == ranks - 1
+        assert len(workers) == ranks - 1
         gc.collect()
-        # What rank 0 has forgotten, the others forget a moment later.
-        for follower in followers:
-            wait_for(lambda follower=follower: len(follower.stored_adapter_digests) == 2)
-    assert found[0] == found[1]
-    assert all(one.replayed == recorders[1].replayed != [] for one in recorders[1:])
+        # The workers discard the adapters of rank 0 a moment later.
+        for worker in workers:
+            wait_for(lambda worker=worker: len(worker.stored_adapter_digests) == 2)
+    assert outputs[0] == outputs[1]
+    assert all(c.replayed == captures[1].replayed != [] for c in captures[1:])
     base = _generate(engine_with_thread_workers(_config(folders[name], 1)))[0]
-    assert {i for i in base if base[i] == found[1][i]} == {3, 7}
+    assert {i for i in base if base[i] == outputs[1][i]} == {3, 7}
     assert slots < lora_slot_bytes(ModelConfig.load(folders[name]), 8, 4) * 2
 
 
 def _outputs(llm, adapter=None):
-    """The same requests through LLM; all at once, and two with an adapter if there is one."""
+    """Generate all requests with LLM at once, two of them with the adapter if there is one."""
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in _requests()]
     params = [SamplingParams(**request.params) for request in _requests()]
     loras = None if adapter is None else [LoRARequest("one", 1, str(adapter)) if i % 4 == 3 else None for i in range(9)]
-    made = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
-    return [output.outputs[0].token_ids for output in made]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def _llm(folder, size, **changes):
@@ -218,8 +217,8 @@ def _llm(folder, size, **changes):
     return LLM(config.pop("model"), **config)
 
 
-def test_processes_give_what_one_gives_and_go_with_their_engine(folders, tmp_path):
-    """With tied embeddings, and an adapter beside none."""
+def test_worker_processes_generate_the_tokens_of_one_rank_and_end_with_the_engine(folders, tmp_path):
+    """With tied embeddings, one adapter and base requests."""
     adapter = make_adapter(folders["qwen2"], tmp_path)
     expected = _outputs(_llm(folders["qwen2"], 1, enable_lora=True), adapter)
     llm = _llm(folders["qwen2"], 2, enable_lora=True)
@@ -231,42 +230,42 @@ def test_processes_give_what_one_gives_and_go_with_their_engine(folders, tmp_pat
     wait_for(lambda: tp_worker_processes() == [])
 
 
-def test_processes_give_what_one_gives_until_one_is_killed(folders):
-    """Four ranks, two of them with the same KV head. One is killed while two steps are in flight."""
+def test_killed_worker_ends_all_ranks_with_two_steps_in_flight(folders):
+    """Four ranks, two of which share a KV head."""
     expected = _outputs(_llm(folders["llama"], 1))
     llm = _llm(folders["llama"], 4, async_scheduling=True)
     assert _outputs(llm) == expected
     ranks = tp_worker_processes()
     assert len(ranks) == 3
-    handover, in_flight = llm.engine._runner._local_runner._future_tokens, []
-    fill = handover.resolve
+    future_tokens, in_flight = llm.engine._runner._local_runner._future_tokens, []
+    resolve = future_tokens.resolve
 
-    def kill_and_fill(token_ids, spans):
+    def kill_and_resolve(token_ids, spans):
         if not in_flight:
             ranks[1].send_signal(signal.SIGKILL)
         in_flight.append(len(llm.engine._scheduler._in_flight))
-        fill(token_ids, spans)
+        resolve(token_ids, spans)
 
-    handover.resolve = kill_and_fill
+    future_tokens.resolve = kill_and_resolve
     with pytest.raises(RunnerLost, match=r"ended: killed by SIGKILL; .* restart the engine"):
         while True:
             _outputs(llm)
     assert in_flight[0] == 2
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    # An engine that is lost stays so, and its state can still be looked at.
+    # A lost engine stays lost, and its state stays consistent.
     with pytest.raises(RunnerLost):
         _outputs(llm)
     llm.engine.check_integrity()
 
 
-def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
-    why: list[str] = []
-    engine = Engine.from_config(_config(folders["llama"], 2), on_lost=why.append)
+def test_on_lost_is_called_at_once_when_a_worker_dies(folders):
+    reasons: list[str] = []
+    engine = Engine.from_config(_config(folders["llama"], 2), on_lost=reasons.append)
     (rank,) = tp_worker_processes()
     rank.send_signal(signal.SIGKILL)
-    wait_for(lambda: len(why) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in why[0])
+    wait_for(lambda: len(reasons) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in reasons[0])
     assert not engine.has_work
-    # Nor is anything on a device waited for that needs it, or taken from one that has stopped waiting.
+    # Waiting for the device, or for a result from it, fails as well.
     group = engine._runner._worker_group
     with pytest.raises(RunnerLost, match="killed by SIGKILL"):
         group.wait_until(lambda: False)
@@ -274,7 +273,7 @@ def test_the_owner_is_told_at_once_when_a_rank_dies(folders):
         group.wait_result(lambda: 1)
 
 
-def test_a_rank_that_hangs_is_found_and_killed(folders):
+def test_hanging_worker_is_detected_and_killed(folders):
     engine = engine_with_thread_workers(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=2.0)
     (rank,) = tp_worker_processes()
     engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
@@ -287,7 +286,7 @@ def test_a_rank_that_hangs_is_found_and_killed(folders):
     assert psutil.wait_procs([rank], timeout=10)[1] == []
 
 
-def test_what_one_rank_refuses_is_said_and_nothing_is_left(folders, monkeypatch):
+def test_startup_error_of_a_rank_leaves_no_processes(folders, monkeypatch):
     with pytest.raises(ConfigError, match=r"^max_model_len: a sequence of 128 tokens does not fit"):
         Engine.from_config(dataclasses.replace(_config(folders["llama"], 2), kv_cache_memory_bytes=1000))
     with pytest.raises(
@@ -297,12 +296,12 @@ def test_what_one_rank_refuses_is_said_and_nothing_is_left(folders, monkeypatch)
     assert tp_worker_processes() == []
 
 
-def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
-    """Rank 0 finds its weights; the other, which comes later, does not."""
+def test_load_error_of_a_worker_is_reported(folders, tmp_path):
+    """Rank 0 finds its weights, but the worker, which starts later, does not."""
 
-    def start(ends):
+    def start(channels):
         (folders["llama"] / "model.safetensors").rename(tmp_path / "hidden")
-        return WorkerProcess(ends)
+        return WorkerProcess(channels)
 
     with pytest.raises(ConfigError, match="found neither"):
         engine_with_thread_workers(_config(folders["llama"], 2), start_worker=start)
@@ -311,7 +310,7 @@ def test_a_rank_that_cannot_load_says_why(folders, tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
+def test_sigint_is_deferred_to_the_end_of_a_step(folders, ahead):
     engine = engine_with_thread_workers(_config(folders["llama"], 2, async_scheduling=ahead))
     expected = _generate(engine)
     model = engine._runner._local_runner._model
@@ -326,7 +325,7 @@ def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
 
     engine._runner._local_runner._model = Interrupted()
     engine.add(SequenceRequest(100, [1, 2, 3], GREEDY))
-    # Whoever started the tests may have had it ignored, as a shell does in the background.
+    # SIGINT can be ignored when the tests start, as in a shell's background job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -338,7 +337,7 @@ def test_control_c_waits_for_the_end_of_a_step(folders, ahead):
     assert _generate(engine)[0] == expected[0]
 
 
-def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
+def test_wait_for_the_device_has_the_time_limit_of_a_collective(folders):
     engine = engine_with_thread_workers(_config(folders["llama"], 2), timeout_s=5.0)
     group = engine._runner._worker_group
     assert group.wait_result(lambda: 1) == 1
@@ -351,17 +350,17 @@ def test_what_a_device_never_ends_is_waited_for_no_longer_than_a_rank(folders):
         engine.step()
 
 
-def test_nccl_is_ended_once_and_not_under_a_step_that_uses_it(folders):
-    """It would let that never return. NCCL itself can only be had on a GPU."""
-    ended = []
-    ranks = Communicator(TensorParallelShard(ModelConfig.load(folders["llama"]), 0, 2), lambda: None)
-    ranks._device, ranks._process_group = (
+def test_nccl_is_aborted_once_and_not_while_a_step_uses_it(folders):
+    """An abort during a step would make the step hang. A fake replaces NCCL, which requires a GPU."""
+    aborts = []
+    communicator = Communicator(TensorParallelShard(ModelConfig.load(folders["llama"]), 0, 2), lambda: None)
+    communicator._device, communicator._process_group = (
         torch.device("cuda"),
-        SimpleNamespace(abort=lambda: ended.append(in_use.locked())),
+        SimpleNamespace(abort=lambda: aborts.append(step_lock.locked())),
     )
-    in_use = threading.Lock()
-    with in_use:
-        ranks.abort(in_use)
-        ranks.abort(in_use)
-        assert ended == []
-    wait_for(lambda: ended == [False])
+    step_lock = threading.Lock()
+    with step_lock:
+        communicator.abort(step_lock)
+        communicator.abort(step_lock)
+        assert aborts == []
+    wait_for(lambda: aborts == [False])

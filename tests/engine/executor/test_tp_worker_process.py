@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core process with a second rank: it serves, is idle when idle, and both end when one does."""
+"""The core process with one tensor-parallel worker: it serves, uses no CPU when idle, and both end together."""
 
 import signal
 import time
@@ -25,13 +25,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pod(model: Path, tmp_path: Path) -> Iterator[EngineProcesses]:
     config = {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 8 * 2**20, "tensor_parallel_size": 2}
-    # As on GPUs: a rank dies with two steps in flight.
+    # As on GPUs, so that the worker dies with two steps in flight.
     config["async_scheduling"] = True
-    with EngineProcesses(tmp_path, **config) as made:
-        yield made.start("text", "core")
+    with EngineProcesses(tmp_path, **config) as processes:
+        yield processes.start("text", "core")
 
 
-def test_it_serves_takes_no_processor_time_when_idle_and_ends_with_a_rank(pod: EngineProcesses, model: Path):
+def test_core_with_a_worker_serves_idles_without_cpu_time_and_ends_with_the_worker(pod: EngineProcesses, model: Path):
     with pod.connect("text", "frontend") as client:
         events = client.generate([1, 2, 3], temperature=0, max_tokens=12)
     assert [i for event in events for i in event.token_ids] == greedy_output(model, [1, 2, 3], 12)
@@ -44,29 +44,29 @@ def test_it_serves_takes_no_processor_time_when_idle_and_ends_with_a_rank(pod: E
     assert len(both) == 2
     wait_quiet(both, 0.03)
 
-    open_request_ends(pod, both[1])
+    check_request_fails_when_killed(pod, both[1])
     assert pod.processes["core"].wait(10) == 70
     assert "rank 1 of 2 ended: killed by SIGKILL" in pod.log("core")
 
 
-def test_a_killed_core_leaves_no_rank(pod: EngineProcesses):
+def test_killed_core_leaves_no_worker(pod: EngineProcesses):
     core = psutil.Process(pod.processes["core"].pid)
     (rank,) = tp_worker_processes(core.pid)
-    open_request_ends(pod, core)
-    # An orphan now, for which nobody here can wait.
+    check_request_fails_when_killed(pod, core)
+    # The worker is an orphan now, so this process cannot wait for it.
     wait_for(lambda: has_ended(rank), 10)
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it is gone or a zombie."""
+    """Return whether the process does not exist or is a zombie."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def open_request_ends(pod: EngineProcesses, victim: psutil.Process) -> None:
-    """A request that runs when a process is killed gets UNAVAILABLE, and soon."""
+def check_request_fails_when_killed(pod: EngineProcesses, victim: psutil.Process) -> None:
+    """Check that a running request fails with UNAVAILABLE within 5 s after a process is killed."""
     with pod.connect("text", "frontend") as client:
         request = client.submit([1, 2, 3], **ENDLESS)
         first = client.receive()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model definitions: complete, listed, and equal to transformers in float32, logit by logit."""
+"""Model definitions are complete and give the logits of transformers in float32."""
 
 import sys
 from dataclasses import replace
@@ -50,7 +50,7 @@ def _span(tokens, start, length, first_block, block_size):
     return ScheduledSpan(sequence, start, length, None)
 
 
-def test_every_architecture_of_the_capability_table_has_a_class_and_a_parity_row():
+def test_every_supported_architecture_has_a_class_and_a_parity_row():
     assert all(issubclass(get_model_class(name), CausalLM) for name in SUPPORTED_ARCHITECTURES)
     tested = {f"{kind.__name__.removesuffix('Config')}ForCausalLM" for kind, _ in CHECKPOINTS.values()}
     assert tested == set(SUPPORTED_ARCHITECTURES)
@@ -83,11 +83,11 @@ def test_logits_equal_transformers(folder):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types_are_as_exact_as_transformers(folder, dtype):
-    # Enough of them that one lucky rounding decides nothing.
+def test_half_precision_is_as_exact_as_transformers(folder, dtype):
+    # Enough prompts that one lucky rounding does not decide.
     prompts = torch.randint(0, VOCAB, (24, 32), generator=torch.Generator().manual_seed(1))
     exact = load_oracle(folder)(prompts).logits[:, -1]
-    theirs = load_oracle(folder, dtype)(prompts).logits[:, -1].float() - exact
+    transformers_error = load_oracle(folder, dtype)(prompts).logits[:, -1].float() - exact
     model = _load(folder, dtype)
     model.pack()
     kv = KVCache(model.shape, 24 * 4, 8, dtype, CPU)
@@ -96,7 +96,7 @@ def test_half_types_are_as_exact_as_transformers(folder, dtype):
         model, build_forward_batch(build_step_input(spans, 8, model.shape.long_rope_threshold), kv, CPU), kv
     )
     assert logits.dtype == dtype
-    assert (logits.float() - exact).norm() < 1.3 * theirs.norm()
+    assert (logits.float() - exact).norm() < 1.3 * transformers_error.norm()
 
 
 @torch.inference_mode()
@@ -111,61 +111,61 @@ def test_packing_changes_rounding_only(folder, monkeypatch):
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
-TOGETHER = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "phi3-partial", "qwen3-windows")
+FUSED = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "phi3-partial", "qwen3-windows")
 
 
 @torch.inference_mode()
 @requires_native_kernels
-@pytest.mark.parametrize("name", [*TOGETHER, "llama-relu", "gemma2"])
-def test_all_layers_in_one_call_give_the_same_bits(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [*FUSED, "llama-relu", "gemma2"])
+def test_fused_decoder_gives_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setitem(BASE, "intermediate_size", 128)
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
     model = _load(make_checkpoint(tmp_path, name), torch.bfloat16)
-    sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
-    slots = LoRASlots(sites, 3, 4, torch.empty(0, dtype=torch.bfloat16))
+    targets = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
+    slots = LoRASlots(targets, 3, 4, torch.empty(0, dtype=torch.bfloat16))
     for slot, share in enumerate((1.0, 0.5)):
-        slots.write(slot, slots.pack([[_pair(site, width, share) for width in site.widths] for site in sites]))
+        slots.write(slot, slots.pack([[_pair(target, width, share) for width in target.widths] for target in targets]))
     for (_, linear), module in zip(model.linears(), slots.modules, strict=True):
         linear.adapters = module
     model.pack()
-    together = model.fused_decoder
-    assert (together is not None) == (name in TOGETHER)
-    if together is None:
+    fused_decoder = model.fused_decoder
+    assert (fused_decoder is not None) == (name in FUSED)
+    if fused_decoder is None:
         return
-    for used in ([None, None, None], [SlotId(0), None, SlotId(1)]):
-        found = []
-        for model.fused_decoder in (together, None):
+    for slot_ids in ([None, None, None], [SlotId(0), None, SlotId(1)]):
+        logits = []
+        for model.fused_decoder in (fused_decoder, None):
             kv = KVCache(model.shape, 41, 8, torch.bfloat16, CPU)
-            assert together.supports(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
-            # More rows than go through a layer together, then a decoded token of each.
+            assert fused_decoder.supports(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
+            # More rows than the fused decoder computes at once, then one decoded token of each.
             for starts, lengths in (((0, 0, 0), (290, 7, 16)), ((290, 7, 16), (1, 1, 1))):
-                rows = zip(starts, lengths, (0, 37, 38), used, strict=True)
+                rows = zip(starts, lengths, (0, 37, 38), slot_ids, strict=True)
                 tokens = list(range(291))
                 spans = [
                     replace(_span(tokens[: start + length], start, length, first, 8), adapter_slot=slot)
                     for start, length, first, slot in rows
                 ]
                 batch = build_forward_batch(build_step_input(spans, 8, model.shape.long_rope_threshold), kv, CPU)
-                found.append(_logits(model, batch, kv))
-        assert all(torch.equal(a, b) for a, b in zip(found[:2], found[2:], strict=True))
+                logits.append(_logits(model, batch, kv))
+        assert all(torch.equal(a, b) for a, b in zip(logits[:2], logits[2:], strict=True))
 
 
-def _pair(site, width, share):
-    """A matrix pair of rank 3, for a share of the modules."""
+def _pair(target, width, share):
+    """Return a matrix pair of LoRA rank 3 for a share of the modules, otherwise None."""
     if torch.rand(()) > share:
         return None
-    return torch.randn(3, site.in_features) * 0.1, torch.randn(width, 3) * 0.1
+    return torch.randn(3, target.in_features) * 0.1, torch.randn(width, 3) * 0.1
 
 
 @torch.inference_mode()
-def test_a_chunk_in_the_midst_of_a_prompt_wants_no_logits(folder):
+def test_chunk_inside_a_prompt_computes_no_logits(folder):
     model = _load(folder)
     kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
     assert model(build_forward_batch(build_step_input([_span(list(range(20)), 0, 9, 0, 8)], 8), kv, CPU), kv) is None
 
 
 @torch.inference_mode()
-def test_memory_that_others_left_does_not_reach_a_sequence(folder):
+def test_sequence_does_not_read_old_content_of_kv_blocks(folder):
     model = _load(folder)
     clean = KVCache(model.shape, 8, 8, torch.float32, CPU)
     dirty = KVCache(model.shape, 8, 8, torch.float32, CPU)
@@ -177,7 +177,7 @@ def test_memory_that_others_left_does_not_reach_a_sequence(folder):
     for start, length in ((0, 10), (10, 10), (20, 1)):
         results = []
         for kv in (clean, dirty):
-            # Beside a longer one, so that its block table is padded.
+            # Beside a longer sequence, so that the block table is padded.
             spans = [_span(tokens, start, length, 0, 8), _span([1] * 30, 0, 30, 3, 8)]
             results.append(_logits(model, build_forward_batch(build_step_input(spans, 8), kv, CPU), kv))
         assert torch.equal(*results)

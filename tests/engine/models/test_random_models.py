@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random checkpoints of every family, their config.json in random dialects, with random adapters: logits are those of
-transformers and peft. The tables in tests/support set one thing at a time; here many are set together."""
+"""Random checkpoints of every architecture, with config.json in random dialects and random adapters.
+
+Logits must equal those of transformers and peft. The tables in tests/support vary one property at a time; these tests
+vary many together.
+"""
 
 import json
 import random
@@ -18,7 +21,7 @@ WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2")
 OWN_HEADS = ("llama", "mistral", "qwen3", "gemma2")
 NUM_TOKENS = 5
 MAX_LENGTH = 96
-# Logits up to 100, through four layers; 1e-4 is typical.
+# For logits up to 100 and four layers; 1e-4 is typical.
 MAX_LOGPROB_ERROR = 2e-3
 
 
@@ -93,7 +96,7 @@ def _config(draw: random.Random, family: str) -> dict[str, Any]:
 
 
 def _change_dialect(draw: random.Random, path: Path) -> None:
-    """Write config.json as an earlier transformers did, and leave out what has a default."""
+    """Rewrite config.json as earlier versions of transformers wrote it, without keys that have a default."""
     config = json.loads(path.read_text())
     if "rope_parameters" not in config:
         pass  # OPT
@@ -149,7 +152,7 @@ def _expected(oracle: Any, tokens: list[int], num_prompt: int) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers_and_peft(family: str, seed: int, tmp_path: Path) -> None:
+def test_logits_equal_transformers_and_peft(family: str, seed: int, tmp_path: Path) -> None:
     draw = random.Random(f"{family} {seed}")
     kind, values = CHECKPOINTS[family][0], _config(draw, family)
     folder = write_checkpoint(tmp_path / family, kind(**values), seed)
@@ -169,19 +172,19 @@ def test_logits_are_those_of_transformers_and_peft(family: str, seed: int, tmp_p
         kv_cache_memory_bytes=2**23,
     )
     vocab, lengths = values["vocab_size"], (1, 18, draw.randint(20, 60))
-    which = [0, *(i for i in range(3) for _ in lengths)]
+    oracle_indices = [0, *(i for i in range(3) for _ in lengths)]
     prompts = [[draw.randrange(vocab) for _ in range(n)] for n in (MAX_LENGTH - NUM_TOKENS, *lengths * 3)]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[loras[i] for i in which])
-    for i, prompt, output in zip(which, prompts, outputs, strict=True):
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[loras[i] for i in oracle_indices])
+    for i, prompt, output in zip(oracle_indices, prompts, outputs, strict=True):
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
         assert output.prompt_logprobs is not None and entries is not None
-        found = torch.tensor(
+        logprobs = torch.tensor(
             [
                 [row[token].logprob for token in range(vocab)]
                 for row in (*output.prompt_logprobs[1:], *entries)
                 if row is not None
             ]
         )
-        expected = _expected(oracles[i], prompt + tokens, len(prompt))[: len(found)]
-        assert (found - expected).abs().max() < MAX_LOGPROB_ERROR
+        expected = _expected(oracles[i], prompt + tokens, len(prompt))[: len(logprobs)]
+        assert (logprobs - expected).abs().max() < MAX_LOGPROB_ERROR

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model is found where it is said to be, and its folder read as far as scheduling needs it."""
+"""Models are resolved to folders, and checkpoints provide the properties that scheduling needs."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def checkpoint(folder: Path, weights: bytes = b"w" * 300_000, **generation: obje
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache of this machine, with one model in it and the network away."""
+    """A local cache of the hub with one model, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--org--name"
@@ -52,7 +52,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repository
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_folder_is_used_directly(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), None, progress=False) == tmp_path
     with pytest.raises(ConfigError, match="revision: 'v1' was given for the folder"):
         resolve_model(str(tmp_path), "v1", progress=False)
@@ -60,25 +60,25 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         resolve_model(f"{tmp_path}/none", None, progress=False)
 
 
-def test_a_cached_hub_model_needs_no_network(hub_cache: Path) -> None:
+def test_cached_hub_model_needs_no_network(hub_cache: Path) -> None:
     folder = resolve_model("org/name", None, progress=False)
     assert folder == next((hub_cache / "snapshots").iterdir())
     assert Checkpoint.load(folder).shape.vocab_size == 16
 
 
-def test_what_is_fetched_of_a_hub_model(tmp_path: Path) -> None:
-    """In a process of its own, as huggingface_hub reads its settings when it is imported."""
-    wanted = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-    others = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]
+def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
+    """Runs in a process of its own, because huggingface_hub reads its settings on import."""
+    downloaded = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    ignored = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]
     commit = "0123456789abcdef0123456789abcdef01234567"
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = self.path.partition(f"/resolve/{commit}/")[2]
-            told: Any = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": n} for n in wanted + others]}
+            reply: Any = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": n} for n in downloaded + ignored]}
             if "/tree/" in self.path:
-                told = [{"type": "file", "path": n, "size": len(n), "oid": n} for n in wanted + others]
-            body = (name or json.dumps(told)).encode()
+                reply = [{"type": "file", "path": n, "size": len(n), "oid": n} for n in downloaded + ignored]
+            body = (name or json.dumps(reply)).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("ETag", f'"{name}"')
@@ -97,14 +97,16 @@ def test_what_is_fetched_of_a_hub_model(tmp_path: Path) -> None:
         code = (
             "from quire_engine.weights.hub import resolve_model; print(resolve_model('org/name', None, progress=False))"
         )
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
         server.shutdown()
-    assert done.returncode == 0, done.stderr
-    assert sorted(str(file.name) for file in Path(done.stdout.strip()).rglob("*") if file.is_file()) == wanted
+    assert result.returncode == 0, result.stderr
+    assert sorted(str(file.name) for file in Path(result.stdout.strip()).rglob("*") if file.is_file()) == downloaded
 
 
 @pytest.mark.parametrize("model", ["org/other", "no such/model/at all"])
-def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> None:
+def test_error_names_a_model_that_cannot_be_downloaded(hub_cache: Path, model: str) -> None:
     with pytest.raises(ConfigError, match=f"model: '{model}' is not a folder and could not be downloaded"):
         resolve_model(model, None, progress=False)
     with pytest.raises(ConfigError, match="'org/name' at revision 'v9'"):
@@ -118,7 +120,7 @@ def test_a_model_that_cannot_be_had_is_named(hub_cache: Path, model: str) -> Non
         (None, "http://user:passw0rd@127.0.0.1:9", "Connection refused"),
     ],
 )
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, revision: str | None, proxy: str, end: str) -> None:
+def test_unreachable_hub_gives_a_one_line_error(tmp_path: Path, revision: str | None, proxy: str, end: str) -> None:
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "http_proxy": proxy}
     code = f"""
 from quire_engine.weights.hub import resolve_model
@@ -135,27 +137,27 @@ except ConfigError as error:
     assert "(http://127.0.0.1:9)" in line and line.endswith(end) and "passw0rd" not in line
 
 
-@pytest.mark.parametrize(("eos", "wanted"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
-def test_stop_tokens_of_both_files_count(tmp_path: Path, eos: object, wanted: set[int]) -> None:
+@pytest.mark.parametrize(("eos", "expected"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
+def test_eos_tokens_of_both_files_are_used(tmp_path: Path, eos: object, expected: set[int]) -> None:
     folder = checkpoint(tmp_path / "m", eos_token_id=eos, temperature=0.6)
-    assert Checkpoint.load(folder).eos_token_ids == wanted
+    assert Checkpoint.load(folder).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("eos", [-1, [-1, 320], 10**9])
-def test_stop_tokens_outside_the_vocabulary_are_none(tmp_path: Path, eos: object) -> None:
-    # A step that holds them back would fail, or forbid another token.
+def test_eos_tokens_outside_the_vocabulary_are_ignored(tmp_path: Path, eos: object) -> None:
+    # A step that suppresses them would fail or suppress another token.
     assert Checkpoint.load(checkpoint(tmp_path / "m", eos_token_id=eos)).eos_token_ids == {2}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
-def test_a_broken_generation_config_is_named(tmp_path: Path, text: str) -> None:
+def test_error_names_a_broken_generation_config(tmp_path: Path, text: str) -> None:
     folder = checkpoint(tmp_path / "m")
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         Checkpoint.load(folder)
 
 
-def test_fingerprints_tell_checkpoints_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_checkpoints(tmp_path: Path) -> None:
     base = compute_fingerprint(checkpoint(tmp_path / "a"))
     assert compute_fingerprint(checkpoint(tmp_path / "b")) == base
     assert compute_fingerprint(checkpoint(tmp_path / "c", weights=b"w" * 300_001)) != base
@@ -167,10 +169,8 @@ def test_fingerprints_tell_checkpoints_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", [None, COMMIT])
-def test_a_hub_that_says_nothing_is_not_waited_for_without_end(
-    hub_cache: Path, tmp_path: Path, revision: str | None
-) -> None:
-    """It takes connections and begins no TLS, as behind a firewall that drops packets; what is cached is taken."""
+def test_hub_that_never_replies_times_out(hub_cache: Path, tmp_path: Path, revision: str | None) -> None:
+    """The hub accepts connections but never starts TLS, like a firewall that drops packets. The cache still works."""
     code = f"""
 from quire_engine.weights import hub
 from quire_spec.errors import ConfigError
@@ -185,7 +185,7 @@ except ConfigError as error:
             "HF_ENDPOINT": f"https://127.0.0.1:{server.getsockname()[1]}",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
-        found = []
+        lines = []
         for cache in (hub_cache.parent, tmp_path / "empty"):
             done = subprocess.run(
                 [sys.executable, "-c", code],
@@ -195,6 +195,6 @@ except ConfigError as error:
                 timeout=60,
             )
             assert done.returncode == 0, done.stderr
-            found += done.stdout.splitlines()
-    assert Path(found[0]).is_relative_to(hub_cache)
-    assert "handshake operation timed out" in found[1] and found[1].startswith("model: 'org/name'")
+            lines += done.stdout.splitlines()
+    assert Path(lines[0]).is_relative_to(hub_cache)
+    assert "handshake operation timed out" in lines[1] and lines[1].startswith("model: 'org/name'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files: what is read lands where it belongs, and what is wrong is refused with the reason."""
+"""Checkpoint files fill the right parameters, and defects are rejected with the reason."""
 
 import json
 
@@ -38,42 +38,42 @@ def _rewrite(folder, change):
     save_file(tensors, folder / SINGLE)
 
 
-def test_every_tensor_lands_in_its_part(folder):
-    found, expected = _load(folder), load_file(folder / SINGLE)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def test_every_tensor_fills_its_parameter(folder):
+    loaded, expected = _load(folder), load_file(folder / SINGLE)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_shards_equal_a_single_file(folder, tmp_path):
     expected = _load(folder)
     sharded = make_checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    found = _load(sharded)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = _load(sharded)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_large_tensors_are_read_in_pieces(folder, monkeypatch):
+def test_large_tensors_are_read_in_chunks(folder, monkeypatch):
     expected = _load(folder)
     monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
-    found = _load(folder)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = _load(folder)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_conversion_rounds_to_nearest(folder, dtype):
-    found, expected = _load(folder, dtype), load_file(folder / SINGLE)
-    assert all(torch.equal(found[name], expected[name].to(dtype)) for name in expected)
+    loaded, expected = _load(folder, dtype), load_file(folder / SINGLE)
+    assert all(torch.equal(loaded[name], expected[name].to(dtype)) for name in expected)
 
 
-def test_tied_checkpoints_may_carry_the_head(tmp_path):
+def test_tied_checkpoint_can_contain_the_output_projection(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen2")
     embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
     assert "lm_head.weight" not in _load(folder)
 
 
-def test_a_head_of_its_own_is_not_taken_for_the_embedding(tmp_path, monkeypatch):
-    # transformers would use it, whatever config.json says.
+def test_rejects_a_tied_checkpoint_with_another_output_projection(tmp_path, monkeypatch):
+    # transformers would use the output projection in spite of config.json.
     folder = make_checkpoint(tmp_path, "qwen2")
     monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
@@ -83,23 +83,23 @@ def test_a_head_of_its_own_is_not_taken_for_the_embedding(tmp_path, monkeypatch)
         _load(folder)
 
 
-def test_checkpoints_saved_without_the_outer_module(tmp_path):
+def test_loads_checkpoints_saved_without_the_outer_module(tmp_path):
     folder = make_checkpoint(tmp_path, "opt")
     expected = _load(folder)
     tensors = load_file(folder / SINGLE)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / SINGLE)
-    found = _load(folder)
+    loaded = _load(folder)
     assert "decoder.layers.1.fc1.weight" in load_file(folder / SINGLE)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_derived_tensors_of_old_checkpoints_are_left_alone(folder):
+def test_derived_tensors_of_old_checkpoints_are_ignored(folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))
     assert name not in _load(folder)
 
 
-def test_progress_is_shown_when_asked(folder, capsys):
+def test_progress_bar_is_optional(folder, capsys):
     _load(folder)
     assert capsys.readouterr().err == ""
     _load(folder, progress=True)
@@ -123,33 +123,33 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("change", "complaint"), CHANGES.values(), ids=CHANGES.keys())
-def test_wrong_tensors_are_refused_by_name(folder, change, complaint):
+@pytest.mark.parametrize(("change", "error"), CHANGES.values(), ids=CHANGES.keys())
+def test_rejects_wrong_tensors_by_name(folder, change, error):
     _rewrite(folder, change)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=error):
         _load(folder)
 
 
-def test_pickled_weights_are_refused(folder):
+def test_rejects_pickled_weights(folder):
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"'pytorch_model.bin' can run code when they are loaded"):
         _load(folder)
 
 
-def test_no_weights_at_all(folder):
+def test_rejects_a_folder_without_weights(folder):
     (folder / SINGLE).unlink()
     with pytest.raises(ConfigError, match=r"found neither model\.safetensors nor model\.safetensors\.index\.json"):
         _load(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 64, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a": 1'])
-def test_a_broken_file_is_refused(folder, content):
+def test_rejects_a_broken_file(folder, content):
     (folder / SINGLE).write_bytes(content)
     with pytest.raises(ConfigError, match="not a safetensors file"):
         _load(folder)
 
 
-def test_a_cut_file_is_refused(folder):
+def test_rejects_a_truncated_file(folder):
     content = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(content[:-100])
     with pytest.raises(ConfigError, match="not a safetensors file"):
@@ -167,14 +167,14 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize(("content", "complaint"), INDICES.values(), ids=INDICES.keys())
-def test_a_broken_index_is_refused(folder, content, complaint):
+@pytest.mark.parametrize(("content", "error"), INDICES.values(), ids=INDICES.keys())
+def test_rejects_a_broken_index(folder, content, error):
     (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=error):
         _load(folder)
 
 
-def test_an_index_against_its_shards_is_refused(folder):
+def test_rejects_an_index_that_does_not_match_its_shards(folder):
     names = dict.fromkeys(load_file(folder / SINGLE), SINGLE)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     _rewrite(folder, lambda tensors: tensors.pop(Q_PROJ))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding steps over memory that stays: everything but the capture, which only a GPU can do."""
+"""Decoding steps over persistent tensors: everything except the capture, which requires a GPU."""
 
 import dataclasses
 import gc
@@ -16,7 +16,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.sequence import Sequence
 from quire_engine.step.plan import ScheduledSpan, StepPlan
-from quire_engine.worker import cuda_graphs as of_decoding
+from quire_engine.worker import cuda_graphs
 from quire_engine.worker.cuda_graphs import ADAPTER_SIZES_PER_DOUBLING, CudaGraphRunner, DeviceBlockTables, graph_sizes
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_engine.worker.startup import RunnerStartup
@@ -32,15 +32,15 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 8, 64, 200, 256])
-def test_sizes_rise_to_the_largest_batch_and_pad_little(most):
-    sizes = graph_sizes(most)
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 8, 64, 200, 256])
+def test_graph_sizes_increase_to_the_largest_batch_with_little_padding(max_num_seqs):
+    sizes = graph_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == most
+    assert sizes[-1] == max_num_seqs
     assert all(after / before <= 1.25 for before, after in itertools.pairwise(sizes) if before >= 8)
 
 
-def test_two_hundred_and_fifty_six_sequences_need_few_graphs():
+def test_number_of_graphs_for_256_sequences():
     assert len(graph_sizes(256)) == 24
     with_adapters = graph_sizes(256, ADAPTER_SIZES_PER_DOUBLING)
     assert len(with_adapters) == 14
@@ -48,16 +48,16 @@ def test_two_hundred_and_fifty_six_sequences_need_few_graphs():
 
 
 def _sequence(blocks):
-    made = Sequence(0, [1, 2, 3], SamplingParams(), seed=0, max_output_tokens=50)
-    made.block_table = blocks
-    return made
+    sequence = Sequence(0, [1, 2, 3], SamplingParams(), seed=0, max_output_tokens=50)
+    sequence.block_table = blocks
+    return sequence
 
 
 def _rows(tables, *sequences):
     return tables.assign_rows([ScheduledSpan(sequence, 2, 1, None) for sequence in sequences])
 
 
-def test_only_new_blocks_are_sent():
+def test_block_tables_send_only_new_blocks():
     tables, first, second = DeviceBlockTables(4), _sequence([5, 6]), _sequence([7])
     rows, entries = _rows(tables, first, second)
     assert entries == [(rows[0], 0, 5), (rows[0], 1, 6), (rows[1], 0, 7)]
@@ -66,7 +66,7 @@ def test_only_new_blocks_are_sent():
     assert _rows(tables, first) == (rows[:1], [(rows[0], 2, 9)])
 
 
-def test_a_preempted_sequence_sends_its_new_table():
+def test_preempted_sequence_sends_its_new_block_table():
     tables, sequence = DeviceBlockTables(2), _sequence([5, 6])
     (row,), _ = _rows(tables, sequence)
     sequence.block_table = []
@@ -74,17 +74,17 @@ def test_a_preempted_sequence_sends_its_new_table():
     assert _rows(tables, sequence) == ([row], [(row, 0, 3), (row, 1, 4)])
 
 
-def test_rows_of_those_that_do_not_run_are_taken_over():
-    tables, kept, gone = DeviceBlockTables(3), _sequence([1]), [_sequence([i]) for i in range(2, 4)]
-    (row, *others), _ = _rows(tables, kept, *gone)
+def test_rows_of_sequences_that_do_not_run_are_reassigned():
+    tables, running, waiting = DeviceBlockTables(3), _sequence([1]), [_sequence([i]) for i in range(2, 4)]
+    (row, *waiting_rows), _ = _rows(tables, running, *waiting)
     new = [_sequence([8]), _sequence([9])]
-    rows, entries = _rows(tables, kept, *new)
+    rows, entries = _rows(tables, running, *new)
     assert rows[0] == row
-    assert sorted(rows[1:]) == sorted(others)
+    assert sorted(rows[1:]) == sorted(waiting_rows)
     assert [block for _, _, block in entries] == [8, 9]
-    # One of those comes back.
-    (again,), entries = _rows(tables, gone[0])
-    assert entries == [(again, 0, 2)]
+    # A waiting sequence runs again and sends its whole table.
+    (new_row,), entries = _rows(tables, waiting[0])
+    assert entries == [(new_row, 0, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -92,25 +92,27 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
-class _Replays:
-    """A recording that runs the step again each time, and counts."""
+class _RerunCapture:
+    """Replaces a capture: each replay runs the step again and is counted."""
 
     def __init__(self):
-        self.num = 0
+        self.num_replays = 0
 
     def __call__(self, step):
         def replay():
-            self.num += 1
+            self.num_replays += 1
             return step()
 
         return replay
 
 
-def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
-    """Tokens of nine requests, which come in two waves, with more than the blocks can hold at once; `adapters`: of the
-    requests in turn, `seen`: takes the slots and adapters of each replayed step, `ahead`: begin steps before the last
-    one is over."""
-    # The gathering form wants groups that the host has made; a step of a graph has none.
+def _generate(folder, monkeypatch, capture, adapters=(), steps=None, ahead=False):
+    """Return the tokens of nine requests and the number of preemptions.
+
+    The requests come in two waves and need more KV blocks than there are. They use `adapters` in turn. `steps` receives
+    the slots and adapters of each replayed step. `ahead` enables asynchronous scheduling.
+    """
+    # The default kernel needs groups of spans from the host, which a step of a graph does not have.
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     monkeypatch.setattr(RunnerStartup, "_capture_graphs", lambda self, kv_cache: None)
     config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
@@ -123,25 +125,25 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
         draw = torch.Generator().manual_seed(5)
         for i, rank in enumerate((3, 16, 8)):
             engine.add_adapter(f"adapter {i}", Path("not read"), random_adapter(runner, rank, draw))
-    if replays is not None:
+    if capture is not None:
         shape = runner._model.shape
         runner._kv_cache = KVCache(
             shape, runner.memory.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1
         )
-        runner._graphs = CudaGraphRunner(runner._model, runner._kv_cache, 6, 96, 2 if adapters else 0, capture=replays)
-        work_of, steps = runner._graphs.build_input, [] if seen is None else seen
+        runner._graphs = CudaGraphRunner(runner._model, runner._kv_cache, 6, 96, 2 if adapters else 0, capture=capture)
+        build_input, steps = runner._graphs.build_input, [] if steps is None else steps
 
-        def seen_work(plan):
-            if (work := work_of(plan)) is not None:
+        def recording_build_input(plan):
+            if (graph_input := build_input(plan)) is not None:
                 steps.append({(s.adapter_slot, s.sequence.adapter_digest) for s in plan.spans})
-            return work
+            return graph_input
 
-        runner._graphs.build_input = seen_work
+        runner._graphs.build_input = recording_build_input
     prompts = [
         torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
     ]
     params = [{"temperature": t, "seed": 3, "max_tokens": 20, "ignore_eos": True} for t in (0.0, 1.0, 0.0)]
-    found: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
     for wave in (range(4), range(4, 9)):
         for i in wave:
             engine.add(
@@ -152,30 +154,30 @@ def _answers(folder, monkeypatch, replays, adapters=(), seen=None, ahead=False):
         for _ in range(1000 if 8 in wave else 12):
             for result in engine.step().results if engine.has_work else []:
                 assert result.error_code is None, result.error
-                found.setdefault(result.id, []).extend(result.token_ids)
+                tokens.setdefault(result.id, []).extend(result.token_ids)
     assert not engine.has_work
-    return found, engine.stats().num_preemptions
+    return tokens, engine.stats().num_preemptions
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_same_tokens_as_without(folder, monkeypatch, ahead):
-    replays = _Replays()
-    expected, _ = _answers(folder, monkeypatch, None)
-    found, num_preemptions = _answers(folder, monkeypatch, replays, ahead=ahead)
+def test_graphs_do_not_change_tokens(folder, monkeypatch, ahead):
+    capture = _RerunCapture()
+    expected, _ = _generate(folder, monkeypatch, None)
+    found, num_preemptions = _generate(folder, monkeypatch, capture, ahead=ahead)
     assert found == expected
-    assert replays.num > 20
+    assert capture.num_replays > 20
     assert num_preemptions > 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_chooses_no_token(folder, monkeypatch, ahead):
-    """With one token a step, a graph computes prompts too, and their tokens but the last choose nothing."""
+def test_graph_of_a_step_that_samples_nothing(folder, monkeypatch, ahead):
+    """With one token per step, graphs also compute prompts, of which only the last token samples."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     config = dataclasses.replace(CONFIG, model=str(folder), max_num_seqs=1, async_scheduling=ahead)
     found = []
     for num_tokens in (40, 1):
-        monkeypatch.setattr(of_decoding, "should_capture", lambda device, wanted=num_tokens == 1: wanted)
-        monkeypatch.setattr(of_decoding, "GraphCapture", lambda device: _Replays())
+        monkeypatch.setattr(cuda_graphs, "should_capture", lambda device, enabled=num_tokens == 1: enabled)
+        monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: _RerunCapture())
         engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
         engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
         found.append([])
@@ -187,23 +189,23 @@ def test_a_step_that_chooses_no_token(folder, monkeypatch, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_same_tokens_with_adapters(folder, monkeypatch, ahead):
-    """Three adapters take turns in two slots, beside sequences without: what a slot holds changes between replays."""
-    adapters, seen = (None, "adapter 0", "adapter 1", "adapter 2"), []
-    expected, _ = _answers(folder, monkeypatch, None, adapters)
-    found, num_preemptions = _answers(folder, monkeypatch, _Replays(), adapters, seen, ahead)
+def test_graphs_do_not_change_tokens_with_adapters(folder, monkeypatch, ahead):
+    """Three adapters share two slots beside base sequences, so the content of a slot changes between replays."""
+    adapters, steps = (None, "adapter 0", "adapter 1", "adapter 2"), []
+    expected, _ = _generate(folder, monkeypatch, None, adapters)
+    found, num_preemptions = _generate(folder, monkeypatch, _RerunCapture(), adapters, steps, ahead)
     assert found == expected
     assert num_preemptions > 0
-    assert found != _answers(folder, monkeypatch, None)[0]
-    assert any({None, 0, 1} <= {slot for slot, _ in step} for step in seen)
-    assert any(len(step) == 1 for step in seen)
-    held = {slot: {adapter for step in seen for at, adapter in step if at == slot} for slot in (0, 1)}
-    assert max(map(len, held.values())) > 1
+    assert found != _generate(folder, monkeypatch, None)[0]
+    assert any({None, 0, 1} <= {slot for slot, _ in step} for step in steps)
+    assert any(len(step) == 1 for step in steps)
+    digests_by_slot = {slot: {digest for step in steps for s, digest in step if s == slot} for slot in (0, 1)}
+    assert max(map(len, digests_by_slot.values())) > 1
 
 
-def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
-    """Its graph is one of those that were recorded without."""
-    routed, recorded = [], []
+def test_step_without_adapters_launches_no_lora_kernels(folder, monkeypatch):
+    """Such a step runs a graph that was captured without adapters."""
+    routed, captured = [], []
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     monkeypatch.setitem(
         route_tokens.dispatch_table, "cpu", lambda *args: routed.append(args) or route_tokens.reference(*args)
@@ -211,12 +213,12 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
     runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
-    graphs = CudaGraphRunner(runner._model, kv, 6, 96, 2, capture=lambda step: recorded.append(step) or step)
-    assert len(recorded) == len(graphs.sizes) + len(graphs.adapter_sizes)
+    graphs = CudaGraphRunner(runner._model, kv, 6, 96, 2, capture=lambda step: captured.append(step) or step)
+    assert len(captured) == len(graphs.sizes) + len(graphs.adapter_sizes)
     one = ScheduledSpan(_sequence([0]), 2, 1, None)
     base = graphs.run(graphs.build_input(StepPlan([one]))).clone()
     assert not routed
-    # Nothing was copied into the slot yet, so it changes nothing.
+    # The slot is empty, so it changes nothing.
     two = StepPlan([one, dataclasses.replace(one, sequence=_sequence([1]), adapter_slot=1)])
     adapted = graphs.run(graphs.build_input(two))
     assert len(routed) == 1
@@ -224,23 +226,23 @@ def test_a_step_without_adapters_launches_nothing_for_them(folder, monkeypatch):
     torch.testing.assert_close(adapted, base.expand(2, -1))
 
 
-def test_what_a_graph_reads_stays_allocated(folder):
-    """A graph has addresses and holds no tensor: the step that was recorded must live as long."""
+def test_tensors_of_a_graph_stay_allocated_until_close(folder):
+    """A graph contains addresses and no tensors, so the captured step must stay alive."""
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
     runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
-    recorded = []
-    graphs = CudaGraphRunner(runner._model, kv, 2, 96, 2, capture=lambda step: recorded.append(weakref.ref(step)))
+    captured = []
+    graphs = CudaGraphRunner(runner._model, kv, 2, 96, 2, capture=lambda step: captured.append(weakref.ref(step)))
     gc.collect()
-    assert len(recorded) == len(graphs.sizes) + len(graphs.adapter_sizes)
-    assert all(step() is not None for step in recorded)
-    # Then at once, so that its memory is not counted twice: nothing waits for a collection.
+    assert len(captured) == len(graphs.sizes) + len(graphs.adapter_sizes)
+    assert all(step() is not None for step in captured)
+    # Freed at once, without a garbage collection, so that the memory is not counted twice.
     graphs.close()
-    assert all(step() is None for step in recorded)
+    assert all(step() is None for step in captured)
 
 
-def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
-    """A captured step has none: it would compute nothing of attention, and say nothing."""
+def test_rejects_attention_kernels_that_need_host_groups(folder, monkeypatch):
+    """A captured step has no groups, so such a kernel would silently compute no attention."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.get("cuda", "torch"))
     runner = DeviceModelRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
@@ -249,7 +251,7 @@ def test_a_form_that_wants_spans_in_groups_is_refused(folder, monkeypatch):
         graphs.run(graphs.build_input(StepPlan([ScheduledSpan(_sequence([0]), 2, 1, None)])))
 
 
-def test_steps_of_more_than_a_token_are_left_to_others(folder):
+def test_can_run_only_steps_of_single_tokens(folder):
     graphs = CudaGraphRunner.__new__(CudaGraphRunner)
     graphs.sizes, graphs._num_adapter_slots = (1, 2), 0
     graphs._model = type("Model", (), {"shape": type("Shape", (), {"long_rope_threshold": None})})

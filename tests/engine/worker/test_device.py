@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What device and types are taken, how many threads, and what memory there is."""
+"""Dtypes, number of threads and available memory of this machine."""
 
 import dataclasses
 import subprocess
@@ -36,10 +36,10 @@ def test_auto_dtype(monkeypatch):
         resolve_dtype(config, "float8_e4m3fn")
 
 
-def test_an_eight_bit_cache_is_refused_by_gpus_without_its_type(monkeypatch):
+def test_rejects_eight_bit_cache_on_gpus_without_e4m3(monkeypatch):
     on_gpu = dataclasses.replace(CONFIG, device="cuda", kv_cache_dtype="fp8")
-    found = iter([(9, 0), (8, 0)])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: next(found))
+    capabilities = iter([(9, 0), (8, 0)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: next(capabilities))
     assert resolve_cache_dtype(on_gpu, torch.bfloat16) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' requires .* got 8\.0; use 'auto'"):
         resolve_cache_dtype(on_gpu, torch.bfloat16)
@@ -65,13 +65,13 @@ def _machine(tmp_path, siblings, quota):
         (["0", "1"], "", 2),
     ],
 )
-def test_threads_are_physical_cores_within_the_quota(siblings, quota, expected, tmp_path, monkeypatch):
+def test_num_cores_counts_physical_cores_within_the_quota(siblings, quota, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: set(range(len(siblings))))
     assert num_cores(*_machine(tmp_path, siblings, quota)) == expected
 
 
 @pytest.mark.parametrize(
-    ("weights", "wished", "expected"),
+    ("weights", "omp_num_threads", "expected"),
     [
         (6 << 20, "", 1),
         (64 << 20, "", 2),
@@ -81,10 +81,10 @@ def test_threads_are_physical_cores_within_the_quota(siblings, quota, expected, 
         (0, "nonsense", 1),
     ],
 )
-def test_number_of_threads(weights, wished, expected, monkeypatch):
+def test_number_of_threads(weights, omp_num_threads, expected, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(device, "num_cores", lambda: 4)
-    monkeypatch.setenv("OMP_NUM_THREADS", wished)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
     try:
         set_num_threads(weights)
         assert torch.get_num_threads() == expected
@@ -92,9 +92,8 @@ def test_number_of_threads(weights, wished, expected, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
-    everything = available_memory_bytes()
-    assert everything > 0
+def test_available_memory_respects_the_control_group(tmp_path, monkeypatch):
+    assert available_memory_bytes() > 0
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     for name, text in {
         "memory.max": "3000000",
@@ -107,7 +106,7 @@ def test_memory_of_a_control_group_counts(tmp_path, monkeypatch):
     assert available_memory_bytes() > 3_000_000
 
 
-def test_numbers_of_this_machine_are_sane():
+def test_values_of_this_machine_are_plausible():
     assert 1 <= num_cores() <= 4096
     assert available_memory_bytes() > 64 << 20
 
@@ -131,7 +130,7 @@ print(full - freed, full - resident())
 """
 
 
-def test_weights_as_they_were_read_go_back_to_the_system() -> None:
+def test_trim_heap_returns_unpacked_weights_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=60, check=True)
     by_freeing, in_all = map(int, done.stdout.split())
     assert by_freeing < 64 << 20

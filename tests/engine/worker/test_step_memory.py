@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured before there are requests is as much as any step takes: a GPU's KV cache has all the rest.
+"""The warm-up steps need as much memory as any later step; on a GPU the KV cache gets all the rest.
 
-Tensors are counted as torch makes them, on the CPU. What forms of a GPU do not allocate is left out here too."""
+Tensors are counted on the CPU as torch allocates them. Kernels are replaced by ones that allocate as little as a GPU's.
+"""
 
 import dataclasses
 from typing import Any
@@ -12,11 +13,10 @@ from support.peak_memory import PeakTensorBytes
 from support.tiny_checkpoints import BASE, make_checkpoint
 
 from quire_engine.core.engine import Engine
-from quire_engine.kv_cache import device_cache as of_cache
+from quire_engine.kv_cache import device_cache
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.worker.model_runner import DeviceModelRunner
-from quire_engine.worker.sampling import logprobs as of_scores
-from quire_engine.worker.sampling import penalty_state as of_penalties
+from quire_engine.worker.sampling import logprobs, penalty_state
 from quire_engine.worker.startup import RunnerStartup
 from quire_engine.worker.warmup import compile_steps, peak_memory_steps
 from quire_kernels import apply_penalties, paged_attention, sample
@@ -45,19 +45,19 @@ def _penalize(logits, rows, in_prompt, counts, state_rows, presence, frequency, 
 
 
 @pytest.fixture
-def forms(monkeypatch):
-    """Forms that take as little as those of a GPU, and parts that are small beside this model's."""
-    monkeypatch.setattr(of_penalties, "_uses_token_lists", lambda device: False)
+def gpu_like_kernels(monkeypatch):
+    """Replace kernels by ones that allocate as little as those of a GPU, and use small chunks for this small model."""
+    monkeypatch.setattr(penalty_state, "_uses_token_lists", lambda device: False)
     monkeypatch.setitem(apply_penalties.dispatch_table, "cpu", _penalize)
     monkeypatch.setitem(sample.dispatch_table, "cpu", lambda logits, *_: logits.argmax(-1))
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", lambda queries, *_: queries.clone())
     monkeypatch.setattr("quire_engine.worker.sampling.sampler._CHUNK_BYTES", 1 << 40)
-    monkeypatch.setattr(of_scores, "_MAX_CHUNK_BYTES", 4 * 4 * VOCAB)
-    monkeypatch.setattr(of_cache, "_MAX_COPY_BYTES", 1 << 15)
+    monkeypatch.setattr(logprobs, "_MAX_CHUNK_BYTES", 4 * 4 * VOCAB)
+    monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", 1 << 15)
 
 
 PENALIZED = {"presence_penalty": 0.5, "repetition_penalty": 1.1}
-LOADS = {
+SAMPLING_PARAMS = {
     "plain": {},
     "penalties": PENALIZED,
     "allowed": {"allowed_token_ids": list(range(40))},
@@ -71,8 +71,8 @@ LOADS = {
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("load", LOADS)
-def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, ahead):
+@pytest.mark.parametrize("kind", SAMPLING_PARAMS)
+def test_no_step_needs_more_memory_than_the_warmup(folder, gpu_like_kernels, monkeypatch, kind, ahead):
     engine = Engine.from_config(
         dataclasses.replace(CONFIG, model=str(folder), async_scheduling=ahead, swap_space=1e-3, seed=1)
     )
@@ -82,23 +82,23 @@ def test_no_step_takes_more_than_was_measured(folder, forms, monkeypatch, load, 
     startup = RunnerStartup(CONFIG, runner._model, factory, 0, runner._run_eager)
     single_block_cache = startup._create_cache(1)
     monkeypatch.setattr(startup, "_create_cache", lambda num_blocks: single_block_cache)
-    with PeakTensorBytes() as live:
+    with PeakTensorBytes() as tensors:
         startup.run_dummy_steps(peak_memory_steps(CONFIG, 160, VOCAB))
         startup.run_dummy_steps(compile_steps(CONFIG, 160))
-    measured, live.peak_bytes = live.peak_bytes, 0
+    measured, tensors.peak_bytes = tensors.peak_bytes, 0
     draw = torch.Generator().manual_seed(3)
-    params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | LOADS[load]
+    params = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1} | SAMPLING_PARAMS[kind]
     shared = torch.randint(VOCAB, (21,), generator=draw).tolist()
     for wave in range(2):
         for i in range(10):
-            # Prompts of many lengths, one of them long; and copies of a shared block, as its beginning is the same.
+            # Prompts of many lengths, one of them long, and forks that copy a shared block.
             length = 120 if i == 0 else 3 + 2 * i
             prompt = shared if i > 5 else torch.randint(VOCAB, (length,), generator=draw).tolist()
-            leader = 10 * wave + 6 if i > 6 else None
-            engine.add(SequenceRequest(10 * wave + i, prompt, params, parent_id=leader))
-        with live:
+            parent_id = 10 * wave + 6 if i > 6 else None
+            engine.add(SequenceRequest(10 * wave + i, prompt, params, parent_id=parent_id))
+        with tensors:
             for _ in range(15):
                 for result in engine.step().results if engine.has_work else []:
                     assert result.error_code is None, result.error
     assert measured > 4 * VOCAB * 10
-    assert live.peak_bytes <= measured
+    assert tensors.peak_bytes <= measured

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties, biases and forbidden tokens do to logits what transformers' processors do, row by row, step by step."""
+"""Logits processors give the same logits as those of transformers, for each row and step."""
 
 import gc
 from collections.abc import Callable
@@ -34,24 +34,24 @@ def _logits(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 
 class Steps:
-    """Rows that are adjusted, and take a random token, step by step."""
+    """Runs the processors step by step, with a random sampled token per row."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.tally = TokenCounts(len(sequences), VOCAB, CPU)
-        self.adjustment = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, self.tally, sequences)
+        self.token_counts = TokenCounts(len(sequences), VOCAB, CPU)
+        self.processors = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, self.token_counts, sequences)
 
     def run(self, check: Callable[[torch.Tensor, torch.Tensor], None], num_steps: int = 12) -> None:
         draw = torch.Generator().manual_seed(1)
         for step in range(num_steps):
             logits = _logits(len(self.sequences), seed=step)
-            assert self.adjustment is not None
-            adjusted = self.adjustment(logits.clone(), [s.num_tokens for s in self.sequences])
-            check(logits, adjusted)
+            assert self.processors is not None
+            processed = self.processors(logits.clone(), [s.num_tokens for s in self.sequences])
+            check(logits, processed)
             # From few tokens, so that many occur again.
-            taken = torch.randint(0, 12, (len(self.sequences),), generator=draw)
-            self.adjustment.count_tokens(taken)
-            for sequence, token in zip(self.sequences, taken.tolist(), strict=True):
+            token_ids = torch.randint(0, 12, (len(self.sequences),), generator=draw)
+            self.processors.count_tokens(token_ids)
+            for sequence, token in zip(self.sequences, token_ids.tolist(), strict=True):
                 sequence.output_token_ids.append(token)
 
 
@@ -63,23 +63,23 @@ def _ids(sequence: Sequence) -> torch.Tensor:
 def test_repetition_penalty_is_transformers(penalty: float) -> None:
     steps = Steps([_sequence(repetition_penalty=penalty), _sequence(prompt=[40], repetition_penalty=1 / penalty)])
 
-    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
         for i, sequence in enumerate(steps.sequences):
             process = oracle.RepetitionPenaltyLogitsProcessor(sequence.params.repetition_penalty)
-            torch.testing.assert_close(adjusted[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
+            torch.testing.assert_close(processed[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
 
     steps.run(check)
 
 
-def test_frequency_and_presence_are_of_the_output_only() -> None:
+def test_frequency_and_presence_penalties_count_output_tokens_only() -> None:
     steps = Steps([_sequence(frequency_penalty=0.7), _sequence(presence_penalty=-1.5), _sequence(temperature=0.0)])
 
-    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
         expected = logits.clone()
         for token in range(VOCAB):
             expected[0, token] -= 0.7 * steps.sequences[0].output_token_ids.count(token)
             expected[1, token] += 1.5 * (token in steps.sequences[1].output_token_ids)
-        torch.testing.assert_close(adjusted, expected)
+        torch.testing.assert_close(processed, expected)
 
     steps.run(check)
 
@@ -89,51 +89,51 @@ def test_logit_bias_is_transformers() -> None:
     steps = Steps([_sequence(), _sequence(logit_bias=bias)])
     process = oracle.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
 
-    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
-        assert torch.equal(adjusted[0], logits[0])
-        torch.testing.assert_close(adjusted[1:], process(_ids(steps.sequences[1]), logits[1:].clone()))
+    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
+        assert torch.equal(processed[0], logits[0])
+        torch.testing.assert_close(processed[1:], process(_ids(steps.sequences[1]), logits[1:].clone()))
 
     steps.run(check, num_steps=2)
 
 
-def test_an_allowed_token_comes_where_bad_words_would_leave_none() -> None:
-    """What is wrong together from the start is refused; this shows only once the words have begun."""
+def test_bad_words_never_forbid_all_allowed_tokens() -> None:
+    """Such a combination of parameters is visible only after the bad words have begun."""
     one = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4])
     two = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5])
-    held = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5], stops=[5], min_tokens=2)
-    sequences = [one, two, held]
-    adjustment = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, TokenCounts(3, VOCAB, CPU), sequences)
-    assert adjustment is not None
+    suppressed = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4, 5], stops=[5], min_tokens=2)
+    sequences = [one, two, suppressed]
+    processors = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, TokenCounts(3, VOCAB, CPU), sequences)
+    assert processors is not None
     for output, expected in (([], [[4], [4, 5], [4]]), ([4], [[4], [5], [4]]), ([4, 4], [[4], [5], [5]])):
         for sequence in sequences:
             sequence.output_token_ids = list(output)
-        adjusted = adjustment(_logits(3), [sequence.num_tokens for sequence in sequences])
-        assert [row.isfinite().nonzero()[:, 0].tolist() for row in adjusted] == expected
+        processed = processors(_logits(3), [sequence.num_tokens for sequence in sequences])
+        assert [row.isfinite().nonzero()[:, 0].tolist() for row in processed] == expected
 
 
 def test_bad_words_are_transformers() -> None:
     words = [[5], [2, 7], [2, 2, 7], [3, 3, 3, 3], [11, 0]]
     steps = Steps([_sequence(bad_words=words), _sequence(bad_words=[[4, 4]], temperature=0.0)])
-    found = 0
+    num_forbidden = 0
 
-    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
-        nonlocal found
+    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
+        nonlocal num_forbidden
         for i, sequence in enumerate(steps.sequences):
             process = oracle.NoBadWordsLogitsProcessor([list(word) for word in sequence.bad_words])
-            # As in vLLM, a word is found in the output alone: one that the prompt begins may be completed.
+            # As in vLLM, only the output counts: a bad word that begins in the prompt can be completed.
             output = torch.tensor([[VOCAB - 1, *sequence.output_token_ids]])
-            torch.testing.assert_close(adjusted[i : i + 1], process(output, logits[i : i + 1].clone()))
-            found += int((adjusted[i] == -INF).sum())
+            torch.testing.assert_close(processed[i : i + 1], process(output, logits[i : i + 1].clone()))
+            num_forbidden += int((processed[i] == -INF).sum())
 
     steps.run(check, num_steps=60)
-    assert found > 60 + 5
+    assert num_forbidden > 60 + 5
 
 
 def test_min_tokens_is_transformers() -> None:
     stops = [4, 9]
     steps = Steps([_sequence(stops=stops, min_tokens=3), _sequence(stops=stops), _sequence(stops=[0], min_tokens=7)])
 
-    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
+    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
         for i, sequence in enumerate(steps.sequences):
             process = oracle.MinNewTokensLengthLogitsProcessor(
                 len(sequence.prompt_token_ids),
@@ -141,7 +141,7 @@ def test_min_tokens_is_transformers() -> None:
                 sorted(sequence.suppressed_token_ids),
                 device="cpu",
             )
-            torch.testing.assert_close(adjusted[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
+            torch.testing.assert_close(processed[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
 
     steps.run(check)
 
@@ -149,16 +149,16 @@ def test_min_tokens_is_transformers() -> None:
 def test_allowed_token_ids() -> None:
     steps = Steps([_sequence(allowed_token_ids=[5, 30]), _sequence()])
 
-    def check(logits: torch.Tensor, adjusted: torch.Tensor) -> None:
-        assert (adjusted[0] > -INF).nonzero().flatten().tolist() == [5, 30]
-        assert torch.equal(adjusted[0, [5, 30]], logits[0, [5, 30]])
-        assert torch.equal(adjusted[1], logits[1])
+    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
+        assert (processed[0] > -INF).nonzero().flatten().tolist() == [5, 30]
+        assert torch.equal(processed[0, [5, 30]], logits[0, [5, 30]])
+        assert torch.equal(processed[1], logits[1])
 
     steps.run(check, num_steps=2)
 
 
-def test_everything_in_vllms_order() -> None:
-    """Masks and bias come before the penalties: a biased logit is what a repetition penalty multiplies."""
+def test_processors_run_in_vllms_order() -> None:
+    """Masks and bias come before the penalties, so a repetition penalty multiplies a biased logit."""
     sequence = _sequence(
         bad_words=[[6]],
         logit_bias={3: 50.0, 6: 100.0},
@@ -168,80 +168,82 @@ def test_everything_in_vllms_order() -> None:
         frequency_penalty=0.5,
     )
     sequence.output_token_ids += [3, 3, 7]
-    adjustment = LogitsProcessors.from_sequences([sequence], VOCAB, CPU, TokenCounts(1, VOCAB, CPU), [sequence])
-    assert adjustment is not None
-    adjusted = adjustment(torch.full((1, VOCAB), -4.0), [sequence.num_tokens])[0]
-    assert (adjusted > -INF).nonzero().flatten().tolist() == [3, 7]
-    assert adjusted[[3, 7]].tolist() == [46.0 / 2.0 - 1.0 - 2 * 0.5, -4.0 * 2.0 - 1.0 - 0.5]
+    processors = LogitsProcessors.from_sequences([sequence], VOCAB, CPU, TokenCounts(1, VOCAB, CPU), [sequence])
+    assert processors is not None
+    processed = processors(torch.full((1, VOCAB), -4.0), [sequence.num_tokens])[0]
+    assert (processed > -INF).nonzero().flatten().tolist() == [3, 7]
+    assert processed[[3, 7]].tolist() == [46.0 / 2.0 - 1.0 - 2 * 0.5, -4.0 * 2.0 - 1.0 - 0.5]
 
 
-def test_who_asks_for_nothing_pays_nothing() -> None:
-    tally = TokenCounts(2, VOCAB, CPU)
+def test_batch_without_processing_has_no_processors() -> None:
+    token_counts = TokenCounts(2, VOCAB, CPU)
     plain = [_sequence(temperature=0.7, top_p=0.9, logprobs=3), _sequence(stops=[1])]
-    assert LogitsProcessors.from_sequences(plain, VOCAB, CPU, tally, plain) is None
-    waiting = [_sequence(stops=[1], min_tokens=2)]
-    held = LogitsProcessors.from_sequences(waiting, VOCAB, CPU, tally, waiting)
+    assert LogitsProcessors.from_sequences(plain, VOCAB, CPU, token_counts, plain) is None
+    sequences = [_sequence(stops=[1], min_tokens=2)]
+    processors = LogitsProcessors.from_sequences(sequences, VOCAB, CPU, token_counts, sequences)
     logits = _logits(1)
-    assert held is not None and held(logits, [len(PROMPT) + 2]) is logits
-    assert len(tally.counts) == 0
+    assert processors is not None and processors(logits, [len(PROMPT) + 2]) is logits
+    assert len(token_counts.counts) == 0
 
 
-def _had(tally: TokenCounts, row: int) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt, and of the output as often as it has them."""
-    counts = tally.counts[row]
-    return tally.in_prompt[row].nonzero().flatten().tolist(), torch.arange(VOCAB).repeat_interleave(counts).tolist()
+def _tokens_of(token_counts: TokenCounts, row: int) -> tuple[list[int], list[int]]:
+    """Return the distinct prompt tokens, and the output tokens with repetitions."""
+    counts = token_counts.counts[row]
+    return token_counts.in_prompt[row].nonzero().flatten().tolist(), torch.arange(VOCAB).repeat_interleave(
+        counts
+    ).tolist()
 
 
-def test_a_row_of_the_tally_is_free_when_its_sequence_is_gone() -> None:
-    tally = TokenCounts(2, VOCAB, CPU)
+def test_row_of_a_freed_sequence_is_reused() -> None:
+    token_counts = TokenCounts(2, VOCAB, CPU)
     first, second = _sequence(repetition_penalty=2.0, prompt=[1, 2]), _sequence(prompt=[1, 3])
     first.output_token_ids += [4, 4, 5]
-    (row,) = tally.rows_for([first], [first])
-    tally.add([row], torch.tensor([4]))
-    assert tally.rows_for([first, second], [first, second]) == [row, 1 - row]
-    assert _had(tally, row) == ([1, 2], [4, 4, 4, 5])
+    (row,) = token_counts.rows_for([first], [first])
+    token_counts.add([row], torch.tensor([4]))
+    assert token_counts.rows_for([first, second], [first, second]) == [row, 1 - row]
+    assert _tokens_of(token_counts, row) == ([1, 2], [4, 4, 4, 5])
     del first
     gc.collect()
     third = _sequence(prompt=[7])
-    assert tally.rows_for([second, third], [second, third]) == [1 - row, row]
-    assert _had(tally, row) == ([7], [])
+    assert token_counts.rows_for([second, third], [second, third]) == [1 - row, row]
+    assert _tokens_of(token_counts, row) == ([7], [])
 
 
-def test_who_does_not_run_gives_its_row_to_one_that_does_and_is_counted_again() -> None:
-    tally = TokenCounts(2, VOCAB, CPU)
-    kept, preempted, new = (_sequence(prompt=[i]) for i in range(3))
-    rows = tally.rows_for([kept, preempted], [kept, preempted])
-    for sequence, token in ((kept, 10), (preempted, 11)):
+def test_running_sequence_gets_the_row_of_a_preempted_one_which_is_recounted() -> None:
+    token_counts = TokenCounts(2, VOCAB, CPU)
+    running, preempted, new = (_sequence(prompt=[i]) for i in range(3))
+    rows = token_counts.rows_for([running, preempted], [running, preempted])
+    for sequence, token in ((running, 10), (preempted, 11)):
         sequence.output_token_ids.append(token)
-    tally.add(rows, torch.tensor([10, 11]))
-    assert tally.rows_for([kept, new], [kept, new]) == rows
-    assert [_had(tally, row) for row in rows] == [([0], [10]), ([2], [])]
-    assert tally.rows_for([preempted], [preempted, new]) == rows[:1]
-    assert [_had(tally, row) for row in rows] == [([1], [11]), ([2], [])]
-    assert len(tally.counts) == len(tally.in_prompt) == 2
+    token_counts.add(rows, torch.tensor([10, 11]))
+    assert token_counts.rows_for([running, new], [running, new]) == rows
+    assert [_tokens_of(token_counts, row) for row in rows] == [([0], [10]), ([2], [])]
+    assert token_counts.rows_for([preempted], [preempted, new]) == rows[:1]
+    assert [_tokens_of(token_counts, row) for row in rows] == [([1], [11]), ([2], [])]
+    assert len(token_counts.counts) == len(token_counts.in_prompt) == 2
 
 
-def test_the_tally_lists_what_a_row_has_had_however_long_it_gets() -> None:
-    tally = TokenCounts(2, VOCAB, CPU)
+def test_token_lists_grow_with_the_sequence() -> None:
+    token_counts = TokenCounts(2, VOCAB, CPU)
     draw = torch.Generator().manual_seed(2)
     sequences = [_sequence(prompt=[7, 7, 8]), _sequence(prompt=[1])]
     sequences[1].output_token_ids += [3, 3]
-    rows = tally.rows_for(sequences, sequences)
+    rows = token_counts.rows_for(sequences, sequences)
     for step in range(600):
-        taken = torch.randint(0, VOCAB if step > 300 else 5, (2,), generator=draw)
-        tally.add(rows, taken)
-        for sequence, token in zip(sequences, taken.tolist(), strict=True):
+        new_tokens = torch.randint(0, VOCAB if step > 300 else 5, (2,), generator=draw)
+        token_counts.add(rows, new_tokens)
+        for sequence, token in zip(sequences, new_tokens.tolist(), strict=True):
             sequence.output_token_ids.append(token)
         if step % 97 == 0:
-            token_ids = tally.token_ids(rows)
+            token_ids = token_counts.token_ids(rows)
             assert token_ids is not None
             for listed, row, sequence in zip(token_ids, rows, sequences, strict=True):
                 assert set(listed.tolist()) == {*sequence.prompt_token_ids, *sequence.output_token_ids}
                 output = torch.tensor(sequence.output_token_ids)
-                assert torch.equal(tally.counts[row], output.bincount(minlength=VOCAB).int())
+                assert torch.equal(token_counts.counts[row], output.bincount(minlength=VOCAB).int())
 
 
-def test_penalize_leaves_forbidden_tokens_forbidden_and_other_rows_alone() -> None:
+def test_penalties_keep_forbidden_tokens_and_other_rows() -> None:
     logits = torch.full((3, 4), -INF)
     logits[1] = 1.0
     weights = [torch.tensor([1.0, -2.0]), torch.tensor([2.0, -2.0]), torch.tensor([3.0, 0.5])]
@@ -253,9 +255,9 @@ def test_penalize_leaves_forbidden_tokens_forbidden_and_other_rows_alone() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_sampler_counts_what_it_takes_and_leaves_logits_alone(dtype: torch.dtype) -> None:
+def test_sampler_counts_sampled_tokens_and_does_not_modify_logits(dtype: torch.dtype) -> None:
     sampler = Sampler(8)
-    # The two likeliest tokens differ by less than one occurrence costs, so that they alternate.
+    # The two most likely tokens differ by less than the penalty of one occurrence, so they alternate.
     logits = torch.zeros(2, VOCAB, dtype=dtype)
     logits[:, 20], logits[:, 30] = 10.0, 9.0
     before = logits.clone()
@@ -268,12 +270,12 @@ def test_the_sampler_counts_what_it_takes_and_leaves_logits_alone(dtype: torch.d
     assert penalized.output_token_ids == [20, 30, 20, 30, 20, 30]
     assert plain.output_token_ids == [20] * 6
     assert torch.equal(logits, before)
-    # The batch changes: what was counted stays.
+    # The batch changes, but the counts stay.
     [result] = sampler(logits[:1], [SamplingRow(penalized, penalized.num_tokens)])
     assert result.token_ids == [20]
 
 
-def test_a_mask_of_the_step_holds_for_greedy_and_drawn_rows() -> None:
+def test_mask_applies_to_greedy_and_random_rows() -> None:
     mask = torch.zeros(3, VOCAB, dtype=torch.bool)
     mask[0, 7] = mask[1, 8] = True
     mask[2] = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: by rank, by chance that follows softmax, and the same again whatever else is in the batch."""
+"""Sampling: greedy, random according to softmax, and independent of the rest of the batch."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from transformers.generation import logits_process
 
 from quire_engine.sequence import Sequence
-from quire_engine.worker.sampling import sampler as module
+from quire_engine.worker.sampling import sampler as sampler_module
 from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
 from quire_spec.engine.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ def _logits(num_rows, vocab=VOCAB, seed=0, scale=2.0):
 
 
 def _chi_square(tokens, probs):
-    """Statistic and degrees of freedom; tokens expected less than 5 times are counted together."""
+    """Return statistic and degrees of freedom; tokens expected less than 5 times are pooled."""
     counts = torch.tensor(tokens).bincount(minlength=len(probs)).double()
     expected = probs.double() * len(tokens)
     assert counts[expected == 0].sum() == 0
@@ -44,18 +44,18 @@ def _chi_square(tokens, probs):
 
 
 def _fits(tokens, probs):
-    """Whether draws look like `probs`: the statistic is within 4 standard deviations of a fair one's mean."""
+    """Return whether the statistic is within 4 standard deviations of its mean for samples of `probs`."""
     statistic, freedom = _chi_square(tokens, probs)
     return statistic <= freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_selects_the_most_likely_token():
     logits = _logits(7)
     assert _tokens(logits, [_row(temperature=0.0)] * 7) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_left_as_they_are(dtype):
+def test_logits_are_not_modified(dtype):
     logits = _logits(3).to(dtype)
     before = logits.clone()
     rows = [_row(temperature=0.7, top_p=0.5, logprobs=2), _row(temperature=0.0, min_tokens=5, stops=[0]), _row()]
@@ -75,7 +75,7 @@ PARAMS = {
 
 
 def _expected(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution, written out token by token, in vLLM's order: temperature, min_p, top_k, top_p."""
+    """Compute the distribution token by token, in vLLM's order: temperature, min_p, top_k, top_p."""
     probs = (logits.double() / temperature).softmax(-1)
     ranked = [t for t in probs.argsort(descending=True).tolist() if probs[t] >= min_p * probs.max()]
     ranked = ranked[:top_k] if top_k else ranked
@@ -92,7 +92,7 @@ def _expected(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
-def test_draws_follow_softmax(params):
+def test_samples_follow_softmax(params):
     logits = _logits(1, scale=1.0)
     num = 10_000
     over_seeds = _tokens(logits.expand(num, -1), [_row(seed=i, **params) for i in range(num)])
@@ -110,24 +110,24 @@ WARPERS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name, (_, values) in WARPERS.items() for v in values])
-def test_the_tokens_that_can_be_drawn_are_those_of_transformers(name, value):
+def test_filtered_tokens_equal_transformers(name, value):
     logits = _logits(1, scale=1.5)
     kept = WARPERS[name][0](value)(None, logits.clone())[0] > -math.inf
     num = 8000
     drawn = set(_tokens(logits.expand(num, -1), [_row(seed=i, **{name: value}) for i in range(num)]))
     assert drawn <= set(kept.nonzero().flatten().tolist())
-    # Of those that are likely enough to come at all.
+    # All tokens that are likely enough to be sampled.
     probs = logits[0].where(kept, -math.inf).softmax(-1)
     assert drawn >= set((probs > 20 / num).nonzero().flatten().tolist())
 
 
-def test_the_statistic_tells_a_wrong_distribution():
+def test_statistic_detects_a_wrong_distribution():
     logits = _logits(1, scale=1.0)
     tokens = _tokens(logits.expand(10_000, -1), [_row(seed=i, temperature=1.2) for i in range(10_000)])
     assert not _fits(tokens, logits[0].softmax(-1))
 
 
-def test_a_draw_depends_on_its_own_row_only(monkeypatch):
+def test_sample_depends_on_its_own_row_only(monkeypatch):
     logits = _logits(40, vocab=700)
     kinds = [{}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 300, "top_p": 0.3}]
     rows = [_row(position=3 + i % 5, seed=i, **kinds[i % len(kinds)]) for i in range(40)]
@@ -135,11 +135,11 @@ def test_a_draw_depends_on_its_own_row_only(monkeypatch):
     assert together == [_tokens(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
     assert _tokens(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * 4 * 700)
+    monkeypatch.setattr(sampler_module, "_CHUNK_BYTES", 3 * 4 * 700)
     assert _tokens(logits, rows) == together
 
 
-def test_seed_and_position_choose_the_draw():
+def test_seed_and_position_determine_the_sample():
     logits = _logits(1, scale=0.1).expand(64, -1)
     assert len(set(_tokens(logits, [_row(seed=7)] * 64))) == 1
     assert len(set(_tokens(logits, [_row(seed=i) for i in range(64)]))) > 10
@@ -160,14 +160,14 @@ def test_extreme_parameters():
     assert _tokens(logits, rows) == best
 
 
-def test_broken_logits_still_give_a_token_of_the_vocabulary():
+def test_nan_logits_give_a_token_of_the_vocabulary():
     logits = torch.full((3, VOCAB), math.nan)
     rows = [_row(temperature=0.0), _row(), _row(top_k=3, top_p=0.5, min_p=0.1)]
     assert all(0 <= token < VOCAB for token in _tokens(logits, rows))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_holds_stop_tokens_back(temperature):
+def test_min_tokens_suppresses_stop_tokens(temperature):
     logits = torch.zeros(4, VOCAB)
     logits[:, [4, 9]] = 100.0
     logits[:, 5] = 50.0
@@ -183,7 +183,7 @@ def test_min_tokens_holds_stop_tokens_back(temperature):
     assert tokens[3] == 9
 
 
-def test_logprobs_are_of_the_raw_distribution():
+def test_logprobs_are_those_of_the_unprocessed_distribution():
     logits = _logits(4)
     rows = [
         _row(temperature=0.0, logprobs=3),
@@ -197,13 +197,13 @@ def test_logprobs_are_of_the_raw_distribution():
     for i, count in ((0, 3), (1, 0), (3, 2)):
         (entries,) = sampled[i].logprobs
         ranked = table[i].argsort(descending=True).tolist()
-        taken = sampled[i].token_ids[0]
-        assert [e.token_id for e in entries] == [taken, *ranked[:count]]
-        assert [e.rank for e in entries] == [ranked.index(taken) + 1, *range(1, count + 1)]
+        token_id = sampled[i].token_ids[0]
+        assert [e.token_id for e in entries] == [token_id, *ranked[:count]]
+        assert [e.rank for e in entries] == [ranked.index(token_id) + 1, *range(1, count + 1)]
         assert [e.logprob for e in entries] == pytest.approx(table[i][[e.token_id for e in entries]].tolist(), abs=1e-5)
     assert sampled[3].logprobs[0][0].rank == 2
 
 
-def test_no_more_logprobs_than_tokens():
+def test_logprobs_are_limited_to_the_vocabulary():
     (entries,) = Sampler(64)(_logits(1, vocab=4), [_row(logprobs=20)])[0].logprobs
     assert len(entries) == 5
