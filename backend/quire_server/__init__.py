@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs beside the engine in a pod: the server's models, and the supervisor of all processes."""
+"""Processes of a pod beside the engine: the pod supervisor, the server's models, and the download programs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_server`: one pod. The operator's pods run it, and `quire serve` hands over to it."""
+"""Command line of the pod supervisor: `python -m quire_server`. Pods of the operator and `quire serve` run it."""
 
 import argparse
 import asyncio
@@ -23,14 +23,14 @@ EXIT_STOPPED = 0
 EXIT_STARTUP_FAILED = 1
 
 _HELP = """\
-Serve one model and its adapters: start Triton Inference Server, the text process and the engine core, keep them
-running, fetch the adapters, and answer probes. Ctrl-C or SIGTERM lets open requests finish; a second one does not.
+Serve one model and its adapters: start and supervise Triton Inference Server, the text process and the engine core,
+fetch the adapters, and answer probes. Ctrl-C or SIGTERM drains open requests; a second one stops at once.
 
 It listens on four ports:
-  HTTP, gRPC   Triton Inference Server, with one model per name: the base and each adapter
+  HTTP, gRPC   Triton Inference Server, with one model for the base and for each exposed adapter
   metrics      the server's own metrics
   health       GET /health/live, /health/ready, /metrics; GET /status, PUT /adapters (with the admin key)
-Point probes at the health port: the server answers 200 while a model is dead.
+Point probes at the health port: the server itself answers 200 even if a model is dead.
 
 Examples:
   python -m quire_server --engine engine.json --adapters adapters.json --served-name tales \\
@@ -40,16 +40,15 @@ Examples:
 """
 _EXIT_CODES = """\
 exit codes:
-  0        stopped by a signal, everything ended in order
-  1        a process could not be brought up; its last lines say why
-  2        the command line, engine.json, adapters.json or this machine is not fit; the message says what to change
-  130, 143 stopped at once by a second SIGINT or SIGTERM (129: SIGHUP), or by a first one that came before anything was
-           started
+  0        stopped by a signal after an orderly shutdown
+  1        a process did not start; its last lines contain the reason
+  2        the command line, engine.json, adapters.json or this machine is not usable; the message states what to change
+  130, 143 stopped at once by a second SIGINT or SIGTERM (129: SIGHUP), or by a first one before any process started
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until stopped; returns the exit code."""
+    """Run until stopped; return the exit code."""
     args = _parse_args(argv)
     configure_logging()
     try:
@@ -70,11 +69,11 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.vllm_repository is None and None in (args.engine, args.adapters):
-        parser.error("--engine and --adapters are needed, or --vllm-repository")
+        parser.error("--engine and --adapters are required, or --vllm-repository")
     if args.vllm_repository is not None and (args.engine or args.adapters):
-        parser.error("--engine and --adapters, or --vllm-repository: not both")
+        parser.error("--vllm-repository cannot be combined with --engine or --adapters; give one or the other")
     if args.vllm_repository is None and args.device is not None:
-        parser.error("--device is for --vllm-repository: engine.json says it")
+        parser.error("--device requires --vllm-repository; otherwise set device in engine.json")
     return args
 
 
@@ -87,23 +86,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     files = parser.add_argument_group("what to serve")
     files.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
-    files.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the catalogue")
+    files.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the adapter catalog")
     files.add_argument(
         "--vllm-repository",
         type=Path,
         metavar="DIR",
-        help="instead of both: a model of NVIDIA's vllm_backend (model.json, multi_lora.json), as it is",
+        help="instead of both: an unchanged model of NVIDIA's vllm_backend (model.json, multi_lora.json)",
     )
-    files.add_argument("--device", choices=capabilities.DEVICES, help="where model.json says none (default: cuda)")
-    files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base")
+    files.add_argument(
+        "--device", choices=capabilities.DEVICES, help="used if model.json contains no device (default: cuda)"
+    )
+    files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base model")
     folders = parser.add_argument_group("folders")
-    folders.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="sockets; one supervisor's alone")
-    folders.add_argument("--cache-dir", type=Path, required=True, metavar="DIR", help="fetched adapters, kept")
+    folders.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="sockets; used by one supervisor at a time"
+    )
+    folders.add_argument(
+        "--cache-dir", type=Path, required=True, metavar="DIR", help="fetched adapters; kept across restarts"
+    )
     ports = parser.add_argument_group("network")
     ports.add_argument(
         "--host",
         default="127.0.0.1",
-        help=f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all, of IPv6 where ${POD_IP_VARIABLE} is",
+        help=f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all addresses (IPv6 if ${POD_IP_VARIABLE} "
+        "is an IPv6 address)",
     )
     for name, port in (
         ("http", constants.HTTP_PORT),
@@ -115,7 +121,10 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}-port", type=_parse_port, default=port, metavar="PORT", help="default: %(default)s"
         )
     ports.add_argument(
-        "--admin-key-file", type=Path, metavar="FILE", help="key for /status and /adapters; else this machine only"
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="key for /status and /adapters; without it they answer requests from this machine only",
     )
     sources = parser.add_argument_group("adapter sources")
     sources.add_argument(
@@ -127,16 +136,22 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="CLAIM=DIR",
-        help="where a claim is mounted",
+        help="mount point of a PersistentVolumeClaim",
     )
-    sources.add_argument("--allow-path-sources", action="store_true", help="take folders of this machine; not for pods")
     sources.add_argument(
-        "--max-adapter-bytes", type=int, default=4 * 2**30, metavar="N", help="largest adapter (default: 4 GiB)"
+        "--allow-path-sources", action="store_true", help="allow local folders as adapter sources; not for pods"
+    )
+    sources.add_argument(
+        "--max-adapter-bytes", type=int, default=4 * 2**30, metavar="N", help="maximum adapter size (default: 4 GiB)"
     )
     parser.add_argument(
-        "--drain-timeout", type=float, default=30.0, metavar="S", help="seconds that open requests may take to end"
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for open requests to finish after the first signal (default: %(default)s)",
     )
-    parser.add_argument("--verbose", action="store_true", help="show all that the server logs")
+    parser.add_argument("--verbose", action="store_true", help="show all log lines of the server")
     return parser
 
 
@@ -150,7 +165,7 @@ def _document_paths(args: argparse.Namespace) -> tuple[Path, Path]:
 def _settings(args: argparse.Namespace) -> SupervisorSettings:
     engine, adapters = _document_paths(args)
     return SupervisorSettings(
-        # The processes that get these paths may run in another folder one day.
+        # Child processes get these paths and may run in another working directory.
         engine=engine.absolute(),
         adapters=adapters.absolute(),
         served_name=args.served_name,
@@ -164,7 +179,7 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         admin_key_file=args.admin_key_file,
         secrets_dir=args.secrets_dir,
         pvcs=dict(args.pvc),
-        # multi_lora.json names folders of this machine and nothing else.
+        # multi_lora.json contains local folders only.
         allow_path_sources=args.allow_path_sources or args.vllm_repository is not None,
         max_adapter_bytes=args.max_adapter_bytes,
         drain_timeout_s=args.drain_timeout,
@@ -174,14 +189,14 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
 
 def _parse_port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 1 to 65535")
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
     return int(text)
 
 
 def _parse_pvc_mount(text: str) -> tuple[str, Path]:
     claim, equals, folder = text.partition("=")
     if not claim or not equals or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=DIR")
+        raise argparse.ArgumentTypeError(f"must have the form CLAIM=DIR, got {text!r}")
     return claim, Path(os.path.abspath(folder))
 
 

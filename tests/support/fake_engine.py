@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the text and the core process, for tests of the supervisor.
+"""Fakes of the text and the core process, for tests of the supervisor.
 
-They speak the same frames and know no model: they start in a tenth of a second, and do on demand what the real ones
-cannot be made to do (refuse to start, stop answering). What clients see end to end is tested with the real ones (e2e).
-`install` writes a package quire_engine that the supervisor's children find before the real one.
+They use the real protocol without a model, start in 0.1 s, and can fail on demand (exit at startup, stop responding).
+End-to-end behaviour is tested with the real processes (tests/e2e). `install` writes a package quire_engine that the
+supervisor's child processes import instead of the real one.
 """
 
 import asyncio
@@ -30,10 +30,11 @@ from quire_spec.protocol.messages import (
 )
 
 STEP_S = 0.02
+_BEHAVIOUR_VARIABLE = "FAKE_ENGINE_BEHAVIOUR"
 
 
 def install(folder: Path, **behaviour: Any) -> dict[str, str]:
-    """Environment in which `python -m quire_engine.core` and `quire_engine.text` are the stand-ins."""
+    """Return an environment in which `python -m quire_engine.core` and `quire_engine.text` are the fakes."""
     package = folder / "quire_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -41,26 +42,26 @@ def install(folder: Path, **behaviour: Any) -> dict[str, str]:
         (package / f"{name}.py").write_text(f"from support.fake_engine import run_{name}\nrun_{name}()\n")
     tests = Path(__file__).resolve().parents[1]
     set_behaviour(folder, **behaviour)
-    return dict(os.environ) | {"PYTHONPATH": f"{folder}:{tests}", "STAND_IN": str(folder / "behaviour.json")}
+    return dict(os.environ) | {"PYTHONPATH": f"{folder}:{tests}", _BEHAVIOUR_VARIABLE: str(folder / "behaviour.json")}
 
 
 def set_behaviour(folder: Path, **behaviour: Any) -> None:
-    """Change what the stand-ins do from their next start on."""
+    """Change the behaviour of the fakes, effective at their next start."""
     (folder / "behaviour.json").write_text(json.dumps(behaviour))
 
 
 class FakeProcess:
-    """What both have in common: a socket, connections, calls."""
+    """Base of both fakes: socket, connections, control requests."""
 
     def __init__(self, name: str) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         self.name = name
         self.run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
         self.served_name = sys.argv[sys.argv.index("--served-name") + 1]
-        self.behaviour = json.loads(Path(os.environ["STAND_IN"]).read_text())
+        self.behaviour = json.loads(Path(os.environ[_BEHAVIOUR_VARIABLE]).read_text())
         self.started_at = str(time.time())
         self.call_tasks: set[asyncio.Task[None]] = set()
-        if message := self.behaviour.get(f"{name}_refuses"):
+        if message := self.behaviour.get(f"{name}_startup_error"):
             sys.exit(self.fail_startup(message))
 
     def fail_startup(self, message: str) -> int:
@@ -103,7 +104,7 @@ class FakeProcess:
 
 
 class FakeCore(FakeProcess):
-    """Holds adapters; one whose config says r = 0 is refused."""
+    """Stores adapters; rejects an adapter of rank 0."""
 
     def __init__(self) -> None:
         super().__init__("core")
@@ -118,7 +119,7 @@ class FakeCore(FakeProcess):
         await asyncio.sleep(self.behaviour.get("load_s", 0.0))
         config = json.loads((Path(path) / "adapter_config.json").read_text())
         if config["r"] == 0:
-            raise ValueError("rank 0 is not a rank")
+            raise ValueError("rank must be positive, got 0")
         self.adapters[digest] = "slot" if pinned else "host"
         return {}
 
@@ -128,7 +129,7 @@ class FakeCore(FakeProcess):
 
 
 class FakeText(FakeProcess):
-    """Streams the same word until max_tokens; knows names by set_adapters."""
+    """Streams the same word until max_tokens; accepts the adapter names of set_adapters."""
 
     def __init__(self) -> None:
         super().__init__("text")
@@ -166,7 +167,7 @@ class FakeText(FakeProcess):
         return {}
 
     async def metrics(self) -> dict[str, Any]:
-        return {"text": f"stand_in_aliases {len(self.digests_by_name)}\n"}
+        return {"text": f"fake_aliases {len(self.digests_by_name)}\n"}
 
     async def drain(self) -> dict[str, Any]:
         self.draining = True
@@ -196,10 +197,10 @@ class FakeText(FakeProcess):
             writer.write(framing.encode_frame(OutputDeltas([OutputDelta(request.id, **fields)])))
 
         if self.draining or not self.core_connected:
-            send(error_code=Code.UNAVAILABLE, error="not now")
+            send(error_code=Code.UNAVAILABLE, error="draining, or not connected to core")
             return
         if request.model != self.served_name and request.model not in self.digests_by_name:
-            send(error_code=Code.NOT_FOUND, error=f"no {request.model}")
+            send(error_code=Code.NOT_FOUND, error=f"model {request.model!r} does not exist")
             return
         word = self.digests_by_name.get(request.model, "base")[-8:] + " "
         cores_lost_before = self.num_cores_lost

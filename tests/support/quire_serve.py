@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `quire serve`, started and watched for tests: its ports, its requests, its processes."""
+"""Harness of a real `quire serve` process: startup and shutdown, requests, child processes."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ PORTS = ("http", "grpc", "metrics", "health")
 
 @dataclass
 class HttpResponse:
-    """An HTTP answer, whatever its status."""
+    """An HTTP response of any status."""
 
     status: int
     body: Any
@@ -41,12 +41,12 @@ class HttpResponse:
 
 @dataclass
 class StreamedResponse:
-    """What one streamed request gave, and how it ended."""
+    """Output of one streamed request, and how it ended."""
 
     pieces: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
-    """The server's error or the broken connection's; None for a proper end."""
+    """Error of the server or the connection; None after a complete response."""
     ended_at: float = 0.0
 
     @property
@@ -70,14 +70,14 @@ class QuireServeProcess:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         self.seen_processes: set[psutil.Process] = set()
 
-    # Life
+    # Lifecycle
 
     def wait_ready(self, timeout: float = 90.0) -> None:
-        """Until the health port says ready; fails with the log."""
+        """Wait until the health port reports ready; fail with the log."""
         self.wait(lambda: self.health()[0] == 200, timeout, "ready")
 
     def wait(self, condition, timeout: float, what: str) -> float:
-        """Poll `condition`; the seconds it took."""
+        """Poll `condition`; return the seconds until it was true."""
         started = time.monotonic()
         while time.monotonic() - started < timeout:
             if condition():
@@ -88,29 +88,29 @@ class QuireServeProcess:
         raise AssertionError(f"not {what} after {timeout} s: {self.health()}\n{self.tail()}")
 
     def tail(self, lines: int = 60) -> str:
-        """The end of the log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def child_processes(self) -> list[psutil.Process]:
-        """Everything that lives under it now."""
+        """Return all living descendants."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.seen_processes |= {*children, psutil.Process(self.process.pid)}
         return children
 
     def pid(self, name: str) -> int:
-        """Process id of core, text or server, from the status document."""
+        """Return the process id of core, text or server from the status document."""
         return int(self.status()["processes"][name]["pid"])
 
     def cpu_seconds(self) -> float:
-        """Processor seconds that it and all that runs, or has run, under it have taken so far."""
+        """Return the CPU seconds of the process and all its descendants, including reaped ones."""
         total = 0.0
         for process in (psutil.Process(self.process.pid), *self.child_processes()):
-            with contextlib.suppress(psutil.NoSuchProcess):  # gone since
-                total += sum(process.cpu_times()[:4])  # its own and, of those that are gone, what it has waited for
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+                total += sum(process.cpu_times()[:4])  # its own and those of reaped children
         return total
 
     def stub(self, model: str) -> psutil.Process:
-        """A model's stub."""
+        """Return a model's stub process."""
         for process in self.child_processes():
             line = command_line(process)
             if "triton_python_backend_stub" in "".join(line[:1]) and f"{model}_0_0" in line:
@@ -118,7 +118,7 @@ class QuireServeProcess:
         raise AssertionError(f"no stub of {model!r} among {self.child_processes()}")
 
     def stop(self, timeout: float = 60.0) -> int:
-        """SIGTERM, wait, and check that nothing is left behind; its exit code."""
+        """Send SIGTERM, wait, check that nothing is left behind, and return the exit code."""
         if self.process.poll() is None:
             self.child_processes()
             self.process.send_signal(signal.SIGTERM)
@@ -131,22 +131,22 @@ class QuireServeProcess:
         return code
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor itself, as the kernel's OOM killer would."""
+        """Send SIGKILL to the supervisor, like the kernel's OOM killer."""
         self.child_processes()
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
 
     def clean_up(self) -> None:
-        """Remove what a killed one left outside of its processes, as the next one in its run folder does first."""
+        """Remove leftovers of a killed supervisor, like the next one in the same run folder does at its start."""
         if (self.folder / "run").is_dir():
             run_dir.clean(self.folder / "run")
 
     def model_copies(self) -> list[Path]:
-        """Folders that its server keeps the models in that came by the repository API."""
+        """Return the folders in which its server stores models that were loaded through the repository API."""
         return model_copies_of(self.folder / "run/text.sock")
 
     def assert_nothing_left(self, seconds: float = 20.0) -> None:
-        """Every process that was ever seen under it is gone."""
+        """Check that all processes ever seen have ended."""
         deadline = time.monotonic() + seconds
         while alive_processes := [process for process in self.seen_processes if is_alive(process)]:
             if time.monotonic() > deadline:
@@ -156,26 +156,26 @@ class QuireServeProcess:
     # Health and admin
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body of /health/ready; (0, {}) when nobody answers."""
+        """Return status and body of /health/ready; (0, {}) if the connection fails."""
         response = self.request("health", "/health/ready", timeout=5)
         return response.status, response.body if isinstance(response.body, dict) else {}
 
     def status(self) -> dict[str, Any]:
-        """The status document."""
+        """Return the status document."""
         response = self.request("health", "/status")
         assert response.status == 200, response
         return response.body
 
     def adapter(self, name: str) -> dict[str, Any]:
-        """One adapter's entry of the status document; empty when it has none."""
+        """Return an adapter's entry of the status document; empty if it has none."""
         return next((a for a in self.status()["adapters"] if a["name"] == name), {})
 
     def put_adapters(self, document: dict[str, Any]) -> HttpResponse:
-        """Push a catalogue."""
+        """Push an adapter catalog."""
         return self.request("health", "/adapters", document, method="PUT")
 
     def metrics(self) -> str:
-        """The supervisor's metrics page."""
+        """Return the supervisor's metrics page."""
         return str(self.request("health", "/metrics").body)
 
     # Requests
@@ -183,7 +183,7 @@ class QuireServeProcess:
     def request(
         self, port: str, path: str, body: Any = None, method: str | None = None, timeout: float = 60, key: str = ""
     ) -> HttpResponse:
-        """An HTTP request; never raises for a status, (0, reason) when the connection fails."""
+        """Send an HTTP request. Never raises for a status; returns (0, reason) if the connection fails."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.ports[port]}{path}"
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -198,11 +198,11 @@ class QuireServeProcess:
             return HttpResponse(0, str(error))
 
     def generate(self, model: str, prompt: str, **parameters: Any) -> HttpResponse:
-        """HTTP generate."""
+        """Call HTTP generate."""
         return self.request("http", f"/v2/models/{model}/generate", {"text_input": prompt, **parameters})
 
     def text(self, model: str, prompt: str, **parameters: Any) -> str:
-        """Text of an HTTP generate that must succeed, without the prompt."""
+        """Return the text of a successful HTTP generate, without the prompt."""
         response = self.generate(model, prompt, exclude_input_in_output=True, **parameters)
         assert response.status == 200, response
         return str(response.body["text_output"])
@@ -210,7 +210,7 @@ class QuireServeProcess:
     async def http_stream(
         self, model: str, prompt: str, streamed_response: StreamedResponse | None = None, **parameters: Any
     ) -> StreamedResponse:
-        """HTTP generate_stream to its end, or to the end of its connection."""
+        """Read an HTTP generate_stream until its end or the end of the connection."""
         streamed = streamed_response or StreamedResponse()
         url = f"http://127.0.0.1:{self.ports['http']}/v2/models/{model}/generate_stream"
         body = {"text_input": prompt, "stream": True, **parameters}
@@ -229,7 +229,7 @@ class QuireServeProcess:
     async def grpc_stream(
         self, model: str, prompt: str, streamed_response: StreamedResponse | None = None, **parameters: Any
     ) -> StreamedResponse:
-        """ModelStreamInfer with the asyncio client, on a connection of its own."""
+        """Call ModelStreamInfer with the asyncio client on a new connection."""
         streamed = streamed_response or StreamedResponse()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -243,29 +243,30 @@ class QuireServeProcess:
         try:
             async with grpcaio.InferenceServerClient(address) as client:
                 async for result, error in client.stream_infer(requests(), headers={"triton_grpc_error": "true"}):
-                    # To its end, error or not: release 24.10 may leak a request whose stream is left on its last word.
+                    # Read to the end, even after an error: release 24.10 can leak a request whose stream is cancelled
+                    # on its last response.
                     if error is not None:
                         streamed.error = str(error)
                     elif (piece := result.as_numpy("text_output")) is not None:
                         streamed.pieces.append(piece[0].decode())
-        except Exception as error:  # the client wraps a lost connection in several types
+        except Exception as error:  # the client raises several types for a lost connection
             streamed.error = f"{type(error).__name__}: {error}"
         streamed.ended_at = time.monotonic()
         return streamed
 
 
 def model_copies_of(text_socket: Path) -> list[Path]:
-    """Folders in which servers keep models of this socket."""
+    """Return the folders in which servers store models with this socket."""
     folders = []
     for config in Path("/tmp").glob("folder??????/config.pbtxt"):
-        with contextlib.suppress(OSError):  # other servers' come and go
+        with contextlib.suppress(OSError):  # those of other servers can disappear
             if f'"{text_socket}"' in config.read_text():
                 folders.append(config.parent)
     return folders
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Words that a process was started with; none where it is gone since, dead, or between two programs, at an exec."""
+    """Return the command line of a process; empty if it has ended or is in the middle of an exec."""
     try:
         return list(process.cmdline())
     except psutil.Error:
@@ -273,23 +274,23 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def grpc_text(prompt: str | bytes) -> grpcclient.InferInput:
-    """The text_input tensor."""
+    """Return the text_input tensor."""
     tensor = grpcclient.InferInput("text_input", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([prompt if isinstance(prompt, bytes) else prompt.encode()], dtype=np.object_))
     return tensor
 
 
 def grpc_flag(name: str, value: bool) -> grpcclient.InferInput:
-    """A BOOL tensor of one element."""
+    """Return a BOOL tensor of one element."""
     tensor = grpcclient.InferInput(name, [1], "BOOL")
     tensor.set_data_from_numpy(np.array([value]))
     return tensor
 
 
 def example_document() -> dict[str, Any]:
-    """examples/llmservice.yaml in float32, with absolute paths, so that it works from any folder."""
+    """Return examples/llmservice.yaml in float32, with absolute paths, so that it works from any folder."""
     document = yaml.safe_load((EXAMPLES / "llmservice.yaml").read_text())
-    # Texts are compared between batches of different make-up: in bf16 the order of sums may turn a near tie round.
+    # Tests compare texts between different batches. In bf16 the order of summation can flip a near tie.
     document["spec"]["engine"] = {"dtype": "float32"}
     source = document["spec"]["model"]["source"]
     source["path"] = str(EXAMPLES / source["path"])
@@ -300,7 +301,7 @@ def example_document() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running_service(document: dict[str, Any], folder: Path, *flags: str) -> Iterator[QuireServeProcess]:
-    """A ready service, stopped afterwards with the check that nothing is left."""
+    """Start a service, wait until it is ready, stop it at the end, and check that nothing is left behind."""
     service = QuireServeProcess(document, folder, *flags)
     try:
         service.wait_ready()
@@ -315,7 +316,7 @@ def running_service(document: dict[str, Any], folder: Path, *flags: str) -> Iter
 
 
 def run_concurrently(*coroutines: Any, timeout: float = 60.0) -> list[Any]:
-    """Results of coroutines run side by side in one loop."""
+    """Run coroutines concurrently in a new event loop; return their results."""
 
     async def gather() -> list[Any]:
         return await asyncio.wait_for(asyncio.gather(*coroutines), timeout)
@@ -339,9 +340,9 @@ def _parse_body(body: bytes) -> Any:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs: neither gone nor a zombie."""
+    """Return True if the process runs and is not a zombie."""
     try:
-        # Its number may be another one's by now.
+        # is_running also compares the start time, because the process id can be reused.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real supervisor and a real server, with stand-ins for text and core (stand_in.py says why)."""
+"""A real supervisor and a real server with fake text and core processes (see fake_engine.py)."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ ENGINE = '{"model": "none"}'
 
 
 def adapter_folder(folder: Path, rank: int = 8, weights: bytes = b"w" * 1000) -> Path:
-    """An adapter that the stand-in core takes; refused with rank 0."""
+    """Write an adapter; the fake core accepts it unless its rank is 0."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
     (folder / "adapter_model.safetensors").write_bytes(weights)
@@ -30,7 +30,7 @@ def adapter_folder(folder: Path, rank: int = 8, weights: bytes = b"w" * 1000) ->
 
 
 def catalog(generation: int, **folders: Any) -> dict[str, Any]:
-    """A catalogue of path sources; a dict in place of a folder is the adapter's whole entry but for its name."""
+    """Return a catalog of path sources. A dict instead of a folder is the adapter's entry without its name."""
     adapters = [
         {"name": name, **(entry if isinstance(entry, dict) else {"source": {"path": str(entry)}})}
         for name, entry in folders.items()
@@ -55,21 +55,21 @@ class SupervisorHarness(QuireServeProcess):
         command += [f"--run-dir={self.run_dir}", f"--cache-dir={folder / 'cache'}"]
         command += [f"--{name}-port={port}" for name, port in self.ports.items()]
         command += flags
-        env = fake_engine.install(folder / "stand-in", **behaviour)
+        env = fake_engine.install(folder / "fake-engine", **behaviour)
         with self.log.open("wb") as log, self.stdout.open("wb") as stdout:
             self.process = subprocess.Popen(command, stdout=stdout, stderr=log, env=env, start_new_session=True)
         self.seen_processes: set[psutil.Process] = set()
 
     def set_behaviour(self, **behaviour: Any) -> None:
-        """What the stand-ins do from their next start on."""
-        fake_engine.set_behaviour(self.folder / "stand-in", **behaviour)
+        """Change the behaviour of the fakes, effective at their next start."""
+        fake_engine.set_behaviour(self.folder / "fake-engine", **behaviour)
 
     def core_adapter_digests(self) -> dict[str, str]:
-        """Digests that the core holds, asked of the core itself."""
+        """Return the core's adapter digests, with host or slot."""
         return dict(asyncio.run(self._status_of("core"))["adapters"])
 
     def num_open_requests(self) -> int:
-        """Requests that text has open."""
+        """Return the number of open requests in the text process."""
         return int(asyncio.run(self._status_of("text"))["num_open"])
 
     async def _status_of(self, name: str) -> Any:
@@ -80,7 +80,7 @@ class SupervisorHarness(QuireServeProcess):
             await client.close()
 
     def shared_memory_regions(self) -> set[str]:
-        """Shared memory regions that its server made: their names hold its prefix, which its command line shows."""
+        """Return the shared memory regions of the server, by the prefix on its command line."""
         return {name for name in os.listdir("/dev/shm") if name.startswith(self.shm_prefix())}
 
     def shm_prefix(self) -> str:
@@ -95,7 +95,7 @@ class SupervisorHarness(QuireServeProcess):
 def running_supervisor(
     folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any
 ) -> Iterator[SupervisorHarness]:
-    """A ready one, stopped afterwards with the check that nothing is left."""
+    """Start a supervisor, wait until it is ready, stop it at the end, and check that nothing is left behind."""
     with started_supervisor(folder, adapters, *flags, **behaviour) as harness:
         harness.wait_ready(30)
         yield harness
@@ -107,7 +107,7 @@ def running_supervisor(
 def started_supervisor(
     folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any
 ) -> Iterator[SupervisorHarness]:
-    """One that has just been started; how it ends is the test's business."""
+    """Start a supervisor; kill it at the end if it still runs."""
     folder.mkdir(exist_ok=True)
     harness = SupervisorHarness(folder, adapters, *flags, **behaviour)
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's end of text.sock and core.sock: calls with deadlines. It knows no method by name.
+"""RPC client of the supervisor on text.sock and core.sock: calls with timeouts, independent of the methods.
 
-One `Control` is one connection. It is never made again: when it ends, every call on it ends with LinkLost, and whoever
-holds it learns that the process behind it is dead or broken (pod.py).
+A `ControlClient` is one connection and never reconnects. When the connection ends, every pending call raises
+ConnectionLost, and `closed` notifies the session that the process is dead or broken (supervisor/process_manager.py).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _READ_BYTES = 2**16
 
 
 class ConnectionLost(Unavailable):
-    """The process at the other end is gone; a new one will have to be asked."""
+    """The connection to the process has ended; the call must be repeated with the restarted process."""
 
 
 class ControlClient:
@@ -33,7 +33,7 @@ class ControlClient:
         writer: asyncio.StreamWriter,
     ) -> None:
         self.name = name
-        """The process at the other end, for messages."""
+        """Name of the process, for messages."""
         self.closed = asyncio.Event()
         """Set when the connection has ended."""
         self._writer = writer
@@ -43,21 +43,21 @@ class ControlClient:
 
     @classmethod
     async def connect(cls, name: str, path: Path) -> "ControlClient":
-        """Connect to a socket and say who we are. Raises OSError when nobody listens there (yet)."""
+        """Connect to a socket and send Hello; raises OSError if no process listens on it (yet)."""
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(framing.encode_frame(Hello("supervisor", pid=os.getpid())))
         return cls(name, reader, writer)
 
     async def call(self, method: str, args: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
-        """Ask for `method` and wait for its result.
+        """Call `method` and return its result.
 
         Raises:
-            LinkLost: the connection ended, before or meanwhile.
-            Unavailable: no answer within `timeout_s`.
-            QuireError: what the process answered, with its code.
+            ConnectionLost: the connection ended before or during the call.
+            Unavailable: no response within `timeout_s`.
+            QuireError: the error that the process returned, with its code.
         """
         if self.closed.is_set():
-            raise ConnectionLost(f"{self.name}: gone before {method!r}")
+            raise ConnectionLost(f"{self.name}: connection closed before the call of {method!r}")
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending_calls[call_id] = future
@@ -67,21 +67,21 @@ class ControlClient:
                 await self._writer.drain()
                 return await future
         except TimeoutError as error:
-            raise Unavailable(f"{self.name}: no answer to {method!r} within {timeout_s:g} s") from error
+            raise Unavailable(f"{self.name}: no response to {method!r} within {timeout_s:g} s") from error
         except OSError as error:
-            raise ConnectionLost(f"{self.name}: gone during {method!r}") from error
+            raise ConnectionLost(f"{self.name}: connection closed during the call of {method!r}") from error
         finally:
             self._pending_calls.pop(call_id, None)
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._read_task.cancel()
         await asyncio.wait([self._read_task])
         self._on_close()
 
     async def _read_loop(self, reader: asyncio.StreamReader) -> None:
         decoder = framing.FrameDecoder()
-        # A broken stream (Internal) ends the connection as its end does; whoever watches `lost` acts.
+        # A corrupt stream (Internal) closes the connection like its end does. `closed` notifies the session.
         with contextlib.suppress(OSError, Internal):
             while data := await reader.read(_READ_BYTES):
                 for message in decoder.feed(data):
@@ -104,4 +104,4 @@ class ControlClient:
         self._writer.close()
         for future in self._pending_calls.values():
             if not future.done():
-                future.set_exception(ConnectionLost(f"{self.name}: ended while it was asked"))
+                future.set_exception(ConnectionLost(f"{self.name}: connection closed before it replied"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor has to do with each running process, and what that process is known to hold.
+"""Handles of the running processes: their operations, and the adapters and models loaded in each.
 
-A link lasts as long as its process: when the process dies, what it held is forgotten with the link, and the adapters
-find out by looking at the new one (adapters.py). pod.py makes links and takes them away.
+A handle lives as long as its process. When the process dies, its state is dropped with the handle, and the adapter
+manager compares with the new handle (adapters/manager.py). supervisor/process_manager.py creates and removes handles.
 """
 
 import asyncio
@@ -25,28 +25,30 @@ logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 _LOAD_TIMEOUT_S = 300.0
-"""An adapter of 4 GiB from a slow disk."""
+"""Long enough for an adapter of 4 GiB from a slow disk."""
 _METRICS_TIMEOUT_S = 5.0
 
 
 class CoreHandle:
-    """The running core."""
+    """Handle of the running core process."""
 
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
         self.adapters: dict[str, bool] = {}
-        """Digests loaded, and whether pinned."""
+        """Loaded digests, and whether each is pinned."""
         self._timed_out_loads: set[str] = set()
-        """Digests whose load took too long for us: they may come to be there all the same."""
+        """Digests whose load timed out; the core may still finish it."""
         self.started_at = str(status.get("started_at"))
         self.memory = _parse_memory(status.get("memory"))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def load_adapter(self, digest: str, folder: Path, pinned: bool) -> None:
-        """Have the core hold an adapter; nothing is asked when it already does.
+        """Load an adapter into the core, unless it is loaded already.
 
         Raises:
-            InvalidArgument: the core refuses the adapter. Unavailable: it takes too long. LinkLost: the core is gone.
+            InvalidArgument: the core rejects the adapter.
+            Unavailable: the load timed out.
+            ConnectionLost: the core ended.
         """
         async with self._locks[digest]:
             if self.adapters.get(digest) == pinned:
@@ -61,11 +63,11 @@ class CoreHandle:
             self.adapters[digest] = pinned
 
     def possibly_loaded(self) -> set[str]:
-        """Digests that it has, or may have."""
+        """Return the digests that are loaded, or whose load timed out."""
         return self.adapters.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: str, required_digests: Callable[[], set[str]]) -> None:
-        """Have the core drop an adapter, unless it is among the needed digests by the time it is our turn."""
+        """Unload an adapter from the core, unless it is required again once the lock is acquired."""
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
@@ -80,21 +82,21 @@ class CoreHandle:
 
 
 class TextHandle:
-    """The running text process."""
+    """Handle of the running text process."""
 
     def __init__(self, control: ControlClient) -> None:
         self.control = control
         self.aliases: dict[str, str] = {}
-        """Adapter names and the digests they stand for, as last sent."""
+        """Adapter name to digest, as last sent."""
         self.limits: dict[str, AdapterLimits] = {}
-        """Limits of those that have any, as last sent."""
+        """Adapter name to its limits, if any, as last sent."""
         self.published_digests: set[str] = set()
-        """That names stand for there, as last sent or as is being sent."""
+        """Digests of the aliases that were last sent or are being sent."""
         self._was_published = False
         self._lock = asyncio.Lock()
 
     async def set_adapters(self, aliases: Mapping[str, str], limits: Mapping[str, AdapterLimits]) -> None:
-        """Send names and limits, unless they were sent last: many adapters that become ready share one call."""
+        """Send aliases and limits if they changed. Adapters that become ready together share one call."""
         async with self._lock:
             new_aliases, new_limits = dict(aliases), dict(limits)
             if not self._was_published or (new_aliases, new_limits) != (self.aliases, self.limits):
@@ -112,21 +114,21 @@ class TextHandle:
                 )
 
     async def is_core_connected(self) -> bool:
-        """True when text has its connection to the core."""
+        """Return True if the text process is connected to the core."""
         status = await self.control.call("status", timeout_s=_CALL_TIMEOUT_S)
         return bool(status.get("core"))
 
     async def metrics(self) -> str:
-        """Its registry in Prometheus's text format."""
+        """Return the process's metrics in Prometheus's text format."""
         return str((await self.control.call("metrics", timeout_s=_METRICS_TIMEOUT_S))["text"])
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the open ones; raises Unavailable when they take longer."""
+        """Reject new requests and wait for the open ones; raises Unavailable after `timeout_s`."""
         await self.control.call("drain", timeout_s=timeout_s)
 
 
 class ServerHandle:
-    """The running server."""
+    """Handle of the running model server."""
 
     def __init__(
         self,
@@ -136,10 +138,10 @@ class ServerHandle:
         scan_stubs: Callable[[], None],
         on_unload: Callable[[str], None],
     ) -> None:
-        """`scan_stubs` is called when a model was loaded, `on_unload` with its name when one was unloaded for good."""
+        """`scan_stubs` is called after a model was loaded, `on_unload(name)` after one was unloaded permanently."""
         self.base_ready = True
         self.models: set[str] = set()
-        """Adapter models registered."""
+        """Loaded adapter models."""
         self._client = client
         self._base = base
         self._text_socket = text_socket
@@ -148,14 +150,14 @@ class ServerHandle:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def load_adapter_model(self, name: str) -> None:
-        """Have the server serve an adapter's model. Raises LinkLost, or Internal when the server refuses."""
+        """Load an adapter's model; raises ConnectionLost, or Internal if the server rejects it."""
         async with self._locks[name]:
             if name not in self.models:
                 await self._load_model(name)
                 self.models.add(name)
 
     async def unload_adapter_model(self, name: str) -> None:
-        """Have the server drop an adapter's model; requests in flight end in their own time."""
+        """Unload an adapter's model; requests in flight run to completion."""
         async with self._locks[name]:
             if name in self.models:
                 await self._unload_model(name)
@@ -163,11 +165,14 @@ class ServerHandle:
                 self._on_unload(name)
 
     async def reload_model(self, name: str, was_replaced: Callable[[], bool]) -> None:
-        """Start a new stub for a model whose stub has died, unless it was `replaced`; the server itself never would."""
+        """Load a model again after its stub died, unless the server replaced the stub.
+
+        The server itself never restarts a dead stub.
+        """
         async with self._locks[name]:
             if was_replaced() or (name != self._base and name not in self.models):
                 return
-            logger.warning("stub died without open requests, its model is loaded again model=%s", name)
+            logger.warning("stub died without open requests, reloading its model model=%s", name)
             if name == self._base:
                 await self._reload_base_model()
             else:
@@ -201,22 +206,22 @@ class ServerHandle:
 
 @dataclass(slots=True)
 class ProcessHandles:
-    """The processes that run now; None for one that does not."""
+    """Handles of the running processes; None for a process that is not running."""
 
     core: CoreHandle | None = None
     text: TextHandle | None = None
     server: ServerHandle | None = None
 
     def require_all(self) -> tuple[CoreHandle, TextHandle, ServerHandle]:
-        """All three, or LinkLost."""
+        """Return all three handles; raises ConnectionLost if a process is not running."""
         if self.core is None or self.text is None or self.server is None:
             missing = [n for n in ("core", "text", "server") if getattr(self, n) is None]
-            raise ConnectionLost(f"{', '.join(missing)}: not up")
+            raise ConnectionLost(f"{', '.join(missing)}: not running")
         return self.core, self.text, self.server
 
 
 def _parse_memory(document: object) -> MeasuredMemory | None:
-    """The core's memory plan; None when it is of another form than ours: then it is not shown."""
+    """Parse the core's measured memory; None if it has another format. The status then omits it."""
     try:
         return from_json(MeasuredMemory, document, "memory")
     except ConfigError:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledger: how many requests a stub has open with the server, in a file that outlives the stub.
+"""Counter of a stub's open requests, in a memory-mapped file that outlives the stub.
 
-From the server's hand-over to the last response, whatever the text process knows of it: a stub that dies in between
-leaves a client that this server never ends, so the supervisor has to know. The stub writes, the supervisor reads.
+A request is open from the server's call of `execute` to its last response, independent of the text process. If a stub
+dies with open requests, the server never ends their clients, so the supervisor must know. The stub writes the counter,
+the supervisor reads it.
 """
 
 import contextlib
@@ -13,18 +14,18 @@ import threading
 from pathlib import Path
 
 FOLDER = "stubs"
-"""In the run folder: one file for each stub, named by its process id."""
+"""Subfolder of the run folder with one file per stub, named by its process id."""
 
 _COUNT_FORMAT = struct.Struct("=Q")
 
 
 class OpenRequestCounter:
-    """This process's file."""
+    """The counter file of this process."""
 
     def __init__(self, run_dir: Path) -> None:
         path = _path(run_dir, os.getpid())
         path.parent.mkdir(exist_ok=True)
-        # A new file under the name of an old one: its process id may have been another stub's.
+        # Replace an old file: the process id can be reused.
         path.unlink(missing_ok=True)
         with path.open("wb+") as file:
             file.truncate(_COUNT_FORMAT.size)
@@ -33,11 +34,11 @@ class OpenRequestCounter:
         self._lock = threading.Lock()
 
     def increment(self) -> None:
-        """A request came."""
+        """Count a received request."""
         self._add(1)
 
     def decrement(self) -> None:
-        """A request's last response went out."""
+        """Count a request whose last response was sent."""
         self._add(-1)
 
     def _add(self, delta: int) -> None:
@@ -47,16 +48,16 @@ class OpenRequestCounter:
 
 
 def read_open_requests(run_dir: Path, pid: int) -> int:
-    """Requests that a stub, dead or alive, has open: none when it died before it could take any."""
+    """Return the open requests of a stub, dead or alive; 0 if it died before it received any."""
     try:
         return int(_COUNT_FORMAT.unpack(_path(run_dir, pid).read_bytes())[0])
     except (FileNotFoundError, struct.error):
-        # No file yet, or one that had not got its size yet.
+        # The file does not exist yet, or is still empty.
         return 0
 
 
 def remove(run_dir: Path, pid: int) -> None:
-    """Remove the file of a stub that is gone."""
+    """Remove the file of a stub that has ended."""
     with contextlib.suppress(FileNotFoundError):
         _path(run_dir, pid).unlink()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stream: one open request of a stub, between the text process's events and the responses to its client.
+"""Open request of a stub: buffers deltas from the text process until a sender thread sends them as one response.
 
-Events gather here until a sender thread takes all of them at once: one response per event while the senders keep up,
-fewer and larger ones when they do not. A stream is held by at most one thread, or by the senders' queue: so its
-responses keep their order, exactly one of them is final, and the server is never asked about a request while its final
-response goes out (it frees what the question is about). Knows nothing of the server; frontend.py moves it about.
+While the senders keep up there is one response per delta, else fewer and larger ones. At most one thread, or the
+senders' queue, owns a stream at a time. Therefore responses keep their order, exactly one is final, and no thread
+checks a request for cancellation while its final response is sent, which frees it. Independent of the server's API;
+stub_model.py calls it.
 """
 
 import math
@@ -16,11 +16,15 @@ from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol.messages import OutputDelta
 
 MAX_PENDING_TOKENS = 16384
-"""Output tokens that may wait for the senders; more means that the server does not take them."""
+"""Maximum number of buffered output tokens; beyond it the server does not accept responses fast enough."""
 
 
 class ResponseStream:
-    """An open request. Any thread may `put`, `cut` and `hold`; only its holder may touch the rest, until `release`."""
+    """An open request.
+
+    Any thread may call `push`, `fail` and `try_acquire`. Only the thread that acquired the stream may use the rest,
+    until it calls `release`.
+    """
 
     __slots__ = (
         "_closed",
@@ -41,29 +45,29 @@ class ResponseStream:
     def __init__(self, request_id: int, options: OutputOptions | None, sender: Any, now: float) -> None:
         self.request_id = request_id
         self.options = options
-        """None when the request was refused: then its only response is an error."""
+        """None if the request was rejected; its only response is then an error."""
         self.sender = sender
         """The server's response sender."""
         self.last_sent = [] if options is None else initial_outputs(request_id, options)
-        """What responses told of each output."""
+        """Last delta of each output that was sent in a response."""
         self.failed_locally = False
-        """Ended from this side: the text process has to be told."""
+        """True if this side ended the request; the text process must then be notified."""
         self.opened_at = now
-        """When it came, in monotonic seconds."""
+        """Time of arrival, in monotonic seconds."""
         self.sent_at = -math.inf
-        """When its last response was sent, in monotonic seconds."""
+        """Time of the last response, in monotonic seconds."""
         self.checked_at = now
-        """When the server was last asked whether the client is gone, in monotonic seconds."""
+        """Time of the last cancellation check, in monotonic seconds."""
         self._pending_deltas: list[OutputDelta] = []
         self._num_pending_tokens = 0
         self._closed = False
-        """The last event is in; no other is taken."""
+        """True after the final delta; later deltas are dropped."""
         self._is_acquired = False
-        """In the senders' queue, or in a thread's hands."""
+        """True while a thread or the senders' queue owns the stream."""
         self._lock = threading.Lock()
 
     def push(self, delta: OutputDelta) -> bool:
-        """Add an event; True when the caller must queue the stream for the senders."""
+        """Add a delta; return True if the caller must enqueue the stream for the senders."""
         with self._lock:
             if self._closed:
                 return False
@@ -72,40 +76,40 @@ class ResponseStream:
             self._num_pending_tokens += len(delta.token_ids)
             if self._num_pending_tokens > MAX_PENDING_TOKENS and self._is_streaming and not delta.final:
                 return self._fail(
-                    Unavailable(f"{MAX_PENDING_TOKENS} tokens are waiting to be sent; the reader is too slow")
+                    Unavailable(f"response stream: the client reads too slowly, {MAX_PENDING_TOKENS} tokens are unsent")
                 )
             return self._has_sendable() and self._try_acquire()
 
     def fail(self, error: QuireError) -> bool:
-        """End with `error` instead of what is waiting; True when the caller must queue the stream for the senders."""
+        """Replace pending deltas by `error`; return True if the caller must enqueue the stream for the senders."""
         with self._lock:
             return not self._closed and self._fail(error)
 
     def try_acquire(self) -> bool:
-        """Take hold of the stream, if nobody has it: True, and `release` must follow."""
+        """Acquire the stream if it has no owner; if True, the caller must call `release`."""
         with self._lock:
             return self._try_acquire()
 
     def drain(self) -> list[OutputDelta]:
-        """All waiting events."""
+        """Remove and return all pending deltas."""
         with self._lock:
             deltas, self._pending_deltas = self._pending_deltas, []
             self._num_pending_tokens = 0
             return deltas
 
     def push_back(self, delta: OutputDelta) -> None:
-        """The last of what was taken, to be taken again."""
+        """Put the last drained delta back."""
         with self._lock:
             self._pending_deltas = [delta]
 
     def release(self) -> bool:
-        """Let go; True when something to send has come meanwhile, and the caller must queue the stream again."""
+        """Release the stream; return True if new deltas are pending and the caller must enqueue it again."""
         with self._lock:
             self._is_acquired = self._has_sendable()
             return self._is_acquired
 
     def _has_sendable(self) -> bool:
-        """True when there is something to send: a request that does not stream waits for its end."""
+        """Return True if there is something to send; without streaming, only at the end of the request."""
         return bool(self._pending_deltas) and (self._closed or self._is_streaming)
 
     @property

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of every model of ours on the server: hands requests to the text process, and sends back what comes.
+"""Python backend model of the server: passes requests to the text process and sends its deltas as responses.
 
-The only module that touches the server's Python API. `execute` never blocks and never raises: each request's failure is
-its own error response. Threads of a stub: the server's own, text_client.py's writer and reader, NUM_SENDERS that send
-responses, one that asks for silent requests whether their client is gone, one that keeps early errors back for a
-moment, and one that ends the stub with its server. Nothing heavy is imported here: a pod has one such process for the
-base and for each exposed adapter.
+Every server model of Quire, base and adapter, runs this program in a stub process. It is the only module that uses the
+server's Python API. `execute` never blocks and never raises: a failed request gets its own error response.
+
+Threads of a stub: the server's own, writer and reader of text_client.py, NUM_SENDER_THREADS that send responses, one
+that checks idle requests for cancellation, one that delays early errors, and one that ends the stub with its server.
+Heavy imports are not allowed here: a pod has one stub for the base and one for each exposed adapter.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from quire_server.frontend import tensors as server_tensors
+from quire_server.frontend import tensors
 from quire_server.frontend.open_requests import OpenRequestCounter
 from quire_server.frontend.response_stream import ResponseStream
 from quire_server.frontend.text_client import TextClient
@@ -33,27 +34,27 @@ from quire_spec.protocol.messages import OutputDelta
 logger = logging.getLogger(__name__)
 
 NUM_SENDER_THREADS = 4
-"""A send is a blocking round trip of about 0.1 ms; on two cores four in parallel carry 14k responses/s, and sixteen
-hardly more."""
+"""A send is a blocking round trip of about 0.1 ms. On two cores, 4 threads send 14k responses/s, and 16 threads hardly
+more."""
 CANCEL_CHECK_INTERVAL_S = 0.1
-"""How long a client may be gone before its request is found out, while few are open."""
+"""Interval of cancellation checks of a request, if few are open."""
 MAX_CANCEL_CHECKS_PER_S = 100
-"""Asking is a round trip to the server, 65 us of CPU for both sides: less than 1 % of a core. With more than 10
-requests open each is asked less often: with 64 every 0.6 s, in which an answer may be computed for nobody."""
+"""A check is a round trip to the server, 65 us of CPU for both sides: less than 1 % of a core in total. With more than
+10 open requests the interval grows: with 64 it is 0.6 s, during which a cancelled request still runs."""
 MIN_ERROR_DELAY_S = 0.02
-"""How old a request is at least when it gets an error. On a busy machine, release 24.10 aborts once in some thousand
-times, with everybody's streams, when a gRPC client that asks for real statuses (`triton_grpc_error`) gets an error
-while the server still takes in its request."""
+"""Minimum age of a request when its error is sent. On a busy machine, release 24.10 aborts about once in some thousand
+times if a gRPC client that requests real statuses (`triton_grpc_error`) gets an error while the server still receives
+its request. The abort ends the streams of all clients."""
 MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
-"""The same of an error that follows a response, which the server may still be writing."""
+"""Minimum delay of an error after a response, which the server may still be writing."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    """What the server calls: `initialize` once, `execute` per batch of requests, `finalize` when unloaded."""
+    """Interface that the server calls: `initialize` once, `execute` per batch of requests, `finalize` on unload."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Server: the model is loaded. `args` has the model's name and its config as JSON."""
+        """Called when the model is loaded. `args` contains the model's name and its config as JSON."""
         _forward_logs()
         _exit_with_server()
         parameters = json.loads(args["model_config"])["parameters"]
@@ -63,7 +64,7 @@ class TritonPythonModel:
         self._streams: dict[int, ResponseStream] = {}
         self._send_queue: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
-        """Held, with when each may have its error."""
+        """Acquired streams with the time at which each may send its error."""
         self._closing = threading.Event()
         socket = Path(parameters[model_interface.PARAM_SOCKET]["string_value"])
         self._open_requests = OpenRequestCounter(socket.parent)
@@ -76,13 +77,13 @@ class TritonPythonModel:
             thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Server: requests came. Their responses are sent later, from other threads."""
+        """Called with new requests. Their responses are sent later from other threads."""
         for request in requests:
             self._open_requests.increment()
             self._submit(request)
 
     def finalize(self) -> None:
-        """Server: the model is unloaded; its requests are over by then."""
+        """Called when the model is unloaded, after its last request."""
         self._closing.set()
         self._text_client.close()
         self._delayed_errors.put(None)
@@ -95,7 +96,7 @@ class TritonPythonModel:
         request_id, sender, now = next(self._request_ids), request.get_response_sender(), time.monotonic()
         try:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            generate_request, options = server_tensors.parse_request(
+            generate_request, options = tensors.parse_request(
                 request_id, self._model_name, self._base_model_name, inputs, request.parameters()
             )
             self._streams[request_id] = ResponseStream(request_id, options, sender, now)
@@ -138,7 +139,7 @@ class TritonPythonModel:
                 self._delayed_errors.put((due_at, stream))
 
     def _send(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float | None:
-        """One response for all of `events`. An error may have to wait: returns until when, in monotonic seconds."""
+        """Send one response for all of `deltas`. Return the due time in monotonic seconds if an error must wait."""
         last_delta = deltas[-1]
         if not last_delta.final and self._is_cancelled(stream):
             return None
@@ -156,14 +157,14 @@ class TritonPythonModel:
         return None
 
     def _send_before_error(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float:
-        """Send what came before an error; returns when that may follow, in monotonic seconds."""
+        """Send the deltas before an error; return the due time of the error in monotonic seconds."""
         if len(deltas) > 1 and stream.options is not None and stream.options.stream:
             stream.sender.send(_to_response(stream, deltas[:-1]), flags=0)
             stream.sent_at = time.monotonic()
         return max(stream.opened_at + MIN_ERROR_DELAY_S, stream.sent_at + MIN_ERROR_DELAY_AFTER_RESPONSE_S)
 
     def _close(self, stream: ResponseStream, notify_text: bool) -> None:
-        """Forget a stream. The sender must go too: the server keeps the request until it does."""
+        """Remove a stream and its sender. The server keeps the request until the sender is deleted."""
         if self._streams.pop(stream.request_id, None) is not None:
             self._open_requests.decrement()
             if notify_text:
@@ -171,24 +172,22 @@ class TritonPythonModel:
         stream.sender = None
 
     def _send_failure(self, stream: ResponseStream, error: Exception) -> None:
-        """Sending failed: end the request as far as the server still lets us."""
+        """End a request whose response could not be sent, as far as the server allows."""
         try:
             stream.sender.send(_error_response(_error_delta(stream.request_id, error)), flags=_FINAL)
         except Exception:
-            logger.exception("request left without an end model=%s", self._model_name)
+            logger.exception("request could not be ended model=%s", self._model_name)
         self._close(stream, notify_text=True)
 
     def _is_cancelled(self, stream: ResponseStream) -> bool:
-        """True when the client is gone; asks the server if it was not asked lately. Cuts the stream then."""
+        """Return True if the client cancelled or disconnected, and fail the stream. The check is rate limited."""
         now = time.monotonic()
         if stream.sender is None or now - stream.checked_at < self._cancel_check_interval_s():
             return False
         stream.checked_at = now
         if not stream.sender.is_cancelled():
             return False
-        self._enqueue_if(
-            stream.fail(Cancelled("the client has cancelled the request or closed its connection")), stream
-        )
+        self._enqueue_if(stream.fail(Cancelled("the client cancelled the request or closed its connection")), stream)
         return True
 
     def _cancel_check_loop(self) -> None:
@@ -209,36 +208,36 @@ class TritonPythonModel:
 
 
 def _to_response(stream: ResponseStream, deltas: list[OutputDelta]) -> Any:
-    assert stream.options is not None, "a refused request has only an error"
-    output_deltas = server_tensors.merge_by_output(deltas, stream.last_sent)
-    tensors = server_tensors.to_output_tensors(output_deltas, stream.options, stream.last_sent)
+    assert stream.options is not None, "a rejected request has only an error"
+    output_deltas = tensors.merge_by_output(deltas, stream.last_sent)
+    arrays = tensors.to_output_tensors(output_deltas, stream.options, stream.last_sent)
     stream.last_sent = output_deltas
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
 
 
 def _error_response(delta: OutputDelta) -> Any:
-    code, message = server_tensors.error_response(error_from_code(delta.error_code or "", delta.error))
+    code, message = tensors.error_response(error_from_code(delta.error_code or "", delta.error))
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
 
 
 def _error_delta(request_id: int, error: Exception) -> OutputDelta:
-    """The final event of a request that could not be handed on."""
+    """Return the final delta of a request that failed in the frontend."""
     if isinstance(error, UnicodeDecodeError):
-        # The server passes strings on unread, and its Python API decodes them on the way to us.
-        error = InvalidArgument(f"request parameters: not valid UTF-8 at byte {error.start}: {error.reason}")
+        # The server does not validate strings; its Python API decodes them here.
+        error = InvalidArgument(f"request parameters: invalid UTF-8 at byte {error.start}: {error.reason}")
     if not isinstance(error, QuireError):
         logger.error("request failed in the frontend", exc_info=error)
-        error = Internal(f"the frontend failed on this request: {type(error).__name__}")
+        error = Internal(f"the frontend failed on this request with {type(error).__name__}; see the log of the pod")
     return OutputDelta(request_id, error_code=error.code, error=str(error))
 
 
 def _exit_with_server() -> None:
-    """Have this process end when the server does, however that happens.
+    """End this process when the server ends for any reason.
 
-    The kernel's parent-death signal would not do: it comes when the thread that started the stub ends, and the server
-    loads each model in a thread of its own.
+    The kernel's parent-death signal is not usable: it is sent when the thread that started the stub ends, and the
+    server loads each model in a separate thread.
     """
-    # It leads its process group (processes.py); our parent is another one where it has ended by now.
+    # The server leads its process group (child_process.py). Another parent means that the server has already ended.
     server_pid = os.getpgrp()
     try:
         pidfd = os.pidfd_open(server_pid)

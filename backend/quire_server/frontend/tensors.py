@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of a model send and get: input tensors and request parameters -> Submit, Event -> output tensors.
+"""Conversion between tensors and messages: input tensors to GenerateRequest, OutputDelta to output tensors.
 
-Pure: numpy arrays in, dataclasses out and the other way round; frontend.py does the talking. Tensors behave as those of
-NVIDIA's vllm_backend do. Sampling parameters come from the `sampling_parameters` tensor and from request parameters; of
-a name that is in both, the tensor's value is taken. (vllm_backend takes the tensor's and reads no request parameter at
-all then; here the others count too, so that none is dropped silently.)
+Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors behave as those of NVIDIA's
+vllm_backend. Sampling parameters come from the `sampling_parameters` tensor and from request parameters; the tensor's
+value takes precedence. (With the tensor, vllm_backend ignores all request parameters. Here the others still apply, so
+that none is dropped silently.)
 
 Source: https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
 """
@@ -27,31 +27,30 @@ from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_del
 Array = npt.NDArray[Any]
 
 MAX_PROMPT_BYTES = 16 * 2**20
-"""Beyond any context length; keeps one request from filling the stub's memory."""
+"""Larger than any context length; keeps one request from filling the stub's memory."""
 MAX_ERROR_CHARS = 800
 
 CACHE_SALT = "cache_salt"
-"""Parameter: prompts share cached prefixes only with prompts of the same salt."""
+"""Parameter: a prompt shares cached prefixes only with prompts of the same salt."""
 
 PRIORITY = "priority"
-"""Parameter: lower runs first. The server keeps one of this name to itself except on its generate endpoint, so
-elsewhere it belongs into the tensor sampling_parameters."""
+"""Parameter: lower runs first. The server consumes a request parameter of this name except on its generate endpoint, so
+clients of other endpoints must put it into the tensor sampling_parameters."""
 
 _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
-"""Fields of the server's own protocol: its generate endpoint passes each top-level key on as a request parameter."""
-
+"""Fields of the server's own protocol: its generate endpoint passes each top-level key as a request parameter."""
 
 _NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
-"""What else a request may have, at one level with its parameters on the generate endpoint."""
+"""Other names at the same level as sampling parameters in a generate request."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What the responses to one request are to hold, besides the text."""
+    """Outputs that a request selects for its responses, besides the text."""
 
     stream: bool
     prompt_prefix: str
-    """Text before the output: the prompt, or nothing; nothing when streaming, so it is for the only response."""
+    """Text before the output: the prompt or empty. Always empty when streaming."""
     finish_reason: bool
     cumulative_logprob: bool
     logprobs: bool
@@ -60,21 +59,25 @@ class OutputOptions:
     output_ids: bool
     prompt_logprobs: bool
     num_outputs: int
-    """How many the responses hold, each."""
+    """Number of outputs in each response."""
     has_logprobs: bool
-    """False: `logprobs` is answered by null, because the request set no number of them."""
+    """False: the tensor `logprobs` contains null, because the request did not set the parameter."""
 
 
 def parse_request(
     request_id: int, model: str, base: str, inputs: Mapping[str, Array], parameters: str
 ) -> tuple[GenerateRequest, OutputOptions]:
-    """One request of a client, checked.
+    """Parse and validate a client's request.
 
-    `model` is the server model that got it and `base` the base model; any other model is an adapter of that name.
-    `inputs` holds the tensors that were sent, `parameters` the request parameters as the server's JSON text.
+    Args:
+        request_id: id of the message to the text process.
+        model: server model that received the request; the base model, or else an adapter of that name.
+        base: name of the base model.
+        inputs: the request's tensors by name.
+        parameters: the request parameters as JSON text from the server.
 
     Raises:
-        InvalidArgument: the message names the tensor or parameter, and says what it is and may be.
+        InvalidArgument: the message names the tensor or parameter, its value, and the valid values.
     """
     stream = _flag(inputs, constants.STREAM, False)
     prompt, token_ids = _prompt(inputs)
@@ -85,7 +88,7 @@ def parse_request(
     params = _sampling_params(values)
     options = _output_options(inputs, stream, prompt, params)
     if options.cumulative_logprob and params.logprobs is None:
-        # The sum is over the tokens taken, which costs no more than logprobs=0 does.
+        # The sum needs the log probabilities of the sampled tokens, which is what logprobs=0 computes.
         params = dataclasses.replace(params, logprobs=0)
     target_model = _target_model(model, base, adapter_name)
     return GenerateRequest(
@@ -94,15 +97,15 @@ def parse_request(
 
 
 def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta]:
-    """What was told of each output of a request before its first response."""
-    # Not a sum that is not there: NaN is no JSON.
+    """Return an initial delta for each output of a request, before its first response."""
+    # 0.0, because a missing sum would become NaN, which JSON does not have.
     return [OutputDelta(request_id, index=index, cumulative_logprob=0.0) for index in range(options.num_outputs)]
 
 
 def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """What `events`, successive ones of a request, say of each of its outputs.
+    """Merge successive deltas of a request into one for each of its outputs.
 
-    An output that they do not mention is as it was when `told`, with nothing new.
+    An output without a delta keeps its state from `last_sent`, without new content.
     """
     by_output: list[list[OutputDelta]] = [[] for _ in last_sent]
     for delta in deltas:
@@ -116,14 +119,14 @@ def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDel
 def to_output_tensors(
     deltas: Sequence[OutputDelta], options: OutputOptions, last_sent: Sequence[OutputDelta]
 ) -> dict[str, Array]:
-    """Output tensors of one response, by name; of each, one element for each output of the request.
+    """Return the output tensors of one response by name, each with one element per output of the request.
 
-    `events` are its `news`, `told` what earlier responses told of. `output_ids` has the tokens of all outputs, one
-    after the other: num_output_tokens tells them apart.
+    `deltas` is the result of `merge_by_output`, `last_sent` that of the previous response. `output_ids` contains the
+    concatenated tokens of all outputs; num_output_tokens contains the lengths.
     """
     tensors = {constants.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
     if options.finish_reason:
-        # As vllm_backend, which sends str(None) while there is more to come.
+        # vllm_backend, too, sends str(None) until the output is finished.
         tensors[constants.FINISH_REASON] = _strings(str(delta.finish_reason) for delta in deltas)
     if options.cumulative_logprob:
         tensors[constants.CUMULATIVE_LOGPROB] = np.array([delta.cumulative_logprob for delta in deltas], np.float32)
@@ -131,7 +134,7 @@ def to_output_tensors(
         positions = [(delta.logprobs or []) if options.has_logprobs else None for delta in deltas]
         tensors[constants.LOGPROBS] = _strings(map(json.dumps, positions))
     if options.prompt_logprobs:
-        # Of a stream, the first response has them.
+        # In a stream, the first response contains them.
         first = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None)
         tensors[constants.PROMPT_LOGPROBS] = _strings([json.dumps(first)])
     if options.num_input_tokens:
@@ -148,15 +151,14 @@ def to_output_tensors(
 
 
 def error_response(error: QuireError) -> tuple[Code, str]:
-    """Code and message of an error as clients get it; every error response of ours is made here.
+    """Return code and message of an error response.
 
-    The server sends the code to gRPC clients that ask for it, and 400 to HTTP clients whatever it is: so the message
-    begins with it.
+    The message begins with the code: gRPC clients get the code only on request, and HTTP clients always get status 400.
     """
     message = f"{error.code}: {error}"
     if len(message) > MAX_ERROR_CHARS:
         message = message[: MAX_ERROR_CHARS - 3] + "..."
-    # A client can send lone surrogates, which no response can hold.
+    # A request can contain lone surrogates, which a response cannot encode.
     return error.code, message.encode("utf-8", "backslashreplace").decode()
 
 
@@ -164,7 +166,9 @@ def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
     has_text, has_ids = constants.TEXT_INPUT in inputs, constants.INPUT_IDS in inputs
     if has_text == has_ids:
         presence = "both" if has_text else "neither"
-        raise InvalidArgument(f"{constants.TEXT_INPUT}, {constants.INPUT_IDS}: {presence} given; give one of them")
+        raise InvalidArgument(
+            f"{constants.TEXT_INPUT}, {constants.INPUT_IDS}: exactly one is required, got {presence}; send one of them"
+        )
     if has_text:
         return _string_value(inputs, constants.TEXT_INPUT), None
     return None, _token_ids(inputs[constants.INPUT_IDS])
@@ -176,32 +180,34 @@ def _token_ids(array: Array) -> list[int]:
             f"{constants.INPUT_IDS}: shape {list(array.shape)} of {array.dtype}; give one prompt as a list of integers"
         )
     if array.nbytes > MAX_PROMPT_BYTES:
-        raise InvalidArgument(f"{constants.INPUT_IDS}: {array.size} tokens are more than any model's context")
+        raise InvalidArgument(f"{constants.INPUT_IDS}: too long for the context of any model, got {array.size} tokens")
     if not array.size:
-        raise InvalidArgument(f"{constants.INPUT_IDS}: empty; give at least one token")
+        raise InvalidArgument(f"{constants.INPUT_IDS}: empty; send at least one token")
     if array.min() < 0:
         position = int(np.argmax(array < 0))
-        raise InvalidArgument(f"{constants.INPUT_IDS}: token {int(array[position])} at position {position} is negative")
+        raise InvalidArgument(
+            f"{constants.INPUT_IDS}: token ids must not be negative, got {int(array[position])} at position {position}"
+        )
     ids: list[int] = array.tolist()
     return ids
 
 
 def _string_value(inputs: Mapping[str, Array], name: str) -> str:
-    """The only element of a string tensor."""
+    """Return the only element of a string tensor."""
     array = inputs[name]
     if array.size != 1:
-        raise InvalidArgument(f"{name}: shape {list(array.shape)}; a request holds one prompt, shape [1]")
+        raise InvalidArgument(f"{name}: must have shape [1], one prompt per request, got {list(array.shape)}")
     value = array.reshape(-1)[0]
     if isinstance(value, str):
         return value
     if not isinstance(value, bytes):
-        raise InvalidArgument(f"{name}: {array.dtype} is not a string")
+        raise InvalidArgument(f"{name}: must be a string, got {array.dtype}")
     if len(value) > MAX_PROMPT_BYTES:
-        raise InvalidArgument(f"{name}: {len(value)} bytes; at most {MAX_PROMPT_BYTES} are taken")
+        raise InvalidArgument(f"{name}: must have at most {MAX_PROMPT_BYTES} bytes, got {len(value)}")
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{name}: not valid UTF-8 at byte {error.start}: {error.reason}") from error
+        raise InvalidArgument(f"{name}: invalid UTF-8 at byte {error.start}: {error.reason}") from error
 
 
 def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
@@ -209,12 +215,12 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
     if array is None:
         return default
     if array.size != 1 or array.dtype != np.bool_:
-        raise InvalidArgument(f"{name}: shape {list(array.shape)} of {array.dtype}; give one BOOL, shape [1]")
+        raise InvalidArgument(f"{name}: must be one BOOL, shape [1], got {array.dtype} of shape {list(array.shape)}")
     return bool(array.reshape(-1)[0])
 
 
 def _parameters(inputs: Mapping[str, Array], parameters: str) -> dict[str, Any]:
-    """Parameters by name from both places, without those of the server and without nulls, which mean "default"."""
+    """Return the parameters of both sources by name, without the server's own and without nulls (the defaults)."""
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }
@@ -229,29 +235,29 @@ def _parse_object(text: str, source_name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{source_name}: not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InvalidArgument(f"{source_name}: expected a JSON object, found {type(values).__name__}")
+        raise InvalidArgument(f"{source_name}: expected a JSON object, got {type(values).__name__}")
     return values
 
 
 def _pop_string(values: dict[str, Any], name: str) -> str | None:
-    """Take a parameter out of `values` that is not a sampling parameter."""
+    """Remove a parameter from `values` that is not a sampling parameter, and return it."""
     value = values.pop(name, None)
     if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidArgument(f"{name}: {truncated_repr(value)} is not a text; give a string that is not empty")
+        raise InvalidArgument(f"{name}: must be a string that is not empty, got {truncated_repr(value)}")
     if value is not None:
         _check_encodable(name, value)
     return value
 
 
 def _pop_int(values: dict[str, Any], name: str) -> int:
-    """Take a parameter out of `values` that is a number; 0 if it is not there."""
+    """Remove an integer parameter from `values` and return it; 0 if absent."""
     value = values.pop(name, 0)
     try:
         number = int(value) if isinstance(value, str) and len(value) < 20 else value
     except ValueError:
         number = value
     if isinstance(number, bool) or not isinstance(number, int):
-        raise InvalidArgument(f"{name}: {truncated_repr(value)} is not an integer")
+        raise InvalidArgument(f"{name}: must be an integer, got {truncated_repr(value)}")
     return number
 
 
@@ -267,11 +273,11 @@ def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _check_encodable(name: str, text: str) -> None:
-    """Escapes in JSON can spell lone surrogates, which no message of ours can carry."""
+    """Reject lone surrogates, which JSON escapes can contain but UTF-8 messages cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{name}: {text[:80]!r} has a lone surrogate, which is not text") from error
+        raise InvalidArgument(f"{name}: must not contain a lone surrogate, got {text[:80]!r}") from error
 
 
 def _target_model(model: str, base: str, adapter_name: str | None) -> str:
@@ -279,8 +285,8 @@ def _target_model(model: str, base: str, adapter_name: str | None) -> str:
         return model
     if model != base:
         raise InvalidArgument(
-            f"{constants.LORA_NAME}: {adapter_name!r} asked of model {model!r}, which is an adapter itself; ask it of "
-            f"{base!r}"
+            f"{constants.LORA_NAME}: not allowed for model {model!r}, which is an adapter, got {adapter_name!r}; send "
+            f"the request to {base!r}"
         )
     return adapter_name
 
@@ -291,9 +297,9 @@ def _output_options(
     exclude = constants.EXCLUDE_INPUT_IN_OUTPUT
     prepends_prompt = not _flag(inputs, exclude, stream or prompt is None)
     if prepends_prompt and stream:
-        raise InvalidArgument(f"{exclude}: false is not possible with {constants.STREAM}; leave it out")
+        raise InvalidArgument(f"{exclude}: must not be false with {constants.STREAM}; omit it")
     if prepends_prompt and prompt is None:
-        raise InvalidArgument(f"{exclude}: false is not possible with {constants.INPUT_IDS}; leave it out")
+        raise InvalidArgument(f"{exclude}: must not be false with {constants.INPUT_IDS}; omit it")
     return OutputOptions(
         stream=stream,
         prompt_prefix=prompt if prepends_prompt and prompt is not None else "",
@@ -302,7 +308,7 @@ def _output_options(
         logprobs=_flag(inputs, constants.RETURN_LOGPROBS, False),
         num_input_tokens=_flag(inputs, constants.RETURN_NUM_INPUT_TOKENS, False),
         num_output_tokens=_flag(inputs, constants.RETURN_NUM_OUTPUT_TOKENS, False),
-        # Who sends ids wants ids.
+        # A client that sends token ids gets token ids by default.
         output_ids=_flag(inputs, constants.RETURN_OUTPUT_IDS, prompt is None),
         prompt_logprobs=_flag(inputs, constants.RETURN_PROMPT_LOGPROBS, False),
         num_outputs=params.n,

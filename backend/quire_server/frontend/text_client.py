@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stub's connection to the text process: requests out, events in, over one Unix socket, by threads.
+"""Client of the text process in a stub: sends requests and receives deltas over one Unix socket.
 
-Two threads: the writer connects and sends, the reader turns frames into events. So `submit` and `cancel` never wait for
-the socket. When the connection ends, every request open on it gets an UNAVAILABLE event; the writer connects again by
-itself, so that the text process always knows which frontends live. Knows nothing of the server; frontend.py owns it.
+A writer thread connects and sends; a reader thread decodes deltas. `submit` and `cancel` therefore never block on the
+socket. When the connection ends, every request open on it gets an UNAVAILABLE delta. The writer reconnects without a
+request, so that the text process knows all live frontends. Independent of the server's API; stub_model.py owns it.
 """
 
 import logging
@@ -29,18 +29,18 @@ from quire_spec.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.1
-"""How often an idle writer looks for the text process while there is no connection."""
+"""Interval of connection attempts of an idle writer without a connection."""
 _RECV_BYTES = 256 * 1024
 
 _WriterItem = tuple[GenerateRequest | CancelRequests | RequestRejected, bytes] | Literal["lost", "close"]
-"""What the writer waits for: a message with its frame, the end of the connection, or its own end."""
+"""Item of the writer's queue: a message with its frame, the loss of the connection, or the request to close."""
 
 
 class TextClient:
-    """Requests to the text process and the events that answer them."""
+    """Sends requests to the text process and passes on the deltas of the responses."""
 
     def __init__(self, path: Path, model: str, on_delta: Callable[[OutputDelta], None]) -> None:
-        """`deliver` gets each event, in order per request, in the reader's or writer's thread; it must not block."""
+        """`on_delta` is called in the reader or writer thread, in order per request; it must not block."""
         self._path = path
         self._model = model
         self._on_delta = on_delta
@@ -51,21 +51,21 @@ class TextClient:
         self._writer.start()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request; its events follow, an UNAVAILABLE one when there is no text process."""
+        """Send a request. Its deltas follow; without a text process, an UNAVAILABLE one."""
         self._send_queue.put((request, encode_frame(request)))
 
     def cancel(self, request_id: int) -> None:
-        """No more events are wanted for this request."""
+        """Cancel a request; the text process sends no more deltas for it."""
         message = CancelRequests([request_id])
         self._send_queue.put((message, encode_frame(message)))
 
     def report_rejected(self, code: str) -> None:
-        """A request that is not submitted got its error. Nobody counts it while there is no text process."""
+        """Report a rejected request for the metrics. Without a text process it is not counted."""
         message = RequestRejected(code)
         self._send_queue.put((message, encode_frame(message)))
 
     def close(self) -> None:
-        """End the connection and the writer; open requests get their UNAVAILABLE events."""
+        """Close the connection and stop the writer; open requests get UNAVAILABLE deltas."""
         self._closing = True
         self._send_queue.put("close")
         self._drop_connection()
@@ -108,10 +108,10 @@ class TextClient:
             )
         except OSError as error:
             if self._connection is not None:
-                logger.info("text process is away path=%s error=%s", self._path, error)
+                logger.info("text process not reachable path=%s error=%s", self._path, error)
             self._connection = None
         if self._closing:
-            # `close` may have looked for a connection before this one was there.
+            # `close` may have run before this connection existed.
             self._drop_connection()
 
     def _drop_connection(self) -> None:
@@ -121,12 +121,15 @@ class TextClient:
 
 
 class _Connection:
-    """One connection and the requests open on it. `open` and `_end` agree, under the lock, who fails a request."""
+    """One connection and the requests open on it.
+
+    Under the lock, either `track` or `_on_disconnect` decides that a request has failed, never both.
+    """
 
     def __init__(
         self, path: Path, model: str, on_delta: Callable[[OutputDelta], None], on_disconnect: Callable[[], None]
     ) -> None:
-        """Raises OSError when nobody listens at `path`."""
+        """Raises OSError if no process listens at `path`."""
         self.is_closed = False
         self._on_delta = on_delta
         self._notify_disconnect = on_disconnect
@@ -143,19 +146,19 @@ class _Connection:
         threading.Thread(target=self._read_loop, name="text-reader", daemon=True).start()
 
     def track(self, request_id: int) -> bool:
-        """Have the end of this connection end the request too; False when it has ended already."""
+        """Let the end of this connection fail the request; return False if the connection has ended already."""
         with self._lock:
             if not self.is_closed:
                 self._open_request_ids.add(request_id)
             return not self.is_closed
 
     def untrack(self, request_ids: list[int]) -> None:
-        """These requests are over for their client."""
+        """Stop tracking requests that have ended for their client."""
         with self._lock:
             self._open_request_ids.difference_update(request_ids)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame; waits while the text process does not read. A broken socket is the reader's to report."""
+        """Send a frame; block while the text process does not read. The reader reports a broken socket."""
         try:
             with self._send_lock:
                 self._socket.sendall(frame)
@@ -163,11 +166,11 @@ class _Connection:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """End the connection from this side."""
+        """Shut the connection down from this side."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other side was faster
+            pass  # already disconnected
 
     def _read_loop(self) -> None:
         decoder = FrameDecoder()
@@ -178,19 +181,19 @@ class _Connection:
                         raise Internal(f"the text process sent {type(message).__name__}")
                     self._on_deltas(message)
         except OSError as error:
-            logger.info("connection to the text process broke error=%s", error)
+            logger.info("connection to the text process lost error=%s", error)
         except Internal as error:
-            logger.error("connection to the text process is out of step error=%s", error)
+            logger.error("invalid message from the text process, closing the connection error=%s", error)
         except Exception:
-            # Events of the right form may hold anything; whatever it does to us, what is open gets its end.
-            logger.exception("connection to the text process is given up")
+            # Well-formed deltas can still contain invalid values. Open requests must end in any case.
+            logger.exception("closing the connection to the text process after an unexpected error")
         self._on_disconnect()
 
     def _on_deltas(self, message: OutputDeltas) -> None:
-        if finished_ids := [event.id for event in message.deltas if event.final]:
+        if finished_ids := [delta.id for delta in message.deltas if delta.final]:
             self.untrack(finished_ids)
-        for event in message.deltas:
-            self._on_delta(event)
+        for delta in message.deltas:
+            self._on_delta(delta)
 
     def _on_disconnect(self) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health port: probes and metrics for everyone, status and catalogue for whoever has the key.
+"""HTTP API of the health port: probes and metrics without a key, status and adapter catalog with the admin key.
 
-Speaks HTTP and nothing else; what it tells and does is behind `Supervised`.
+Handles only HTTP; state and actions are behind `SupervisorView`. supervisor/app.py serves it.
 """
 
 import hmac
@@ -23,7 +23,7 @@ from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
-"""The largest catalogue, 4096 adapters with long URLs, has about 3 MB."""
+"""The largest catalog, 4096 adapters with long URLs, has about 3 MB."""
 
 _HTTP_STATUS = {
     Code.INVALID_ARG: 400,
@@ -36,23 +36,27 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SupervisorView(Protocol):
-    """What the health port tells about; supervisor.Supervisor, or a test's."""
+    """The supervisor as the health port uses it; implemented by Supervisor and test doubles."""
 
     def not_ready_reason(self) -> str:
-        """Why the pod is not ready; empty when it is."""
+        """Return why the pod is not ready; empty if it is ready."""
         ...
 
     def status(self) -> PodStatus:
-        """The status document."""
+        """Return the status document."""
         ...
 
     async def metrics(self) -> str:
-        """All metrics in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         ...
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Take a new catalogue, in the place of the one with digest `replaces` even where that is newer; raises Stale
-        or ConfigError."""
+        """Apply a new catalog; it can replace the one with digest `replaces` even if that is newer.
+
+        Raises:
+            StaleCatalog: the catalog is older than the current one.
+            ConfigError: the catalog is invalid.
+        """
         ...
 
 
@@ -60,7 +64,7 @@ class AdminAPI:
     """The handlers of the health port."""
 
     def __init__(self, supervisor: SupervisorView, key_file: Path | None) -> None:
-        """Raises ConfigError when there is a key file and no key in it."""
+        """Raises ConfigError if the key file cannot be read or is empty."""
         self._supervisor = supervisor
         self._key_file = key_file
         if key_file is not None:
@@ -70,7 +74,7 @@ class AdminAPI:
                 raise ConfigError(str(error)) from error
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
+        """Return the aiohttp application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
         app.add_routes(
             [
@@ -106,18 +110,19 @@ class AdminAPI:
             raise ConfigError(f"adapters: the body is not JSON: {error}") from error
         catalog = AdapterCatalog.from_json(document)
         if "adapters" not in document:
-            raise ConfigError("adapters: missing; list all that there are to be, [] for none")
+            raise ConfigError("adapters: missing; list all adapters, [] for none")
         self._supervisor.set_catalog(catalog, request.headers.get(REPLACES_HEADER, ""))
-        logger.info("catalogue taken generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
-        # Accepted, not done: GET /status tells how far it is.
+        logger.info("catalog accepted generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
+        # 202: the catalog is applied in the background. GET /status reports the progress.
         return web.json_response({"generation": catalog.generation}, status=202)
 
     def _authorize(self, request: web.Request) -> None:
-        """Refuse whoever may not use the admin side."""
+        """Reject a request without the admin key, or from another machine if there is no key file."""
         if self._key_file is None:
             if not _is_local(request):
                 raise web.HTTPForbidden(
-                    text="only this machine may ask: the supervisor was started without --admin-key-file"
+                    text="only requests from this machine are allowed; start the supervisor with --admin-key-file to "
+                    "allow others"
                 )
             return
         presented_key = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
@@ -128,19 +133,19 @@ class AdminAPI:
             )
 
     def _read_key(self) -> bytes:
-        """Read each time, so that a rotated Secret is taken without a restart."""
-        assert self._key_file is not None, "there is a key only with a key file"
+        """Read the key on every request, so that a rotated Secret takes effect without a restart."""
+        assert self._key_file is not None, "no key file"
         try:
             key = self._key_file.read_bytes().strip()
         except OSError as error:
             raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: {error.strerror}") from error
         if not key:
-            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: is empty")
+            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: the file is empty; write the key to it")
         return key
 
 
 def _is_local(request: web.Request) -> bool:
-    """From this machine, and not by a web page that had a name of its own resolved to it."""
+    """Return True for a request from this machine. Checking the Host header prevents DNS rebinding by web pages."""
     host = request.url.host or ""
     return _is_loopback(request.remote or "") and (host == "localhost" or _is_loopback(host))
 
@@ -163,14 +168,14 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     except QuireError as error:
         return _error_response(_HTTP_STATUS[error.code], str(error), error.code)
     except web.HTTPRequestEntityTooLarge:
-        return _error_response(413, f"the body has more than {MAX_BODY_BYTES} bytes", Code.INVALID_ARG)
+        return _error_response(413, f"the body is larger than {MAX_BODY_BYTES} bytes", Code.INVALID_ARG)
     except web.HTTPException as error:
         code = Code.NOT_FOUND if error.status == 404 else Code.INVALID_ARG
         headers = {k: v for k, v in error.headers.items() if k in ("Allow", "WWW-Authenticate")}
         return _error_response(error.status, error.text or error.reason, code, headers)
     except Exception:
         logger.exception("health port: request failed path=%s", request.path)
-        return _error_response(500, "internal error; the log has it", Code.INTERNAL)
+        return _error_response(500, "internal error; see the log of the pod", Code.INTERNAL)
 
 
 def _error_response(status: int, message: str, code: Code, headers: dict[str, str] | None = None) -> web.Response:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a pod together: checks what can be checked before anything starts, opens the health port, and runs it."""
+"""Assembly of the pod supervisor: checks before any process starts, the health port, signal handlers, and the run."""
 
 import asyncio
 import contextlib
@@ -41,8 +41,8 @@ async def run(settings: SupervisorSettings) -> None:
     """Run a pod until SIGTERM, SIGINT or SIGHUP.
 
     Raises:
-        ConfigError: something is wrong that starting again would not change.
-        CannotRun: a process never came up.
+        ConfigError: configuration or machine is not usable; a restart does not help.
+        StartupFailed: a process did not start.
     """
     config, catalog = EngineConfig.load(settings.engine), AdapterCatalog.load(settings.adapters)
     constants.check_model_name(settings.served_name, "--served-name")
@@ -70,7 +70,7 @@ async def run(settings: SupervisorSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def _admin_server(supervisor: Supervisor, settings: SupervisorSettings) -> AsyncIterator[None]:
-    """The health port, open."""
+    """Serve the health port while the context is open."""
     app = AdminAPI(supervisor, settings.admin_key_file).app()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_ADMIN_SHUTDOWN_TIMEOUT_S)
     await runner.setup()
@@ -82,15 +82,15 @@ async def _admin_server(supervisor: Supervisor, settings: SupervisorSettings) ->
 
 
 def _install_signal_handlers(process_manager: ProcessManager, run_folder: Path) -> asyncio.Event:
-    """Set by the first signal to end (a closed terminal is one); the second ends everything at once."""
+    """Return an event that the first SIGTERM, SIGINT or SIGHUP sets; the second signal kills all processes."""
     stop = asyncio.Event()
 
     def on_signal(signal_number: signal.Signals) -> None:
         if not stop.is_set():
-            logger.info("asked to stop signal=%s", signal_number.name)
+            logger.info("stop requested signal=%s", signal_number.name)
             stop.set()
             return
-        logger.warning("asked again, everything is ended now signal=%s", signal_number.name)
+        logger.warning("second stop signal, killing all processes signal=%s", signal_number.name)
         process_manager.kill()
         run_dir.clean(run_folder)
         logging.shutdown()
@@ -113,26 +113,28 @@ def _source_options(settings: SupervisorSettings) -> SourceOptions:
 
 
 def _check_ports(settings: SupervisorSettings) -> None:
-    """Refuse a port that is given twice, to which the server answers with its whole usage, and one that is taken: it
-    would say so late, and its gRPC port it would even share silently."""
+    """Reject a duplicate port or one that is in use.
+
+    The server would print its whole usage for a duplicate. It reports a port in use late, and silently shares its gRPC
+    port.
+    """
     flag_by_port: dict[int, str] = {}
     for flag, port in settings.ports.items():
         if (other_flag := flag_by_port.setdefault(port, flag)) != flag:
-            raise ConfigError(f"{other_flag} {port} and {flag} {port}: ports must differ; give each its own number")
+            raise ConfigError(f"{other_flag} {port} and {flag} {port}: ports must differ; use different numbers")
     errors = {f"{flag} {port}": _listen_error(settings.host, port) for flag, port in settings.ports.items()}
     unavailable = [
         f"{flag_and_port} ({error.strerror})" for flag_and_port, error in errors.items() if error is not None
     ]
     if unavailable:
         raise ConfigError(
-            f"{', '.join(unavailable)}: cannot listen on {format_for_url(settings.host)} there; stop what does, or "
-            "give "
-            f"{'another port' if len(unavailable) == 1 else 'other ports'}"
+            f"{', '.join(unavailable)}: cannot listen on {format_for_url(settings.host)}; stop the process that uses "
+            f"{'the port, or use another port' if len(unavailable) == 1 else 'the ports, or use other ports'}"
         )
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
-    """Why nobody can listen there, or None; raises ConfigError when it is the host that is wrong."""
+    """Return the error of listening on `host` and `port`, or None; raises ConfigError if the host is wrong."""
     with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -140,7 +142,7 @@ def _listen_error(host: str, port: int) -> OSError | None:
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"--host {host}: not an address of this machine ({error.strerror}); give one of its own, or "
+                    f"--host {host}: not an address of this machine ({error.strerror}); use one of its addresses, or "
                     "0.0.0.0 for all"
                 ) from error
             return error

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the pod: started in a group of its own, its output relayed line by line, its end seen at once.
+"""Child process in its own process group: relays its output line by line and detects its end through a pidfd.
 
-Knows nothing of what the process does, nor whether it should be started again (keeper.py decides that). Ends are seen
-by pidfd, so no thread or timer runs per process. A process that ends takes its whole group with it: a killed server
-leaves no stub behind.
+Independent of the program and of restarts (managed_process.py). No thread or timer per process is needed. When the
+process ends, its whole group is killed, so that a killed server leaves no stub behind.
 """
 
 import asyncio
@@ -24,26 +23,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 8192
 _OUTPUT_TIMEOUT_S = 0.5
-"""How long the last output of an ended process may take to arrive."""
+"""Timeout for the last output of an ended process."""
 _REAP_TIMEOUT_S = 1.0
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of its descendants' orphans, so that it can reap the stubs of a killed server."""
+    """Make this process the parent of orphaned descendants, so that it can reap the stubs of a killed server."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class ChildProcess:
-    """A running or ended process. Make it with `start` in the main thread, inside a running event loop."""
+    """A running or ended process. Create it with `start` in the main thread, inside a running event loop."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], relay: Callable[[str, str], None]) -> None:
         self.name = name
         self.pid = popen.pid
         self.started_at = utc_now()
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines that it wrote, shown or not."""
+        """Last lines of output, including those that the log drops."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Its exit code, negative for a signal."""
+        """Exit code, negative for a signal."""
         self._popen = popen
         self._relay = relay
         self._output_closed = asyncio.Event()
@@ -59,10 +58,10 @@ class ChildProcess:
         relay: Callable[[str, str], None],
         env: Mapping[str, str] | None = None,
     ) -> "ChildProcess":
-        """Start `argv`, tied to this process's life; `relay(name, line)` gets each line of its output.
+        """Start `argv`; the kernel kills it when this process ends. `relay(name, line)` gets each line of output.
 
         Raises:
-            OSError: no process could be made.
+            OSError: the process could not be created.
         """
         popen = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(exec_with_pdeathsig.__file__)), str(os.getpid()), *argv],
@@ -79,7 +78,7 @@ class ChildProcess:
                 lambda: _LineSplitter(child._on_line, child._output_closed.set), popen.stdout
             )
         except BaseException:
-            # Cancelled, or out of descriptors: nobody has it yet, so nobody else would end it.
+            # Cancelled, or out of file descriptors. No caller has the child yet, so it must be ended here.
             os.killpg(popen.pid, signal.SIGKILL)
             popen.wait()
             if popen.stdout is not None:
@@ -88,17 +87,17 @@ class ChildProcess:
         return child
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal to the process itself, if it still runs."""
+        """Send a signal to the process (not to its group), if it still runs."""
         self._popen.send_signal(signal_number)
 
     def kill(self) -> None:
-        """End the process and its whole group at once."""
+        """Kill the process and its group."""
         if not self.exited.done():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Wait for its end and its last output; returns the exit code."""
+        """Wait for the end of the process and its last output; return the exit code."""
         code = await asyncio.shield(self.exited)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._output_closed.wait(), _OUTPUT_TIMEOUT_S)
@@ -108,7 +107,7 @@ class ChildProcess:
         return code
 
     async def stop(self, timeout_s: float) -> int:
-        """SIGTERM, and SIGKILL to the group when that takes longer than `timeout_s`; returns the exit code."""
+        """Send SIGTERM, then SIGKILL to the group after `timeout_s`; return the exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), timeout_s)
@@ -119,13 +118,13 @@ class ChildProcess:
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # Before the process is reaped: until then its group's number cannot belong to anyone else.
+        # Kill the group before the process is reaped: until then the kernel cannot reuse the group id.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.exited.set_result(self._popen.wait())
 
     async def _reap_group(self) -> None:
-        """Collect the ended members of the group that came to us as orphans (`adopt_orphans`)."""
+        """Reap the ended members of the group, which are orphans now (`become_subreaper`)."""
         deadline = asyncio.get_running_loop().time() + _REAP_TIMEOUT_S
         while asyncio.get_running_loop().time() < deadline:
             try:
@@ -141,7 +140,7 @@ class ChildProcess:
 
 
 class _LineSplitter(asyncio.Protocol):
-    """Cuts output into lines. What a progress bar overwrote with a carriage return is left out."""
+    """Splits output into lines. Drops text that a carriage return overwrites, such as progress bars."""
 
     def __init__(self, on_line: Callable[[str], None], on_eof: Callable[[], None]) -> None:
         self._on_line = on_line

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run as a script: `tether.py PARENT_PID PROGRAM ARGS...` becomes PROGRAM, which the kernel kills when its parent dies.
+"""Script that sets the parent-death signal and then executes a program: `exec_with_pdeathsig.py PARENT_PID ARGV...`.
 
-The server is not ours and cannot ask for that itself, and a preexec_fn in a process with threads may deadlock (Python
-3.12 warns of it). Costs about 20 ms a start. Standard library only; imports nothing of ours; processes.py calls it.
+The kernel then kills the program when the supervisor dies. The server cannot set the signal itself, and a preexec_fn in
+a process with threads can deadlock (Python 3.12 warns about it). Costs about 20 ms per start. Uses only the standard
+library and imports no module of Quire. child_process.py runs it.
 """
 
 import ctypes
@@ -14,10 +15,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask for the parent's death signal, then become the program."""
+    """Set the parent-death signal, then execute the program."""
     parent_pid, argv = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call above: then nobody would ever send the signal.
+    # If the parent died before the call above, the signal is never sent.
     if os.getppid() != parent_pid:
         sys.exit("exec_with_pdeathsig: the parent process has ended")
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps one process running: starts it, holds a session with it while it lives, starts it again when it dies.
+"""Restart loop of one process: starts it, runs a session while it lives, restarts it with backoff when it dies.
 
-Knows nothing of what the session does. A process that dies before it was ever ready ends everything after a few tries
-(at once when it says that its configuration is wrong): trying for ever would hide the reason.
+Independent of what the session does. If a process dies before it was ever ready, startup fails after a few attempts, or
+at once if its exit code reports a configuration error. Endless restarts would hide the reason.
 """
 
 import asyncio
@@ -23,30 +23,30 @@ logger = logging.getLogger(__name__)
 
 MAX_START_ATTEMPTS = 3
 _STABLE_UPTIME_S = 30.0
-"""A process that was up this long has earned an immediate restart."""
+"""A process with at least this uptime is restarted without delay."""
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
-"""Short: every second of it is an outage, and a start costs nobody else anything."""
+"""Short, because the pod is down during the delay and a start does not affect other pods."""
 _TAIL_LINES = 15
 
 
 class StartupFailed(QuireError):
-    """A process could not be brought up; the message holds what it said last."""
+    """A process did not start; the message contains its last lines."""
 
     def __init__(self, message: str, is_config_error: bool) -> None:
         super().__init__(message)
         self.is_config_error = is_config_error
-        """Its configuration is wrong, as it says itself."""
+        """True if the exit code reports a configuration error."""
 
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """Delays between starts: none, then 0.5 s, 1 s, 2 s and so on up to a cap; none again after a steady life."""
+    """Delays between starts: 0 s, 0.5 s, 1 s, 2 s and so on up to a cap; reset after a stable uptime."""
 
     failures: int = 0
 
     def delay_s(self, uptime_s: float) -> float:
-        """How long to wait after a life of `up_s` seconds."""
+        """Return the delay before the next start after `uptime_s`."""
         if uptime_s >= _STABLE_UPTIME_S:
             self.failures = 0
         self.failures += 1
@@ -54,7 +54,7 @@ class RestartBackoff:
 
 
 class ManagedProcess:
-    """One process of the pod, over all its lives."""
+    """One process of the pod across restarts."""
 
     def __init__(
         self,
@@ -63,10 +63,14 @@ class ManagedProcess:
         session: Callable[[ChildProcess], Awaitable[str]],
         on_change: Callable[[], None],
     ) -> None:
-        """`session` runs once for each life, calls `ready()` when the process serves, and is cancelled when it dies.
+        """Create the process in state STARTING; `run` starts it.
 
-        When `session` returns, what it returns is why the process has to be killed. `on_change` is called on each
-        change of state.
+        Args:
+            name: name for status and logs.
+            start: creates the child process.
+            session: runs once per child, calls `mark_ready` when the process serves, and is cancelled when the child
+                ends. If it returns, the child is killed; the returned string is the reason.
+            on_change: called on each change of state.
         """
         self.name = name
         self.child: ChildProcess | None = None
@@ -79,22 +83,22 @@ class ManagedProcess:
         self._was_ever_ready = False
 
     def status(self) -> ProcessStatus:
-        """For the status document."""
+        """Return the entry of the status document."""
         child = self.child
         return ProcessStatus(
             self.state, child.pid if child else None, child.started_at if child else None, max(0, self._num_starts - 1)
         )
 
     def mark_ready(self) -> None:
-        """The session says that the process serves."""
+        """Called by the session when the process serves."""
         self._was_ever_ready = True
         self._set_state(ProcessState.READY)
 
     async def run(self) -> None:
-        """Keep the process running until cancelled; the process is then left as it is.
+        """Keep the process running until cancelled. Cancellation leaves the process running.
 
         Raises:
-            CannotRun: it never came up.
+            StartupFailed: the process did not start.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -107,11 +111,11 @@ class ManagedProcess:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self) -> str:
-        """Start and end of one life; how it ended."""
+        """Run one child from start to end; return how it ended."""
         try:
             self.child = await self._start()
         except OSError as error:
-            # No memory, no process ids, no disk: the next start may find some.
+            # Out of memory, process ids or disk space: a later start can succeed.
             self._check_start_limit(None, [str(error)], "no start")
             return f"not started: {error}"
         logger.info("process started name=%s pid=%d", self.name, self.child.pid)
@@ -122,24 +126,22 @@ class ManagedProcess:
         return f"pid={child.pid} {_describe_exit(exit_code)}"
 
     async def _run_session(self, child: ChildProcess) -> int:
-        """One life: returns the exit code. The session has ended when this returns."""
+        """Run the session until the child ends; return the exit code. The session has ended when this returns."""
         session = asyncio.ensure_future(self._session(child))
         try:
             futures: list[asyncio.Future[Any]] = [session, child.exited]
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # First of all: it takes back what it has told others about this process.
+            # The session first: it removes the handle of this process.
             session.cancel()
             await asyncio.wait([session])
         if not child.exited.done():
-            logger.error(
-                "process is killed name=%s pid=%d reason=%s", self.name, child.pid, _session_end_reason(session)
-            )
+            logger.error("killing process name=%s pid=%d reason=%s", self.name, child.pid, _session_end_reason(session))
             child.kill()
         return await child.wait()
 
     def _check_start_limit(self, exit_code: int | None, tail: list[str], exit_description: str) -> None:
-        """Raise CannotRun when another start makes no sense."""
+        """Raise StartupFailed if another start is pointless."""
         if self._was_ever_ready or (exit_code != constants.EXIT_CONFIG and self._num_starts < MAX_START_ATTEMPTS):
             return
         lines = [line for line in tail if line.strip() and not is_noise(self.name, line)][-_TAIL_LINES:]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core, text and server: kept running and linked, and what it means when one of them, or a stub, dies.
+"""Supervision of the pod's processes (core, text, server): their sessions, and the reaction to each death.
 
-    core dies     text ends the open requests; core starts again, adapters are loaded again
-    text dies     the stubs end the open requests; text starts again, gets the aliases again
-    server dies   connections end; server starts again, adapter models are registered again
-    stub dies     no request open: its model is loaded anew. Requests open: this server would let their clients hang for
-                  ever, so it is killed, which ends every connection, and starts again
+    core dies     text ends the open requests; core restarts, adapters are loaded again
+    text dies     the stubs end the open requests; text restarts, aliases are sent again
+    server dies   connections end; server restarts, adapter models are loaded again
+    stub dies     without open requests: its model is loaded again. With open requests: the server is killed and
+                  restarted, because their clients would otherwise hang forever
 
-What adapters do about it is adapters.py's; readiness, start and end are supervisor.py's.
+Owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and shutdown.
 """
 
 import asyncio
@@ -36,25 +36,24 @@ from quire_spec.errors import QuireError, Unavailable
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
-"""How long core may take to load its weights; a Kubernetes startup probe is shorter and decides there."""
+"""Timeout for core to load its weights. On Kubernetes the startup probe is shorter and decides."""
 SERVER_START_TIMEOUT_S = 300.0
 _CONNECT_RETRY_S = 0.05
 _PROBE_INTERVAL_S = 0.1
 _PING_INTERVAL_S = 5.0
 _UNRESPONSIVE_TIMEOUT_S = 120.0
-"""A process that answers nothing for this long will not answer again. A step of a large model on a slow CPU is
-shorter."""
+"""A process without a response for this long counts as hung. A step of a large model on a slow CPU is shorter."""
 _EXIT_GRACE_S = 2.0
-"""How long a process may live on after it has closed its connection to us."""
+"""Time for a process to exit after it closed its connection to the supervisor."""
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
-"""Of the server, after the drain: connections without a request, kept alive by clients, would hold it for longer."""
+"""Exit timeout of the server after the drain. Idle keep-alive connections of clients would delay its exit longer."""
 _STOP_TIMEOUT_S = 10.0
 
 ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Of the processes of the engine, where the environment says nothing else: products that torch and oneDNN keep
-compiled, of which each number of tokens and shape of a weight has one. By themselves they keep 1,024, and a core that
-computes float32 on a CPU grew by 0.7 GB in some thousand requests; with 128 by 0.15 GB, and it was as fast."""
+"""Default environment of the engine processes: sizes of torch's and oneDNN's caches of compiled matrix products. There
+is one entry for each number of tokens and weight shape. With the default of 1,024 entries, a core that computes float32
+on a CPU grew by 0.7 GB in some thousand requests. With 128 it grew by 0.15 GB and was as fast."""
 
 
 class ProcessManager:
@@ -71,7 +70,7 @@ class ProcessManager:
         """`relay(name, line)` gets the processes' output."""
         self.handles = ProcessHandles()
         self.core_connected = False
-        """Text has its connection to the core."""
+        """True while the text process is connected to the core."""
         self._settings = settings
         self._run_dir = run_dir
         self._server_runtime = server_runtime
@@ -91,7 +90,7 @@ class ProcessManager:
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever something came up or went."""
+        """Called on each change of a process, handle or connection."""
         self._tasks: set[asyncio.Task[None]] = set()
         core = partial(self._start_engine, "core", constants.CORE_SOCKET)
         text = partial(self._start_engine, "text", constants.TEXT_SOCKET)
@@ -102,18 +101,18 @@ class ProcessManager:
         }
 
     async def run(self) -> None:
-        """Keep everything running until cancelled; raises CannotRun when a process never comes up."""
+        """Keep all processes running until cancelled; raises StartupFailed if a process does not start."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_core_connection())
                 for process in self.processes.values():
-                    group.create_task(process.run(), name=f"keeper {process.name}")
+                    group.create_task(process.run(), name=f"process {process.name}")
         except ExceptionGroup as group_error:
-            # Several may fail of one cause, such as an engine.json that both refuse.
+            # Several processes can fail for one reason, such as an invalid engine.json.
             raise group_error.exceptions[0] from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Have text refuse new requests and finish the open ones; False when some are still open."""
+        """Let the text process reject new requests and finish the open ones; return False if some are still open."""
         if self.handles.text is None:
             return True
         try:
@@ -121,15 +120,15 @@ class ProcessManager:
         except ConnectionLost:
             return True
         except QuireError as error:
-            logger.warning("drain: %s", error)
+            logger.warning("drain failed error=%s", error)
             return False
         return True
 
     async def stop(self, drained: bool) -> None:
-        """End all processes, in order; `run` has been cancelled before."""
+        """Stop all processes in order; `run` must be cancelled before."""
         for task in self._tasks:
             task.cancel()
-        # With requests still open, text goes first: the stubs then end them with a proper error.
+        # With open requests, text is stopped first, so that the stubs end them with an error.
         for name in ("server", "text", "core") if drained else ("text", "server", "core"):
             child = self.processes[name].child
             if child is not None and not child.exited.done():
@@ -137,7 +136,7 @@ class ProcessManager:
                 logger.info("process stopped name=%s exit_code=%d", name, code)
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """Kill all processes."""
         for process in self.processes.values():
             if process.child is not None:
                 process.child.kill()
@@ -145,7 +144,7 @@ class ProcessManager:
     # Starts
 
     async def _start_engine(self, name: str, socket: str) -> ChildProcess:
-        # What a killed process left: nobody listens there.
+        # A killed process leaves its socket file behind.
         (self._run_dir / socket).unlink(missing_ok=True)
         settings = self._settings
         argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(settings.engine)]
@@ -160,7 +159,7 @@ class ProcessManager:
         argv, env = launch.server_command(*self._server_runtime, self._options)
         return await ChildProcess.start("server", argv, self._relay, env)
 
-    # Sessions: each holds its link while its process serves, and returns why the process has to be killed
+    # Sessions: each sets its handle while its process serves, and returns why the process must be killed
 
     async def _core_session(self, child: ChildProcess) -> str:
         async with self._connect("core", constants.CORE_SOCKET) as control:
@@ -210,7 +209,7 @@ class ProcessManager:
 
     @contextlib.asynccontextmanager
     async def _connect(self, name: str, socket: str) -> AsyncIterator[ControlClient]:
-        """A connection to a process that is starting."""
+        """Connect to a process that is starting; retry until it listens."""
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 try:
@@ -228,9 +227,9 @@ class ProcessManager:
             try:
                 async with asyncio.timeout(_PING_INTERVAL_S):
                     await control.closed.wait()
-                # Its end is usually seen first, and cancels us.
+                # The exit of the process is usually detected first and cancels this session.
                 await asyncio.sleep(_EXIT_GRACE_S)
-                return "it closed its connection"
+                return "connection closed"
             except TimeoutError:
                 pass
             try:
@@ -238,19 +237,19 @@ class ProcessManager:
             except ConnectionLost:
                 continue
             except Unavailable:
-                return f"no answer for {_UNRESPONSIVE_TIMEOUT_S:g} s"
+                return f"no response for {_UNRESPONSIVE_TIMEOUT_S:g} s"
 
     async def _watch_server(self, client: ModelServerClient) -> str:
         loop = asyncio.get_running_loop()
-        last_answer = loop.time()
-        while loop.time() - last_answer < _UNRESPONSIVE_TIMEOUT_S:
+        last_response = loop.time()
+        while loop.time() - last_response < _UNRESPONSIVE_TIMEOUT_S:
             await asyncio.sleep(_PING_INTERVAL_S)
             if await client.is_live():
-                last_answer = loop.time()
-        return f"no answer for {_UNRESPONSIVE_TIMEOUT_S:g} s"
+                last_response = loop.time()
+        return f"no response for {_UNRESPONSIVE_TIMEOUT_S:g} s"
 
     async def _watch_core_connection(self) -> None:
-        """Whether text has its connection to the core, which it makes by itself."""
+        """Poll whether the text process is connected to the core."""
         while True:
             connected, text = False, self.handles.text
             if text is not None and self.handles.core is not None:
@@ -264,7 +263,7 @@ class ProcessManager:
     # Stubs
 
     async def _on_stub_death(self, server: ChildProcess, stubs: StubWatcher, stub: StubProcess) -> None:
-        """A stub has died."""
+        """Reload the model of a dead stub, or kill the server if the stub had open requests."""
         num_open = open_requests.read_open_requests(self._run_dir, stub.pid)
         open_requests.remove(self._run_dir, stub.pid)
         if num_open == 0 and stub.model and self.handles.server is not None:
@@ -272,18 +271,18 @@ class ProcessManager:
                 await self.handles.server.reload_model(stub.model, lambda: stubs.was_replaced(stub))
                 return
             except QuireError as error:
-                logger.error("model cannot be loaded again model=%s error=%s", stub.model, error)
+                logger.error("model reload failed model=%s error=%s", stub.model, error)
             finally:
                 self._notify_change()
         logger.error(
-            "stub died, server is killed to end its clients' streams model=%s open_requests=%d",
+            "stub died, killing the server to end its clients' streams model=%s open_requests=%d",
             stub.model or "unknown",
             num_open,
         )
         server.kill()
 
     async def _reap_unloaded_stubs(self, stubs: StubWatcher, pids: set[int]) -> None:
-        """A model was unloaded: see that its stubs end."""
+        """Ensure that the stubs of an unloaded model end, and remove their request counters."""
         await stubs.kill_unloaded(pids, lambda pid: open_requests.read_open_requests(self._run_dir, pid))
         for pid in pids:
             open_requests.remove(self._run_dir, pid)

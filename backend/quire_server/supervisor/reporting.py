@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor says: to people when the pod is ready, to Prometheus about itself. Pure."""
+"""Text output of the supervisor: the ready banner and its own Prometheus metrics. Pure functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ _MAX_NAMES = 5
 
 
 def summarize_names(names: Sequence[str]) -> str:
-    """A list of names, cut where it would be too long to read."""
+    """Join names; names after the fifth become a count."""
     summary = ", ".join(names[:_MAX_NAMES])
     return f"{summary} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else summary
 
 
 def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: float) -> str:
-    """The block that is printed once, when everything that can be ready is."""
+    """Return the text that is printed once when the pod is ready."""
     host = format_for_url(settings.host)
     failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
@@ -38,7 +38,7 @@ def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: flo
 
 
 def supervisor_metrics(status: PodStatus) -> str:
-    """The supervisor's own metrics."""
+    """Return the supervisor's own metrics in Prometheus's text format."""
     states = Counter(a.state for a in status.adapters)
     restarts = {f'process="{name}"': p.restarts for name, p in status.processes.items()}
     families = [
@@ -52,7 +52,7 @@ def supervisor_metrics(status: PodStatus) -> str:
 
 
 def concat_pages(*pages: str) -> str:
-    """Several pages in one; each ends with a newline."""
+    """Concatenate metrics pages; each ends with a newline."""
     return "".join(page if page.endswith("\n") else f"{page}\n" for page in pages if page)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder: sockets and the server's model repository, for one supervisor at a time and only while it runs."""
+"""Run folder of a supervisor: sockets and the server's model repository, locked and cleaned for one owner at a time."""
 
 import contextlib
 import fcntl
@@ -20,14 +20,16 @@ _OWNED_NAMES = (constants.TEXT_SOCKET, constants.CORE_SOCKET, REPOSITORY, "backe
 
 @contextlib.contextmanager
 def locked_run_dir(run_dir: Path) -> Iterator[Path]:
-    """The run folder, resolved, empty of what an earlier owner left; emptied again at the end, or removed if new.
+    """Lock the run folder and yield its resolved path, without leftovers of an earlier owner.
+
+    At the end the supervisor's files are removed, and the folder too if it is new.
 
     Raises:
-        ConfigError: it cannot be made, its path is too long for a socket, or another supervisor owns it.
+        ConfigError: the folder cannot be created, its path is too long for a socket, or another supervisor uses it.
     """
     run_dir = Path(os.path.realpath(run_dir))
     if len(os.fsencode(run_dir / constants.TEXT_SOCKET)) > constants.MAX_SOCKET_PATH:
-        raise ConfigError(f"--run-dir {str(run_dir)!r}: too long for a socket in it; take a shorter path")
+        raise ConfigError(f"--run-dir {str(run_dir)!r}: the path is too long for a Unix socket; use a shorter path")
     is_new = not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,7 +41,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"--run-dir {str(run_dir)!r}: another supervisor uses it; give each its own, or stop the other"
+                f"--run-dir {str(run_dir)!r}: in use by another supervisor; use another folder, or stop the other one"
             ) from error
         clean(run_dir)
         try:
@@ -47,7 +49,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
         finally:
             clean(run_dir)
             if is_new:
-                # Someone may have put a file of theirs there.
+                # The folder may contain files of others.
                 with contextlib.suppress(OSError):
                     run_dir.rmdir()
     finally:
@@ -55,15 +57,17 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
 
 
 def write_shm_prefix(run_dir: Path, prefix: str) -> None:
-    """Remember what our servers' shared memory is called, for the next owner should we be killed: in a pod, /dev/shm
-    outlives the container, and a region of 1 MiB per model would be lost with each kill."""
+    """Store the prefix of the server's shared memory regions, so that the next owner can remove them after a kill.
+
+    In a pod, /dev/shm outlives the container: each kill would otherwise leak a region of 1 MiB per model.
+    """
     (run_dir / _SHM_PREFIX).write_text(prefix)
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what is ours, shared memory and copies of models included; only when no server of ours runs."""
+    """Remove the supervisor's files, shared memory and model copies. Its server must not be running."""
     with contextlib.suppress(FileNotFoundError):
-        # Never with less than a whole prefix: it names what is deleted.
+        # A truncated prefix would match regions of others.
         if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):
             launch.clear_shared_memory(prefix)
     repository.remove_stale_copies(run_dir / constants.TEXT_SOCKET)

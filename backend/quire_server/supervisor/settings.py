@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a supervisor is told on its command line, as one frozen value."""
+"""Command-line settings of a supervisor, as one frozen value."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ class SupervisorSettings:
     engine: Path
     """engine.json."""
     adapters: Path
-    """adapters.json: the catalogue to begin with."""
+    """adapters.json: the initial adapter catalog."""
     served_name: str
     """Name of the base model."""
     run_dir: Path
-    """Sockets and the server's model repository; owned by one supervisor at a time."""
+    """Sockets and the server's model repository; used by one supervisor at a time."""
     cache_dir: Path
-    """Fetched adapters; kept over restarts."""
+    """Fetched adapters; kept across restarts."""
     host: str = "127.0.0.1"
     """Address that all four ports listen on."""
     http_port: int = constants.HTTP_PORT
@@ -30,20 +30,20 @@ class SupervisorSettings:
     metrics_port: int = constants.SERVER_METRICS_PORT
     health_port: int = constants.HEALTH_PORT
     admin_key_file: Path | None = None
-    """Key for /status and /adapters; None: they answer to this machine only."""
+    """Key for /status and /adapters; None: only requests from this machine are allowed."""
     secrets_dir: Path | None = None
     pvcs: Mapping[str, Path] = field(default_factory=dict)
-    """Claims and the folders that they are mounted at."""
+    """Mount point of each PersistentVolumeClaim."""
     allow_path_sources: bool = False
     max_adapter_bytes: int = 4 * 2**30
     drain_timeout_s: float = 30.0
-    """How long open requests may take to end after SIGTERM."""
+    """Time for open requests to finish after SIGTERM."""
     verbose: bool = False
-    """Show the server's own chatter."""
+    """Show all log lines of the server."""
 
     @property
     def ports(self) -> dict[str, int]:
-        """Flag to port, of all that must be free."""
+        """Port by option name, for all four ports."""
         return {
             "--http-port": self.http_port,
             "--grpc-port": self.grpc_port,
@@ -53,7 +53,7 @@ class SupervisorSettings:
 
     @property
     def loopback(self) -> str:
-        """Address that the supervisor itself reaches the server at."""
+        """Address at which the supervisor reaches the server."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:

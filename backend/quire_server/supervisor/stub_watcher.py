@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's stub processes: found in /proc, watched by pidfd.
+"""Detection of dead stub processes of the server: discovers stubs in /proc and watches them through pidfds.
 
-The server neither restarts nor even reaps a stub that died, and answers 200 on every probe meanwhile; one that it
-unloaded it reaps at once. So a stub that stays a zombie has died. What then is done is the supervisor's to decide.
+The server neither restarts nor reaps a stub that died, and answers 200 on every probe meanwhile. It reaps an unloaded
+stub at once. A stub that remains a zombie has therefore died. process_manager.py decides how to react.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SCAN_INTERVAL_S = 0.5
-"""How often new stubs are looked for. Known ones are watched without polling."""
+"""Interval of scans for new stubs. Known stubs are watched without polling."""
 DEATH_CONFIRMATION_S = 0.2
-"""How long the server may take to reap a stub that it ended itself; it takes less than 10 ms."""
+"""Time for the server to reap a stub that it ended itself; it needs less than 10 ms."""
 UNKNOWN_DEATH_CONFIRMATION_S = 3.0
-"""The same of one whose model nobody knows, most likely of a load that failed: no request of it is known either, and to
-take it for dead costs the whole server."""
+"""The same for a stub of an unknown model, most likely of a failed load. Its open requests are unknown too, and a false
+report would cost the whole server."""
 UNLOAD_GRACE_S = 3.0
-"""How long an unloaded stub may stay after its last request; it takes 0.1 s, unless the server has lost one."""
+"""Time for an unloaded stub to exit after its last request. It needs 0.1 s, unless the server has lost a request."""
 
 _PROC = Path("/proc")
 _STUB_PROGRAM = "triton_python_backend_stub"
 _STUB_COMM = _STUB_PROGRAM[:15]
-"""As the kernel has it, also of one that is dead."""
+"""The program's name in /proc/PID/stat, also of a zombie."""
 _INSTANCE_NAME = re.compile(r"([^/]+)_\d+_\d+")
 
 
@@ -40,51 +40,51 @@ class StubProcess:
 
     pid: int
     model: str
-    """The server model that it runs; empty when it died too soon to tell."""
+    """The server model that it runs; empty if it died before this was known."""
     start_ticks: int
-    """When, in ticks since the machine's start."""
+    """Start time in clock ticks since boot."""
 
 
 class StubWatcher:
-    """Watches the stubs of one server process; `on_death` is told once for each that died. Make it in the loop."""
+    """Watches the stubs of one server process; calls `on_death` once for each that died. Create it in the loop."""
 
     def __init__(self, server_pid: int, on_death: Callable[[StubProcess], None]) -> None:
         self._server_pid = server_pid
         self._on_death = on_death
         self._ignored_pids: set[int] = set()
-        """Processes that are not the server's, so that a scan reads only what is new."""
+        """Processes that are not stubs of the server; a scan skips them."""
         self._stubs: dict[int, tuple[int, StubProcess]] = {}
         """Process id to its pidfd and stub."""
         self._killed_pids: set[int] = set()
-        """By us."""
+        """Stubs that `kill_unloaded` killed; their deaths are not reported."""
         self._loop = asyncio.get_running_loop()
         self._confirmation_timers: dict[int, asyncio.TimerHandle] = {}
         self._scan_task = self._loop.create_task(self._scan_forever(), name="stub scan")
 
     def pids_of(self, model: str) -> set[int]:
-        """Process ids of a model's stubs."""
+        """Return the process ids of a model's stubs."""
         return {pid for pid, (_, stub) in self._stubs.items() if stub.model == model}
 
     def was_replaced(self, dead_stub: StubProcess) -> bool:
-        """Whether its model has got another stub since: the server ended this one itself, and was slow to reap it."""
+        """Return True if its model has a newer stub: the server ended this one itself and was slow to reap it."""
         return any(
             stub.model == dead_stub.model and stub.start_ticks > dead_stub.start_ticks
             for _, stub in self._stubs.values()
         )
 
     async def kill_unloaded(self, pids: set[int], count_open_requests: Callable[[int], int]) -> None:
-        """See that the stubs of an unloaded model end: once `num_open` requests is 0 for LINGER_S, they are killed.
+        """Kill the stubs of an unloaded model that remain without open requests for UNLOAD_GRACE_S.
 
-        Release 24.10 sometimes loses a request whose gRPC stream is cancelled on its last response; it waits for that
-        for ever, and keeps the stub.
+        Release 24.10 sometimes loses a request whose gRPC stream is cancelled on its last response. The server then
+        waits for it forever and keeps the stub.
         """
         idle_s = 0.0
         while (remaining := pids & self._alive()) and idle_s < UNLOAD_GRACE_S:
             await asyncio.sleep(DEATH_CONFIRMATION_S)
             idle_s = 0.0 if any(map(count_open_requests, remaining)) else idle_s + DEATH_CONFIRMATION_S
         for pid in remaining:
-            logger.warning("stub is killed: its model was unloaded, it has no request, the server keeps it pid=%d", pid)
-            # No death to tell of.
+            logger.warning("killing stub of an unloaded model without open requests pid=%d", pid)
+            # on_death must not report it.
             self._killed_pids.add(pid)
             signal.pidfd_send_signal(self._stubs[pid][0], signal.SIGKILL)
 
@@ -92,7 +92,7 @@ class StubWatcher:
         return self._stubs.keys() - self._confirmation_timers.keys()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._scan_task.cancel()
         for timer in self._confirmation_timers.values():
             timer.cancel()
@@ -100,7 +100,7 @@ class StubWatcher:
             self._unwatch(pid)
 
     def scan(self) -> None:
-        """Look for stubs that are not watched yet."""
+        """Discover stubs that are not watched yet."""
         pids = {int(comm) for comm in os.listdir(_PROC) if comm.isdigit()}
         self._ignored_pids &= pids
         for pid in pids - self._ignored_pids - self._stubs.keys():
@@ -112,7 +112,7 @@ class StubWatcher:
             elif state == "Z" and name == _STUB_COMM:
                 self._watch(StubProcess(pid, "", start_ticks))
             elif state == "Z" or model == "":
-                # At each load the server tries whether a stub can be run, in a shell that it waits for itself.
+                # At each load the server checks that a stub can be executed, in a shell that it reaps itself.
                 self._ignored_pids.add(pid)
 
     async def _scan_forever(self) -> None:
@@ -136,7 +136,7 @@ class StubWatcher:
         is_dead = _read_stat(stub.pid)[1:3] == ("Z", self._server_pid)
         self._unwatch(stub.pid)
         if is_dead:
-            # It stays a zombie as long as the server lives, and is told only once.
+            # It remains a zombie while the server lives, and is reported only once.
             self._ignored_pids.add(stub.pid)
             if stub.pid not in self._killed_pids:
                 self._on_death(stub)
@@ -149,9 +149,9 @@ class StubWatcher:
 
 
 def _read_stat(pid: int) -> tuple[str, str, int, int]:
-    """Name, state letter, parent and time of start of a process; the state is X when there is none."""
+    """Return name, state letter, parent and start time of a process; state X if it does not exist."""
     try:
-        # The name, in parentheses, may hold anything.
+        # The name, in parentheses, can contain any character.
         text = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
     except OSError:
         return "", "X", 0, 0
@@ -161,7 +161,7 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
 
 
 def _read_model_name(pid: int) -> str | None:
-    """The server model that a stub runs, empty for one that runs none; None while it is (still) something else."""
+    """Return the model of a stub, empty for a stub without a model, None if the process is not (yet) a stub."""
     try:
         argv = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pod from start to end: when it is ready and why not, what it tells, how it drains and stops.
+"""Lifecycle of a pod: readiness and its reason, status document, metrics, drain and shutdown.
 
-Owns readiness and the status document. Processes and their deaths are pod.py's, adapters are adapters.py's, HTTP is
-admin.py's; assembly.py puts them together.
+Owns readiness and the status document. process_manager.py owns the processes, adapters/manager.py the adapters,
+admin_api.py the HTTP API; app.py assembles them.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
 class Supervisor:
-    """What the health port tells about and the signals reach."""
+    """State and lifecycle of one pod."""
 
     def __init__(
         self,
@@ -48,29 +48,29 @@ class Supervisor:
         self._session = session
         self._all_were_up = False
         self.draining = False
-        """Asked to stop; never ready again."""
+        """True after a stop signal; the pod never becomes ready again."""
         process_manager.on_change = self.on_process_change
 
-    # What the health port tells
+    # Used by the health port
 
     def not_ready_reason(self) -> str:
-        """Why the pod is not ready, in a sentence; empty when it is."""
+        """Return why the pod is not ready, in a sentence; empty if it is ready."""
         if self.draining:
-            return "draining: the pod has been asked to stop"
+            return "draining: the pod is stopping"
         for name, process in self._process_manager.processes.items():
             if process.state is not ProcessState.READY:
                 return f"{name} is {process.state.value.lower()}"
         server: ServerHandle | None = self._process_manager.handles.server
         if server is None or not server.base_ready:
-            return f"model {self._settings.served_name!r} is being loaded on the server"
+            return f"model {self._settings.served_name!r} is loading on the server"
         if not self._process_manager.core_connected:
             return "text is connecting to core"
         if gating := self._adapter_manager.gating():
-            return f"adapters are being loaded: {reporting.summarize_names(gating)}"
+            return f"adapters are loading: {reporting.summarize_names(gating)}"
         return ""
 
     def status(self) -> PodStatus:
-        """The status document."""
+        """Return the status document."""
         reason, core = self.not_ready_reason(), self._process_manager.handles.core
         adapters = self._adapter_manager.statuses()
         return PodStatus(
@@ -88,16 +88,16 @@ class Supervisor:
         )
 
     async def metrics(self) -> str:
-        """Text's metrics, the server's own, and the supervisor's."""
+        """Return the metrics of the text process, the server and the supervisor."""
         text, server = await asyncio.gather(self._text_metrics(), self._server_metrics())
         return reporting.concat_pages(text, server, reporting.supervisor_metrics(self.status()))
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Take a new catalogue; parameters and errors are those of AdapterBoard.check."""
+        """Apply a new catalog; parameters and errors as `AdapterManager.check`."""
         self._adapter_manager.set_catalog(catalog, replaces)
 
     def _served_models(self) -> list[str]:
-        """Server models that answer now."""
+        """Return the server models that clients can use now."""
         handles = self._process_manager.handles
         if handles.core is None or handles.text is None or handles.server is None:
             return []
@@ -118,10 +118,10 @@ class Supervisor:
                 return await response.text()
         return ""
 
-    # Life
+    # Lifecycle
 
     def on_process_change(self) -> None:
-        """A process came up or went."""
+        """Called when a process starts to serve or ends."""
         handles = self._process_manager.handles
         all_up = handles.core is not None and handles.text is not None and handles.server is not None
         if all_up and not self._all_were_up:
@@ -130,7 +130,7 @@ class Supervisor:
         self._adapter_manager.resync()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then drain and end everything; raises CannotRun when a process never comes up."""
+        """Serve until `stop`, then drain and stop all processes; raises StartupFailed if a process does not start."""
         run_task = asyncio.create_task(self._process_manager.run(), name="pod")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
         background_tasks = [asyncio.create_task(self._log_progress()), asyncio.create_task(self._prune_cache())]
@@ -141,32 +141,32 @@ class Supervisor:
                 drained = await self._drain(run_task)
         finally:
             self.draining = True
-            # The adapters first: they would set about what the processes' ends undo.
+            # The adapters first: they would react to the ends of the processes.
             await self._adapter_manager.close()
             await _cancel_tasks(run_task, stop_task, *background_tasks)
             if not stop.is_set():
-                # Something has failed: nobody is served, and there is nothing to wait for.
+                # Startup failed: there are no requests to wait for.
                 self._process_manager.kill()
             await self._process_manager.stop(drained)
         if not run_task.cancelled():
             run_task.result()
 
     async def _drain(self, run_task: "asyncio.Task[None]") -> bool:
-        """Let open requests finish; False when some did not."""
+        """Let open requests finish; return False if some did not."""
         self.draining = True
         timeout_s = self._settings.drain_timeout_s
-        logger.info("draining: new requests are refused, open ones may finish timeout_s=%g", timeout_s)
+        logger.info("draining: rejecting new requests, waiting for open ones timeout_s=%g", timeout_s)
         drain_task = asyncio.create_task(self._process_manager.drain(timeout_s))
         tasks: list[asyncio.Future[Any]] = [drain_task, run_task]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await _cancel_tasks(drain_task)
         drained = not drain_task.cancelled() and drain_task.result()
         if not drained:
-            logger.warning("requests are still open, they are ended with an error")
+            logger.warning("drain timed out, ending the open requests with an error")
         return drained
 
     async def _log_progress(self) -> None:
-        """Say what is waited for, less and less often, and once that the pod is ready."""
+        """Log the pending work at increasing intervals, then print the ready banner once."""
         started_at, pause_s = time.monotonic(), _FIRST_PROGRESS_LOG_S
         next_log_at = started_at + pause_s
         while self.not_ready_reason() or self._adapter_manager.unsettled():
@@ -175,32 +175,32 @@ class Supervisor:
                 logger.info("not ready yet: %s (%.0f s)", self._describe_pending(), time.monotonic() - started_at)
                 pause_s = min(2 * pause_s, _MAX_PROGRESS_LOG_S)
                 next_log_at += pause_s
-        # On stdout, alone: the log is on stderr. Nobody may be reading it any more.
+        # The banner is the only output on stdout; the log is on stderr. stdout may be closed.
         with contextlib.suppress(OSError):
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
 
     def _describe_pending(self) -> str:
         unsettled = [f"{adapter.name} {adapter.state.value}" for adapter in self._adapter_manager.unsettled()]
-        adapters = f"{len(unsettled)} adapters are on their way: {reporting.summarize_names(unsettled)}"
+        adapters = f"{len(unsettled)} adapters are loading: {reporting.summarize_names(unsettled)}"
         reason = self.not_ready_reason()
         return adapters if unsettled and (not reason or reason.startswith("adapters")) else reason
 
     async def _prune_cache(self) -> None:
-        """Keep the cache from growing for ever."""
+        """Remove unused adapters from the cache periodically."""
         while True:
             try:
                 for digest in await self._adapter_manager.prune_cache():
                     logger.info("adapter removed from the cache digest=%s", digest)
             except OSError as error:
-                # Its volume may be away for a moment, and what is loaded serves without it.
-                logger.warning("cache was not swept error=%s", error)
+                # The volume can be temporarily unavailable. Loaded adapters serve without it.
+                logger.warning("cache prune failed error=%s", error)
             await asyncio.sleep(_PRUNE_INTERVAL_S)
 
 
 async def _wait_for_first(
     run_task: "asyncio.Task[None]", stop_task: "asyncio.Task[Any]", *background_tasks: "asyncio.Task[None]"
 ) -> None:
-    """Wait for one of the first two; the others may end, but not fail."""
+    """Wait for one of the first two tasks; a failure of the others is raised."""
     pending: set[asyncio.Task[Any]] = {run_task, stop_task, *background_tasks}
     while not (run_task.done() or stop_task.done()):
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +209,7 @@ async def _wait_for_first(
 
 
 async def _cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
-    """End tasks; what they raised is in them."""
+    """Cancel tasks and wait for them; their exceptions remain in them."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls over a real Unix socket: answers, errors with their codes, deadlines, and the end of the other side."""
+"""ControlClient over a real Unix socket: responses, errors with their codes, timeouts, and the end of the peer."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from quire_spec.protocol.messages import ControlRequest, ControlResponse, Hello
 
 
 class Peer:
-    """The other end: what it does with a call is the test's to say."""
+    """The server of the connection; a test sets `on_call`."""
 
     def __init__(self):
         self.hellos, self.writers = [], []
@@ -47,71 +47,71 @@ async def peer(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def dialled(peer):
+async def connected_client(peer):
     control = await ControlClient.connect("core", peer.path)
     yield control
     await control.close()
 
 
-async def test_calls_are_answered_side_by_side_in_any_order(peer):
-    held = []
+async def test_concurrent_calls_accept_responses_in_any_order(peer):
+    responses = []
 
-    def hold(call, writer):
-        held.append(ControlResponse(call.id, call.args["n"]))
-        if len(held) == 20:
-            for reply in reversed(held):
-                writer.write(framing.encode_frame(reply))
+    def respond_in_reverse(call, writer):
+        responses.append(ControlResponse(call.id, call.args["n"]))
+        if len(responses) == 20:
+            for response in reversed(responses):
+                writer.write(framing.encode_frame(response))
 
-    peer.on_call = hold
-    async with dialled(peer) as control:
-        answers = await asyncio.gather(*(control.call("x", {"n": n}, timeout_s=5) for n in range(20)))
-    assert answers == list(range(20))
+    peer.on_call = respond_in_reverse
+    async with connected_client(peer) as control:
+        results = await asyncio.gather(*(control.call("x", {"n": n}, timeout_s=5) for n in range(20)))
+    assert results == list(range(20))
     assert [h.role for h in peer.hellos] == ["supervisor"]
 
 
-async def test_an_error_keeps_its_code(peer):
+async def test_error_keeps_its_code(peer):
     peer.on_call = lambda call, writer: writer.write(
         framing.encode_frame(ControlResponse(call.id, None, "INVALID_ARG", "rank 64"))
     )
-    async with dialled(peer) as control:
+    async with connected_client(peer) as control:
         with pytest.raises(InvalidArgument, match="rank 64"):
             await control.call("load_adapter", timeout_s=5)
 
 
-async def test_a_silent_peer_is_an_error_with_the_name_of_the_call_and_a_late_answer_is_dropped(peer):
-    late = []
-    peer.on_call = lambda call, writer: late.append((call, writer))
-    async with dialled(peer) as control:
-        with pytest.raises(Unavailable, match=r"core: no answer to 'status' within 0\.05 s"):
+async def test_timeout_names_the_method_and_late_response_is_dropped(peer):
+    calls = []
+    peer.on_call = lambda call, writer: calls.append((call, writer))
+    async with connected_client(peer) as control:
+        with pytest.raises(Unavailable, match=r"core: no response to 'status' within 0\.05 s"):
             await control.call("status", timeout_s=0.05)
-        # On a busy machine the call may be given up before the peer has read it.
+        # On a busy machine the call can time out before the peer has read it.
         async with asyncio.timeout(10):
-            while not late:
+            while not calls:
                 await asyncio.sleep(0.01)
-        call, writer = late[0]
+        call, writer = calls[0]
         writer.write(framing.encode_frame(ControlResponse(call.id, "late")))
         peer.on_call = lambda call, writer: writer.write(framing.encode_frame(ControlResponse(call.id, "in time")))
         assert await control.call("status", timeout_s=5) == "in time"
 
 
-async def test_the_end_of_the_peer_ends_every_call_at_once(peer):
+async def test_end_of_the_peer_fails_every_call(peer):
     peer.on_call = lambda call, writer: writer.close()
-    async with dialled(peer) as control:
-        with pytest.raises(ConnectionLost):
+    async with connected_client(peer) as control:
+        with pytest.raises(ConnectionLost, match="core: connection closed before it replied"):
             await control.call("status", timeout_s=60)
         async with asyncio.timeout(10):
             await control.closed.wait()
-        with pytest.raises(ConnectionLost, match="gone before 'status'"):
+        with pytest.raises(ConnectionLost, match="core: connection closed before the call of 'status'"):
             await control.call("status", timeout_s=60)
 
 
-async def test_a_broken_stream_is_the_end(peer):
+async def test_corrupt_stream_closes_the_connection(peer):
     peer.on_call = lambda call, writer: writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    async with dialled(peer) as control:
+    async with connected_client(peer) as control:
         with pytest.raises(ConnectionLost):
             await control.call("status", timeout_s=60)
 
 
-async def test_nobody_listens(tmp_path):
+async def test_connect_fails_without_a_listener(tmp_path):
     with pytest.raises(FileNotFoundError):
         await ControlClient.connect("core", tmp_path / "absent")

@@ -136,4 +136,4 @@ def test_the_supervisor_wants_its_documents_or_a_repository():
         check=False,
     )
     assert done.returncode == 2
-    assert "--engine and --adapters are needed, or --vllm-repository" in done.stderr
+    assert "--engine and --adapters are required, or --vllm-repository" in done.stderr

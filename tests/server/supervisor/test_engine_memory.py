@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the engine are started with keeps them small."""
+"""The default environment of the engine processes bounds their memory."""
 
 import os
 import subprocess
@@ -22,11 +22,11 @@ print(own().uss - before)
 
 
 def growth(env):
-    """Bytes that a process grows by while it multiplies 600 numbers of tokens by one weight, in float32."""
+    """Return the growth in bytes of a process that multiplies 600 numbers of tokens by one weight, in float32."""
     argv = [sys.executable, "-c", GROWTH]
     return int(subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout)
 
 
-def test_compiled_products_are_not_kept_without_end():
-    plain = {name: value for name, value in os.environ.items() if name not in ENGINE_ENV}
-    assert growth(plain | ENGINE_ENV) < 0.7 * growth(plain)
+def test_engine_env_bounds_caches_of_compiled_products():
+    env = {name: value for name, value in os.environ.items() if name not in ENGINE_ENV}
+    assert growth(env | ENGINE_ENV) < 0.7 * growth(env)

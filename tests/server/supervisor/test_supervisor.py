@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor with a real server: start, adapters, every death, and the end. Text and core are stand-ins."""
+"""The supervisor with a real server and fake text and core: startup, adapters, process deaths, shutdown."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
 LONG = {"max_tokens": 5000}
 KILL_S = 2.0
-"""Within which every open stream must have ended after a death."""
+"""Deadline for every open stream to end after a death."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pod(tmp_path_factory, folders):
-    """One for the tests that put things back: kills included, since coming back is what they test."""
+    """A shared pod for tests that restore its state, including tests that kill processes."""
     folder = tmp_path_factory.mktemp("pod")
     hidden = {"source": {"path": str(folders["b"])}, "expose": "Parameter", "pinned": True}
     absent = {"source": {"path": str(folder / "absent")}}
     document = catalog(7, a=folders["a"], b=folders["b"], hidden=hidden, wrong=folders["wrong"], absent=absent)
     with running_supervisor(folder, document) as pod:
-        pod.first = document
+        pod.initial_catalog = document
         yield pod
 
 
@@ -51,20 +51,20 @@ def digest(pod, name):
     return pod.adapter(name)["digest"]
 
 
-def test_it_says_when_it_is_ready_and_with_what(pod):
+def test_ready_banner_and_log(pod):
     pod.wait(lambda: "Quire" in pod.stdout.read_text(), 5, "announced")
     out = pod.stdout.read_text()
     assert f"HTTP      http://127.0.0.1:{pod.ports['http']}/v2/models/tales/generate\n" in out
     assert "models    tales, a, b\n" in out
     assert "adapters  hidden (lora_name on tales)\n" in out
-    assert "failed    wrong: rank 0 is not a rank\n" in out
+    assert "failed    wrong: rank must be positive, got 0\n" in out
     assert "failed    absent: " in out and "does not exist" in out
     log = pod.log.read_text()
     assert "core  | core is up" in log
     assert "I1" not in [line[8:10] for line in log.splitlines() if line.startswith("server|")]
 
 
-def test_status_names_where_each_adapter_is(pod, folders):
+def test_status_contains_each_adapter(pod, folders):
     status = pod.status()
     assert (status["ready"], status["generation"], status["models"]) == (True, 7, ["tales", "a", "b"])
     states = {a["name"]: (a["state"], a["model"]) for a in status["adapters"]}
@@ -80,23 +80,23 @@ def test_status_names_where_each_adapter_is(pod, folders):
     assert pod.core_adapter_digests() == {digest(pod, "a"): "host", digest(pod, "b"): "slot"}
 
 
-def test_every_name_answers(pod):
+def test_every_model_name_serves(pod):
     assert words(pod, "tales") == {"base"}
     assert words(pod, "a") == {digest(pod, "a")[-8:]}
     assert words(pod, "tales", lora_name="hidden") == {digest(pod, "hidden")[-8:]}
     assert pod.generate("wrong", "x").status in (400, 404)
 
 
-def test_metrics_are_texts_the_servers_and_its_own(pod):
+def test_metrics_contain_text_server_and_supervisor(pod):
     page = pod.metrics()
-    assert "stand_in_aliases 3\n" in page
+    assert "fake_aliases 3\n" in page
     assert "nv_inference_request_success" in page
     assert 'quire_adapters{state="Failed"} 2\n' in page
     assert "quire_ready 1\n" in page
 
 
-class Watch:
-    """Samples readiness in a thread."""
+class ReadinessSampler:
+    """Samples the reasons of non-readiness in a thread."""
 
     def __init__(self, pod):
         self.pod, self.reasons, self._stop = pod, [], threading.Event()
@@ -126,10 +126,10 @@ def num_restarts(pod, name):
 
 
 async def open_streams(pod, models):
-    """A stream of HTTP and one of gRPC per model, each with a piece arrived."""
+    """Open an HTTP and a gRPC stream per model and wait for the first output of each."""
     streams = [StreamedResponse() for _ in range(2 * len(models))]
     tasks = [
-        asyncio.create_task((pod.http_stream if i % 2 else pod.grpc_stream)(models[i // 2], "x", into=stream, **LONG))
+        asyncio.create_task((pod.http_stream if i % 2 else pod.grpc_stream)(models[i // 2], "x", stream, **LONG))
         for i, stream in enumerate(streams)
     ]
     async with asyncio.timeout(20):
@@ -140,8 +140,8 @@ async def open_streams(pod, models):
 
 
 @pytest.mark.parametrize("victim", ["core", "text", "server", "stub"])
-def test_a_death_under_load(pod, victim):
-    """Streams end with an error, readiness drops, the process comes back with all adapters, the others stay."""
+def test_process_death_under_load(pod, victim):
+    """Streams end with an error, readiness drops, the process restarts with all adapters, the others stay."""
     before = {name: pod.pid(name) for name in ("core", "text", "server")}
     target = pod.stub("a").pid if victim == "stub" else before[victim]
     models = ["a"] if victim == "stub" else ["tales", "a", "b"]
@@ -153,15 +153,15 @@ def test_a_death_under_load(pod, victim):
         await asyncio.wait(tasks, timeout=20)
         return streams, killed
 
-    with Watch(pod) as watch:
+    with ReadinessSampler(pod) as sampler:
         streams, killed = asyncio.run(scenario())
         pod.wait(lambda: serves(pod), 30, "serving again")
         back = time.monotonic() - killed
-    late = max(s.ended_at for s in streams) - killed
-    print(f"\n{victim}: streams ended after {late:.2f} s, all models back after {back:.2f} s")
+    delay_s = max(s.ended_at for s in streams) - killed
+    print(f"\n{victim}: streams ended after {delay_s:.2f} s, all models back after {back:.2f} s")
     assert all(s.error for s in streams), [s.error for s in streams]
-    assert late < KILL_S
-    assert watch.reasons, "never unready"
+    assert delay_s < KILL_S
+    assert sampler.reasons, "never unready"
     pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
     died = "server" if victim == "stub" else victim
     after = {name: pod.pid(name) for name in before}
@@ -171,49 +171,47 @@ def test_a_death_under_load(pod, victim):
     assert {a["name"]: a["state"] for a in pod.status()["adapters"]}["hidden"] == "Ready"
 
 
-def test_an_idle_stub_is_replaced_alone_and_nobody_else_notices(pod):
+def test_reload_of_idle_stub_does_not_affect_other_models(pod):
     before = {name: pod.pid(name) for name in ("core", "text", "server")}
     stub = pod.stub("b")
 
     async def scenario():
         _, tasks = await open_streams(pod, ["tales", "a"])
         stub.kill()
-        begun = time.monotonic()
+        started_at = time.monotonic()
         while (await asyncio.to_thread(pod.generate, "b", "x", max_tokens=2)).status != 200:
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - started_at < 10
             await asyncio.sleep(0.02)
         assert not any(task.done() for task in tasks)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        return time.monotonic() - begun
+        return time.monotonic() - started_at
 
     print(f"\nidle stub: its model is back after {asyncio.run(scenario()):.2f} s")
     assert {name: pod.pid(name) for name in before} == before
     assert pod.stub("b") != stub
 
 
-def test_an_idle_stub_of_the_base_is_replaced_too(pod):
+def test_reloads_idle_stub_of_the_base_model(pod):
     pod.wait(lambda: pod.num_open_requests() == 0, 5, "idle")
     server = pod.pid("server")
-    with Watch(pod) as watch:
+    with ReadinessSampler(pod) as sampler:
         pod.stub("tales").kill()
-        pod.wait(lambda: watch.reasons, 5, "noticed")
+        pod.wait(lambda: sampler.reasons, 5, "noticed")
         pod.wait(lambda: serves(pod), 10, "serving again")
     pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
     assert pod.pid("server") == server
 
 
-def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
-    """Text has no request open any more, and the client has not got the end yet."""
+def test_stub_death_before_the_last_response_ends_the_clients_streams(pod):
+    """The text process has no open request left, but the clients have not received the end."""
     stub, server = pod.stub("a"), pod.pid("server")
     streams = [StreamedResponse(), StreamedResponse()]
 
     async def scenario():
         calls = (pod.http_stream, pod.grpc_stream)
-        tasks = [
-            asyncio.create_task(call("a", "x", into=s, max_tokens=40)) for call, s in zip(calls, streams, strict=True)
-        ]
+        tasks = [asyncio.create_task(call("a", "x", s, max_tokens=40)) for call, s in zip(calls, streams, strict=True)]
         while not all(s.pieces for s in streams):
             await asyncio.sleep(0.01)
         stub.suspend()
@@ -235,26 +233,26 @@ def test_a_stub_that_dies_with_an_answer_in_hand_leaves_no_client_waiting(pod):
 def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path):
     changed = adapter_folder(tmp_path / "changed", weights=b"c" * 1000)
     old, server = digest(pod, "a"), pod.pid("server")
-    answers, stop = [], threading.Event()
+    responses, stop = [], threading.Event()
 
-    def ask():
+    def send_requests():
         while not stop.is_set():
-            answers.append(pod.generate("a", "x", max_tokens=2, exclude_input_in_output=True))
+            responses.append(pod.generate("a", "x", max_tokens=2, exclude_input_in_output=True))
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    client = threading.Thread(target=send_requests)
+    client.start()
     try:
         assert pod.put_adapters(catalog(8, a=changed, b=folders["b"])).status == 202
-        took = pod.wait(lambda: digest(pod, "a") != old and pod.adapter("a")["state"] == "Ready", 10, "replaced")
+        duration_s = pod.wait(lambda: digest(pod, "a") != old and pod.adapter("a")["state"] == "Ready", 10, "replaced")
         new = digest(pod, "a")
-        pod.wait(lambda: answers[-1].body["text_output"].startswith(new[-8:]), 5, "answered by the new one")
+        pod.wait(lambda: responses[-1].body["text_output"].startswith(new[-8:]), 5, "served by the new one")
     finally:
         stop.set()
-        asking.join()
-    assert {a.status for a in answers} == {200}, answers
-    seen = [a.body["text_output"].split()[0] for a in answers]
-    assert seen == sorted(seen, key=lambda word: word == new[-8:]), "never back to the old one"
-    print(f"\nreplaced after {took:.2f} s, {len(answers)} requests meanwhile")
+        client.join()
+    assert {r.status for r in responses} == {200}, responses
+    outputs = [r.body["text_output"].split()[0] for r in responses]
+    assert outputs == sorted(outputs, key=lambda word: word == new[-8:]), "old content served after the new one"
+    print(f"\nreplaced after {duration_s:.2f} s, {len(responses)} requests meanwhile")
     pod.wait(lambda: old not in pod.core_adapter_digests(), 5, "old content unloaded")
     assert not pod.adapter("hidden") and not pod.adapter("wrong")
     assert pod.put_adapters(catalog(7, a=changed)).status == 409
@@ -264,16 +262,19 @@ def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path
     pod.wait(lambda: not pod.adapter("b") and pod.status()["models"] == ["tales", "a"], 10, "removed")
     pod.wait(lambda: pod.generate("b", "x").status in (400, 404), 5, "refused")
     pod.wait(lambda: list(pod.core_adapter_digests()) == [new], 5, "unloaded")
-    assert pod.put_adapters(pod.first | {"generation": 10}).status == 202
+    assert pod.put_adapters(pod.initial_catalog | {"generation": 10}).status == 202
     pod.wait(lambda: serves(pod), 10, "as before")
     assert pod.pid("server") == server
 
 
-def test_a_request_in_flight_outlives_its_adapters_removal(pod, folders):
+def test_request_in_flight_continues_after_adapter_removal(pod, folders):
     generation = pod.status()["generation"]
 
     async def scenario():
-        (stream,), (task,) = await one_stream(pod, "b")
+        stream = StreamedResponse()
+        task = asyncio.create_task(pod.http_stream("b", "x", stream, **LONG))
+        while not stream.pieces:
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(pod.put_adapters, catalog(generation + 1, a=folders["a"]))
         pod.wait(lambda: pod.status()["models"] == ["tales", "a"], 10, "removed")
         count = len(stream.pieces)
@@ -282,87 +283,80 @@ def test_a_request_in_flight_outlives_its_adapters_removal(pod, folders):
         task.cancel()
         await asyncio.wait([task])
 
-    async def one_stream(pod, model):
-        stream = StreamedResponse()
-        task = asyncio.create_task(pod.http_stream(model, "x", into=stream, **LONG))
-        while not stream.pieces:
-            await asyncio.sleep(0.01)
-        return (stream,), (task,)
-
     asyncio.run(scenario())
-    pod.put_adapters(pod.first | {"generation": generation + 2})
+    pod.put_adapters(pod.initial_catalog | {"generation": generation + 2})
     pod.wait(lambda: serves(pod), 10, "as before")
 
 
 def test_exposing_and_hiding_an_adapter(pod, folders):
     generation = pod.status()["generation"]
-    shown = {"source": {"path": str(folders["b"])}, "expose": "Model"}
-    pod.put_adapters(catalog(generation + 1, a=folders["a"], hidden=shown))
+    exposed = {"source": {"path": str(folders["b"])}, "expose": "Model"}
+    pod.put_adapters(catalog(generation + 1, a=folders["a"], hidden=exposed))
     pod.wait(lambda: "hidden" in pod.status()["models"], 10, "a model")
     assert words(pod, "hidden") == {digest(pod, "hidden")[-8:]}
-    pod.put_adapters(pod.first | {"generation": generation + 2})
+    pod.put_adapters(pod.initial_catalog | {"generation": generation + 2})
     pod.wait(lambda: "hidden" not in pod.status()["models"] and serves(pod), 10, "only a parameter")
 
 
-def test_a_bad_replacement_leaves_the_one_before_serving(pod, folders):
+def test_failed_replacement_keeps_the_previous_version_serving(pod, folders):
     generation, before = pod.status()["generation"], digest(pod, "a")
     pod.put_adapters(catalog(generation + 1, a=folders["wrong"], b=folders["b"]))
-    pod.wait(lambda: pod.adapter("a")["state"] == "Failed", 10, "refused")
-    assert pod.adapter("a")["error"] == f"rank 0 is not a rank (still serving {before})"
+    pod.wait(lambda: pod.adapter("a")["state"] == "Failed", 10, "rejected")
+    assert pod.adapter("a")["error"] == f"rank must be positive, got 0 (still serving {before})"
     assert words(pod, "a") == {before[-8:]}
     restarts = num_restarts(pod, "core")
     os.kill(pod.pid("core"), signal.SIGKILL)
     pod.wait(lambda: num_restarts(pod, "core") > restarts, 20, "noticed")
-    pod.wait(lambda: pod.generate("a", "x", max_tokens=2).status == 200, 10, "serving the one before again")
-    pod.put_adapters(pod.first | {"generation": generation + 2})
+    pod.wait(lambda: pod.generate("a", "x", max_tokens=2).status == 200, 10, "serving the previous version again")
+    pod.put_adapters(pod.initial_catalog | {"generation": generation + 2})
     pod.wait(lambda: pod.adapter("a")["state"] == "Ready" and serves(pod), 10, "as before")
 
 
-def test_an_adapter_cannot_take_the_bases_name(pod, folders):
-    answer = pod.put_adapters(catalog(99, tales=folders["a"]))
-    assert answer.status == 400
-    assert "'tales' is the base model's name" in answer.body["error"]
+def test_rejects_adapter_with_the_base_models_name(pod, folders):
+    response = pod.put_adapters(catalog(99, tales=folders["a"]))
+    assert response.status == 400
+    assert "'tales' is the base model's name" in response.body["error"]
 
 
-def test_twenty_adapters_side_by_side(tmp_path):
-    many = {f"m{i}": adapter_folder(tmp_path / f"adapters/{i}", weights=os.urandom(100_000)) for i in range(20)}
-    with started_supervisor(tmp_path / "pod", catalog(1, **many)) as pod:
-        begun = time.monotonic()
+def test_startup_with_twenty_adapters(tmp_path):
+    adapters = {f"m{i}": adapter_folder(tmp_path / f"adapters/{i}", weights=os.urandom(100_000)) for i in range(20)}
+    with started_supervisor(tmp_path / "pod", catalog(1, **adapters)) as pod:
+        started_at = time.monotonic()
         pod.wait_ready(40)
-        took = time.monotonic() - begun
+        duration_s = time.monotonic() - started_at
         assert [a["state"] for a in pod.status()["adapters"]] == ["Ready"] * 20
         assert pod.text("m19", "x", max_tokens=2).split()[0] == digest(pod, "m19")[-8:]
-        print(f"\n20 adapters, server and all: ready after {took:.1f} s")
+        print(f"\n20 adapters, including the server's startup: ready after {duration_s:.1f} s")
         assert pod.stop() == 0
 
 
-# The end
+# Shutdown
 
 
-def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(tmp_path, folders):
+def test_sigterm_drains_open_requests_and_rejects_new_ones(tmp_path, folders):
     with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"])) as pod:
         pod.child_processes()
 
         async def scenario():
             stream = StreamedResponse()
-            task = asyncio.create_task(pod.http_stream("a", "x", streamed_response=stream, max_tokens=60))
+            task = asyncio.create_task(pod.http_stream("a", "x", stream, max_tokens=60))
             while not stream.pieces:
                 await asyncio.sleep(0.01)
             pod.process.send_signal(signal.SIGTERM)
             while (await asyncio.to_thread(pod.health))[0] == 200:
                 await asyncio.sleep(0.005)
             assert "draining" in (await asyncio.to_thread(pod.health))[1]["reason"]
-            refused = await asyncio.to_thread(pod.generate, "a", "x")
+            response = await asyncio.to_thread(pod.generate, "a", "x")
             await asyncio.wait_for(task, 20)
-            return stream, refused
+            return stream, response
 
-        stream, refused = asyncio.run(scenario())
+        stream, response = asyncio.run(scenario())
         assert (stream.error, len(stream.text.split())) == (None, 60)
-        assert refused.status != 200
+        assert response.status != 200
         assert pod.process.wait(20) == 0
 
 
-def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
+def test_drain_timeout_ends_requests_with_an_error(tmp_path):
     with running_supervisor(tmp_path / "pod", catalog(1), "--drain-timeout=0.5") as pod:
         pod.child_processes()
 
@@ -373,11 +367,11 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
             return streams
 
         streams = asyncio.run(scenario())
-        assert all("text process ended" in s.error for s in streams), [s.error for s in streams]
+        assert all("the text process ended" in s.error for s in streams), [s.error for s in streams]
         assert pod.process.wait(20) == 0
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path):
+def test_second_signal_stops_at_once(tmp_path):
     with started_supervisor(tmp_path / "pod", catalog(1)) as pod:
         pod.wait_ready(30)
         prefix = pod.shm_prefix()
@@ -386,36 +380,36 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         async def scenario():
             _, tasks = await open_streams(pod, ["tales"])
             pod.process.send_signal(signal.SIGTERM)
-            # Signals that come before the first is seen are one.
+            # A signal that arrives before the first is handled is merged with it.
             while (await asyncio.to_thread(pod.health))[0] == 200:
                 await asyncio.sleep(0.005)
             assert not any(task.done() for task in tasks)
             pod.process.send_signal(signal.SIGTERM)
             await asyncio.wait(tasks, timeout=20)
 
-        begun = time.monotonic()
+        started_at = time.monotonic()
         asyncio.run(scenario())
         assert pod.process.wait(20) == 128 + signal.SIGTERM
-        assert time.monotonic() - begun < 20, "the streams last for more than a minute"
+        assert time.monotonic() - started_at < 20, "the streams last for more than a minute"
         pod.assert_nothing_left()
         assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
         assert list(pod.run_dir.iterdir()) == []
 
 
-def test_nothing_outlives_a_killed_supervisor_and_the_next_one_clears_up(tmp_path, folders):
+def test_killed_supervisor_leaves_no_process_and_the_next_one_cleans_up(tmp_path, folders):
     with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"])) as pod:
         pod.wait_ready(30)
-        left, copies = pod.shared_memory_regions(), pod.model_copies()
+        regions, copies = pod.shared_memory_regions(), pod.model_copies()
         pod.kill()
         pod.assert_nothing_left()
-        assert left <= set(os.listdir("/dev/shm")) and copies and copies == pod.model_copies()
-        with running_supervisor(tmp_path / "next", catalog(1), f"--run-dir={pod.run_dir}") as following:
-            following.run_dir = tmp_path / "next/run"
-            assert not left & set(os.listdir("/dev/shm")) and not pod.model_copies()
+        assert regions <= set(os.listdir("/dev/shm")) and copies and copies == pod.model_copies()
+        with running_supervisor(tmp_path / "next", catalog(1), f"--run-dir={pod.run_dir}") as next_pod:
+            next_pod.run_dir = tmp_path / "next/run"
+            assert not regions & set(os.listdir("/dev/shm")) and not pod.model_copies()
         assert list(pod.run_dir.iterdir()) == []
 
 
-def test_killed_servers_leave_neither_shared_memory_nor_copies_of_models(tmp_path, folders):
+def test_cleans_up_shared_memory_and_model_copies_of_killed_servers(tmp_path, folders):
     with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"])) as pod:
         first, copies = pod.shared_memory_regions(), pod.model_copies()
         os.kill(pod.pid("server"), signal.SIGKILL)
@@ -429,50 +423,50 @@ def test_killed_servers_leave_neither_shared_memory_nor_copies_of_models(tmp_pat
     assert not pod.model_copies()
 
 
-@pytest.mark.parametrize(("host", "shown"), [("::1", "::1"), ("0.0.0.0", "::")])
-def test_ipv6(host, shown, tmp_path, folders, monkeypatch):
-    """Asked for, or that of the pod."""
+@pytest.mark.parametrize(("host", "displayed"), [("::1", "::1"), ("0.0.0.0", "::")])
+def test_ipv6(host, displayed, tmp_path, folders, monkeypatch):
+    """An explicit IPv6 address, and 0.0.0.0 in a pod with an IPv6 address."""
     monkeypatch.setenv("POD_IP", "fd00::7")
     with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), f"--host={host}") as pod:
         pod.wait(lambda: "is ready" in pod.stdout.read_text(), 30, "ready")
         pod.child_processes()
-        assert f"gRPC      [{shown}]:{pod.ports['grpc']}\n" in pod.stdout.read_text()
-        with urllib.request.urlopen(f"http://[::1]:{pod.ports['health']}/metrics", timeout=5) as answer:
-            assert b"nv_inference" in answer.read()
+        assert f"gRPC      [{displayed}]:{pod.ports['grpc']}\n" in pod.stdout.read_text()
+        with urllib.request.urlopen(f"http://[::1]:{pod.ports['health']}/metrics", timeout=5) as response:
+            assert b"nv_inference" in response.read()
         for port in ("http", "grpc"):
             socket.create_connection(("::1", pod.ports[port]), 5).close()
         assert pod.stop() == 0
 
 
-def test_a_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, folders):
-    """Release 24.10 loses some requests whose gRPC streams are cancelled on their last response, and waits for them."""
+def test_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, folders):
+    """Release 24.10 loses some requests whose gRPC stream is cancelled on the last response, and waits for them."""
     with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"], b=folders["b"])) as pod:
 
-        async def leave_on_the_last_word():
-            asked = {"model_name": "b", "inputs": [grpc_text("x"), grpc_flag("stream", True)]}
-            asked |= {"parameters": {"max_tokens": 4}, "enable_empty_final_response": False}
+        async def cancel_on_last_response():
+            request = {"model_name": "b", "inputs": [grpc_text("x"), grpc_flag("stream", True)]}
+            request |= {"parameters": {"max_tokens": 4}, "enable_empty_final_response": False}
 
             async def requests():
-                yield asked
+                yield request
 
             async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
-                stream, seen = client.stream_infer(requests()), 0
+                stream, num_responses = client.stream_infer(requests()), 0
                 async for _ in stream:
-                    seen += 1
-                    if seen == 4:
+                    num_responses += 1
+                    if num_responses == 4:
                         break
                 stream.cancel()
 
         async def scenario():
             for _ in range(3):
-                await asyncio.gather(*(leave_on_the_last_word() for _ in range(24)))
+                await asyncio.gather(*(cancel_on_last_response() for _ in range(24)))
 
         stub, server = pod.stub("b"), pod.pid("server")
         asyncio.run(scenario())
         pod.wait(lambda: pod.num_open_requests() == 0, 5, "free of requests")
         assert pod.put_adapters(catalog(2, a=folders["a"])).status == 202
-        pod.wait(lambda: not is_alive(stub), 10, "gone")
-        print("\nthe server had lost a request:", "the server keeps it" in pod.log.read_text())
+        pod.wait(lambda: not is_alive(stub), 10, "without the stub")
+        print("\nthe server had lost a request:", "killing stub of an unloaded model" in pod.log.read_text())
         assert pod.put_adapters(catalog(3, a=folders["a"], b=folders["b"])).status == 202
         pod.wait(lambda: serves(pod), 10, "serving again")
         assert pod.pid("server") == server

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded into the server before its own libraries: two calls of its HTTP library (libevhtp, in release 24.10), mended.
+// LD_PRELOAD library for the server: works around two defects of its HTTP library (libevhtp, in release 24.10).
 //
-// send: the server hands an HTTP connection's work (start this answer, write its next part, end it) to the connection's
-// thread through a socket pair of some 280 places, and does not look whether there was one (evthr_defer, called in
-// http_server.cc). A thread that gets no processor for some 50 ms under 6,000 responses a second then loses the end of
-// every stream that it has, or never ends them. Here who responds waits for room.
+// send: the server queues the work of an HTTP connection (start the response, write its next part, end it) for the
+// connection's thread in a socket pair that has room for about 280 entries. It ignores a full queue (evthr_defer, called
+// in http_server.cc). If the thread gets no CPU time for about 50 ms at 6,000 responses per second, its streams lose
+// their ends or never end. This send waits until the queue has room.
 //
-// accept4: connections are inherited by the stubs that the server starts while they are open. A client that reads to the
-// end of its connection then waits as long as the stub lives. Here they are closed in what the server starts.
+// accept4: stubs inherit the connections that are open when the server starts them. A client that reads until the end of
+// its connection then waits until the stub exits. This accept4 sets SOCK_CLOEXEC.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -15,7 +15,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
-// For a thread that would wait for itself; others have room again after milliseconds.
+// Bounds the wait of a thread that would wait for itself. Otherwise the queue has room again after milliseconds.
 enum { LIMIT_MS = 10000 };
 
 typedef ssize_t Send(int, const void *, size_t, int);
@@ -23,7 +23,7 @@ typedef int Accept(int, struct sockaddr *, socklen_t *, int);
 
 static Send *next_send;
 static Accept *next_accept;
-static int is_server; // and not one of its children, which get its environment
+static int is_server; // false in the server's children, which inherit its environment
 
 __attribute__((constructor)) static void start(void) {
   next_send = (Send *)dlsym(RTLD_NEXT, "send");

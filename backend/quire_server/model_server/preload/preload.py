@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds preload.c, with which the server loses no part of an HTTP stream; it says how.
+"""Build of preload.c, the LD_PRELOAD library that keeps the server from losing parts of HTTP streams.
 
-`python -m quire_server.preload` builds ahead, for images that have no compiler at run time.
+`python -m quire_server.preload` builds it ahead of time, for images without a compiler.
 """
 
 import hashlib
@@ -16,13 +16,14 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
-"""Names the folder of what was built ahead; quire_kernels.cpu_native has the same."""
+"""Environment variable with the folder of prebuilt libraries; quire_kernels.cpu_native uses the same one."""
 
 
 def find_or_build_library(folder: Path) -> Path | None:
-    """The file for the server's LD_PRELOAD: the one built ahead, or one built in `folder`.
+    """Return the library for the server's LD_PRELOAD: the prebuilt one, or one built in `folder`.
 
-    None, with a warning, where there is no compiler: the server runs without, and may lose parts under load.
+    Log a warning and return None without a compiler. The server then runs without the library and can lose parts of
+    streams under load.
     """
     name = f"preload-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
     folders = [Path(cache)] if (cache := os.environ.get(_CACHE_VARIABLE)) else []
@@ -36,8 +37,8 @@ def find_or_build_library(folder: Path) -> Path | None:
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip()[-500:]
     logger.warning(
-        "HTTP streams may lose text when the server gets too little processor: what prevents it cannot be built: %s; "
-        "install gcc or set CC, or build ahead with `python -m quire_server.preload`",
+        "preload library not built, HTTP streams may lose text if the server is short of CPU time: %s; "
+        "install gcc or set CC, or build it ahead with `python -m quire_server.preload`",
         reason,
     )
     return None
@@ -46,7 +47,7 @@ def find_or_build_library(folder: Path) -> Path | None:
 def _compile(target: Path) -> Path:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise FileNotFoundError("no C compiler")
+        raise FileNotFoundError("C compiler not found")
     temporary = target.with_suffix(f".{os.getpid()}")
     command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(temporary), str(_SOURCE), "-ldl"]
     subprocess.run(command, capture_output=True, text=True, check=True)
@@ -55,11 +56,11 @@ def _compile(target: Path) -> Path:
 
 
 def main() -> int:
-    """Build ahead, into QUIRE_NATIVE_CACHE."""
+    """Build the library into QUIRE_NATIVE_CACHE."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     cache = os.environ.get(_CACHE_VARIABLE)
     if not cache:
-        logger.error("%s is not set: it names the folder to build into", _CACHE_VARIABLE)
+        logger.error("%s is not set; set it to the folder to build into", _CACHE_VARIABLE)
         return 2
     Path(cache).mkdir(parents=True, exist_ok=True)
     library_path = find_or_build_library(Path(cache))
