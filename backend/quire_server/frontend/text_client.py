@@ -94,7 +94,7 @@ class TextClient:
                 connection.untrack(message.ids if isinstance(message, CancelRequests) else [])
                 connection.send(frame)
         elif connection is None or not connection.track(message.id):
-            self._on_delta(_error_delta(message.id, Unavailable("text process is restarting; try again")))
+            self._on_delta(_error_delta(message.id, Unavailable("the text process is restarting; retry later")))
         else:
             connection.send(frame)
 
@@ -204,7 +204,7 @@ class _Connection:
             self._socket.close()
         for request_id in unfinished_ids:
             self._on_delta(
-                _error_delta(request_id, Unavailable("text process ended; it restarts by itself, try again"))
+                _error_delta(request_id, Unavailable("the text process ended and is restarting; retry later"))
             )
         self._notify_disconnect()
 
