@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's edge alone: a real server with real stubs, and a scripted text process behind them."""
+"""A real server with real stubs and a fake text process (fake_text_process.py)."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,12 @@ SCRIPT = Path(__file__).with_name("fake_text_process.py")
 
 
 class FrontendHarness(QuireServeProcess):
-    """A server with the model `base`, and adapters as they are asked for. Requests are Service's."""
+    """A server with the model `base` and adapter models that a test adds; requests are inherited.
 
-    def __init__(
-        self, folder: Path
-    ) -> None:  # Service's own __init__ starts `quire serve`; this one starts parts of it
+    It does not call the constructor of QuireServeProcess, which starts `quire serve`.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "server.log"
         self.journal = folder / "text.log"
@@ -60,7 +61,7 @@ class FrontendHarness(QuireServeProcess):
         self.wait(lambda: self.request("http", f"/v2/models/{BASE}/ready").status == 200, 60, "ready")
 
     def start_text(self) -> None:
-        """Start the scripted text process, and wait until it listens."""
+        """Start the fake text process and wait until it listens."""
         num_ready = len(self.journal_entries("ready"))
         self.text_process = subprocess.Popen([sys.executable, SCRIPT, self.socket, self.journal])
         wait_until(lambda: len(self.journal_entries("ready")) > num_ready, 60, "listening")
@@ -71,21 +72,21 @@ class FrontendHarness(QuireServeProcess):
         self.text_process.wait()
 
     def journal_entries(self, kind: str, **details: Any) -> list[dict[str, Any]]:
-        """Lines of the text process's journal."""
+        """Return entries of the text process's journal."""
         if not self.journal.exists():
             return []
         lines = [json.loads(line) for line in self.journal.read_text().splitlines() if line.endswith("}")]
         return [entry for entry in lines if entry["kind"] == kind and details.items() <= entry.items()]
 
     def num_open_requests(self) -> int:
-        """Requests that are open in the text process."""
+        """Return the number of open requests in the text process."""
         return next((entry["num"] for entry in reversed(self.journal_entries("open"))), 0)
 
     def client(self) -> ModelServerClient:
         return ModelServerClient("127.0.0.1", self.ports["http"], self.ports["grpc"], self.key)
 
     def add_model(self, name: str) -> None:
-        """Load an adapter's model by the repository API."""
+        """Load an adapter's model through the repository API."""
 
         async def load() -> None:
             async with self.client() as client:
@@ -96,7 +97,7 @@ class FrontendHarness(QuireServeProcess):
         asyncio.run(load())
 
     def remove_model(self, name: str) -> None:
-        """Unload it, and wait until its stub is gone."""
+        """Unload a model and wait until its stub has ended."""
         stub = self.stub(name)
 
         async def unload() -> None:
@@ -104,7 +105,7 @@ class FrontendHarness(QuireServeProcess):
                 await client.unload_model(name)
 
         asyncio.run(unload())
-        wait_until(lambda: not stub.is_running(), 10, "rid of the stub")
+        wait_until(lambda: not stub.is_running(), 10, "without the stub")
 
     def health(self) -> tuple[int, dict[str, Any]]:
         return 0, {}
@@ -118,7 +119,7 @@ class FrontendHarness(QuireServeProcess):
         return code
 
     def terminate(self) -> None:
-        """End what is left, after whatever went wrong."""
+        """Kill remaining processes and remove leftovers after a failure."""
         if self.text_process is not None and self.text_process.poll() is None:
             self.kill_text()
         if hasattr(self, "process") and self.process.poll() is None:
@@ -131,7 +132,7 @@ class FrontendHarness(QuireServeProcess):
 
 @contextlib.contextmanager
 def running_frontend(folder: Path) -> Iterator[FrontendHarness]:
-    """A ready edge; stopped afterwards, with nothing left."""
+    """Start a server with a fake text process; stop it at the end and check that nothing is left behind."""
     harness = FrontendHarness(folder)
     try:
         harness.start_text()
@@ -143,12 +144,12 @@ def running_frontend(folder: Path) -> Iterator[FrontendHarness]:
 
 
 def scripted_text(end: int, start: int = 0) -> str:
-    """What the scripted text process answers in `count` tokens."""
+    """Return the output of the fake text process for tokens `start` to `end`."""
     return "".join(f"t{i} " for i in range(start, end))
 
 
 def wait_until(condition, timeout: float, what: str) -> float:
-    """Poll `condition`; the seconds it took."""
+    """Poll `condition`; return the seconds until it was true."""
     started = time.monotonic()
     while not condition():
         if time.monotonic() - started > timeout:

@@ -177,7 +177,7 @@ def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
 def _token_ids(array: Array) -> list[int]:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidArgument(
-            f"{constants.INPUT_IDS}: shape {list(array.shape)} of {array.dtype}; give one prompt as a list of integers"
+            f"{constants.INPUT_IDS}: must be integers of one dimension, got {array.dtype} of shape {list(array.shape)}"
         )
     if array.nbytes > MAX_PROMPT_BYTES:
         raise InvalidArgument(f"{constants.INPUT_IDS}: too long for the context of any model, got {array.size} tokens")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stub had open can be read when it is dead."""
+"""OpenRequestCounter: the counter of a dead stub can be read."""
 
 import os
 import subprocess
@@ -10,14 +10,14 @@ from quire_server.frontend import open_requests
 _STUB = """
 import os, pathlib, sys
 from quire_server.frontend.open_requests import OpenRequestCounter
-own = OpenRequestCounter(pathlib.Path(sys.argv[1]))
-for _ in range(3): own.increment()
-own.decrement()
+counter = OpenRequestCounter(pathlib.Path(sys.argv[1]))
+for _ in range(3): counter.increment()
+counter.decrement()
 os.kill(os.getpid(), 9)
 """
 
 
-def test_the_count_outlives_the_process(tmp_path):
+def test_counter_outlives_the_process(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", _STUB, tmp_path])
     assert process.wait() == -9
     assert open_requests.read_open_requests(tmp_path, process.pid) == 2
@@ -25,13 +25,13 @@ def test_the_count_outlives_the_process(tmp_path):
     assert open_requests.read_open_requests(tmp_path, process.pid) == 0
 
 
-def test_a_stub_that_died_while_it_began_has_nothing_open(tmp_path):
+def test_empty_file_counts_as_no_open_requests(tmp_path):
     (tmp_path / open_requests.FOLDER).mkdir()
     (tmp_path / open_requests.FOLDER / "7").touch()
     assert open_requests.read_open_requests(tmp_path, 7) == 0
 
 
-def test_a_process_id_used_again_begins_at_none(tmp_path):
+def test_reused_process_id_starts_at_zero(tmp_path):
     open_requests.OpenRequestCounter(tmp_path).increment()
     assert open_requests.read_open_requests(tmp_path, os.getpid()) == 1
     open_requests.OpenRequestCounter(tmp_path)

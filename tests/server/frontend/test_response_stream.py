@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An open request between events and responses: order, coalescing, one holder, one end."""
+"""ResponseStream: order, coalescing, exclusive ownership, exactly one final response."""
 
 import queue
 import random
@@ -16,23 +16,23 @@ from quire_spec.protocol.messages import OutputDelta
 
 def stream(streams=True, request_id=1):
     inputs = {"text_input": np.array([b"x"], np.object_), "stream": np.array([streams])}
-    _, wanted = tensors.parse_request(request_id, "m", "m", inputs, "{}")
-    return ResponseStream(request_id, wanted, object(), 0.0)
+    _, options = tensors.parse_request(request_id, "m", "m", inputs, "{}")
+    return ResponseStream(request_id, options, object(), 0.0)
 
 
 def token(number, final=False):
     return OutputDelta(1, f"{number} ", [number], "stop" if final else None, num_output_tokens=number + 1)
 
 
-def test_the_first_event_queues_it_and_the_others_gather():
+def test_first_delta_enqueues_and_later_ones_are_buffered():
     s = stream()
     assert [s.push(token(i)) for i in range(3)] == [True, False, False]
-    assert [event.token_ids for event in s.drain()] == [[0], [1], [2]]
+    assert [delta.token_ids for delta in s.drain()] == [[0], [1], [2]]
     assert not s.release()
     assert s.push(token(3))
 
 
-def test_what_comes_while_it_is_held_queues_it_again():
+def test_delta_during_a_send_enqueues_again_on_release():
     s = stream()
     assert s.push(token(0))
     s.drain()
@@ -40,7 +40,7 @@ def test_what_comes_while_it_is_held_queues_it_again():
     assert s.release()
 
 
-def test_without_streaming_it_is_queued_once_at_the_end():
+def test_without_streaming_it_is_enqueued_once_at_the_end():
     s = stream(streams=False)
     assert not s.push(token(0))
     assert s.try_acquire()
@@ -49,7 +49,7 @@ def test_without_streaming_it_is_queued_once_at_the_end():
     assert len(s.drain()) == 2
 
 
-def test_what_is_given_back_comes_again_and_nothing_after_it():
+def test_push_back_returns_the_delta_and_drops_later_ones():
     s = stream()
     assert s.push(token(0))
     assert not s.push(OutputDelta(1, error_code="INTERNAL", error="x"))
@@ -60,7 +60,7 @@ def test_what_is_given_back_comes_again_and_nothing_after_it():
     assert not s.release()
 
 
-def test_only_one_holds_it():
+def test_has_one_owner():
     s = stream()
     assert s.try_acquire()
     assert not s.try_acquire()
@@ -69,18 +69,18 @@ def test_only_one_holds_it():
     assert not s.try_acquire()
 
 
-def test_a_cut_replaces_what_waits_and_is_the_end():
+def test_fail_replaces_pending_deltas_and_is_final():
     s = stream()
     s.push(token(0))
     assert not s.fail(Cancelled("gone"))
-    (event,) = s.drain()
-    assert (event.error_code, event.error, s.failed_locally) == ("CANCELLED", "gone", True)
+    (delta,) = s.drain()
+    assert (delta.error_code, delta.error, s.failed_locally) == ("CANCELLED", "gone", True)
     assert not s.push(token(1))
     assert not s.fail(Cancelled("again"))
     assert not s.release()
 
 
-def test_a_finished_request_is_not_cut():
+def test_fail_does_not_affect_a_finished_request():
     s = stream()
     assert s.push(token(0, final=True))
     assert not s.fail(Cancelled("gone"))
@@ -89,43 +89,43 @@ def test_a_finished_request_is_not_cut():
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_what_may_wait_is_bounded(final):
+def test_pending_tokens_are_bounded(final):
     s = stream()
     s.push(OutputDelta(1, "x", list(range(MAX_PENDING_TOKENS))))
     s.push(OutputDelta(1, "y", [1], "stop" if final else None))
-    events = s.drain()
-    assert len(events) == (2 if final else 1)
+    deltas = s.drain()
+    assert len(deltas) == (2 if final else 1)
     assert s.failed_locally is not final
-    assert events[-1].error_code == (None if final else "UNAVAILABLE")
-    assert ("too slow" in events[-1].error) is not final
+    assert deltas[-1].error_code == (None if final else "UNAVAILABLE")
+    assert ("reads too slowly" in deltas[-1].error) is not final
 
 
-def test_several_outputs_may_be_long_when_all_are_sent_at_once():
+def test_bound_does_not_apply_without_streaming():
     s = stream(streams=False)
     for index in range(3):
-        queued = s.push(
+        must_enqueue = s.push(
             OutputDelta(1, "x", list(range(MAX_PENDING_TOKENS)), "length", index=index, other_outputs_pending=index < 2)
         )
-        assert queued == (index == 2)
-    assert [event.index for event in s.drain()] == [0, 1, 2] and not s.failed_locally
+        assert must_enqueue == (index == 2)
+    assert [delta.index for delta in s.drain()] == [0, 1, 2] and not s.failed_locally
 
 
-def test_threads_keep_order_and_send_one_end():
-    """Senders, a reader that delivers, and a canceller, as in a stub."""
+def test_threads_keep_order_and_send_one_final_response():
+    """Sender threads, a reader thread and a cancelling thread, as in a stub."""
     to_send, sent = queue.SimpleQueue(), {}
     streams = {i: stream(request_id=i) for i in range(40)}
 
-    def deliver():
+    def push_tokens():
         for number in range(30):
             for s in streams.values():
                 if s.push(token(number, final=number == 29)):
                     to_send.put(s)
 
-    def disturb():
+    def cancel_randomly():
         for _ in range(2000):
             s = random.choice(list(streams.values()))
-            cut = s.request_id % 4 == 0 and random.random() < 0.1 and s.fail(Cancelled("gone"))
-            if cut or (s.try_acquire() and s.release()):
+            failed = s.request_id % 4 == 0 and random.random() < 0.1 and s.fail(Cancelled("gone"))
+            if failed or (s.try_acquire() and s.release()):
                 to_send.put(s)
 
     def send():
@@ -135,7 +135,7 @@ def test_threads_keep_order_and_send_one_end():
                 to_send.put(s)
 
     senders = [threading.Thread(target=send) for _ in range(4)]
-    others = [threading.Thread(target=deliver), threading.Thread(target=disturb)]
+    others = [threading.Thread(target=push_tokens), threading.Thread(target=cancel_randomly)]
     for thread in senders + others:
         thread.start()
     for thread in others:
@@ -147,8 +147,8 @@ def test_threads_keep_order_and_send_one_end():
     while not to_send.empty():
         sent.setdefault((s := to_send.get()).request_id, []).extend(s.drain())
     for request_id in streams:
-        events = sent[request_id]
-        assert [event.final for event in events].count(True) == 1
-        assert events[-1].final
-        numbers = [event.token_ids[0] for event in events if event.token_ids]
+        deltas = sent[request_id]
+        assert [delta.final for delta in deltas].count(True) == 1
+        assert deltas[-1].final
+        numbers = [delta.token_ids[0] for delta in deltas if delta.token_ids]
         assert numbers == list(range(len(numbers)))

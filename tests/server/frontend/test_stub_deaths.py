@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stubs that die, and stubs whose server has died."""
+"""Death of a stub, and of its server."""
 
 import asyncio
 import subprocess
@@ -27,24 +27,24 @@ print("stays", flush=True)
 """
 
 
-def test_a_stub_whose_server_ended_before_it_had_begun_ends_too():
-    """With nobody left to end it: server and supervisor were killed while it was being started."""
+def test_stub_exits_if_its_server_ended_during_startup():
+    """Server and supervisor were killed while the stub started, so that no process remains to end it."""
     argv = [sys.executable, "-c", STARTS_LATE]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=60, check=True, start_new_session=True)
     assert done.stdout == "begins\n"
 
 
-def test_a_killed_stub_frees_its_requests_and_its_model_loads_again(tmp_path):
-    with running_frontend(tmp_path) as own:
-        own.add_model("sql")
-        own.stub("sql").kill()
-        wait_until(lambda: own.journal_entries("lost"), 20, "noticed by the text process")
+def test_model_of_a_killed_stub_can_be_loaded_again(tmp_path):
+    with running_frontend(tmp_path) as frontend:
+        frontend.add_model("sql")
+        frontend.stub("sql").kill()
+        wait_until(lambda: frontend.journal_entries("lost"), 20, "noticed by the text process")
 
-        async def heal() -> None:
-            async with own.client() as client:
+        async def unload() -> None:
+            async with frontend.client() as client:
                 await client.unload_model("sql")
 
-        asyncio.run(heal())
-        own.add_model("sql")
-        assert own.text("sql", "x", max_tokens=2) == "t0 t1 "
-        assert psutil.Process(own.process.pid).is_running()
+        asyncio.run(unload())
+        frontend.add_model("sql")
+        assert frontend.text("sql", "x", max_tokens=2) == "t0 t1 "
+        assert psutil.Process(frontend.process.pid).is_running()

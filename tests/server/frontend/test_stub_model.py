@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program in the stubs, on a real server with real clients. Behind it stands the scripted text process: these tests
-need silence, floods and exact errors on demand. tests/e2e runs the same path with the real text and core processes."""
+"""stub_model on a real server with real clients and a fake text process.
+
+The tests need silence, floods and exact errors on demand. tests/e2e covers the same path with the real processes.
+"""
 
 import asyncio
 import json
@@ -35,33 +37,33 @@ def running(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_open(running):
-    """Every test leaves the text process without open requests, or it has lost one."""
+def no_request_remains_open(running):
+    """Check that every test leaves the text process without open requests."""
     yield
     wait_until(lambda: not running.num_open_requests(), 20, "free of open requests")
 
 
-def submitted(answer):
-    """The Submit that a prompt with the word `submit` is answered by."""
-    text = answer.body["text_output"]
+def echoed_request(response):
+    """Return the GenerateRequest with which the fake text process answers a prompt with the word `submit`."""
+    text = response.body["text_output"]
     return json.loads(text[text.index("{") :])
 
 
 class GrpcStream:
-    """One bidirectional stream of the synchronous client, kept open over several requests."""
+    """One bidirectional stream of the synchronous client, open for several requests."""
 
     def __init__(self, running, real_status=False):
         self.client = grpcclient.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}")
-        self.answers = queue.SimpleQueue()
+        self.responses = queue.SimpleQueue()
         headers = {"triton_grpc_error": "true"} if real_status else None
-        self.client.start_stream(lambda result, error: self.answers.put((result, error)), headers=headers)
+        self.client.start_stream(lambda result, error: self.responses.put((result, error)), headers=headers)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        # No cancel after the end: release 24.10 crashes, once in thousands, when a stream with triton_grpc_error is
-        # cancelled just as its error goes out.
+        # Do not cancel after the end: release 24.10 crashes once in some thousand times if a stream with
+        # triton_grpc_error is cancelled while its error is sent.
         self.client.stop_stream()
         self.client.close()
 
@@ -69,10 +71,10 @@ class GrpcStream:
         self.client.async_stream_infer(model, inputs, enable_empty_final_response=True, **kwargs)
 
     def get(self):
-        return self.answers.get(timeout=30)
+        return self.responses.get(timeout=30)
 
     def until_final(self):
-        """All answers to a request."""
+        """Return all responses to a request."""
         results = []
         while True:
             result, error = self.get()
@@ -85,12 +87,12 @@ def final(result):
     return result.get_response().parameters["triton_final_response"].bool_param
 
 
-class TestAnswers:
+class TestResponses:
     def test_http_generate(self, running):
         assert running.generate(BASE, "Hi ", max_tokens=3).body["text_output"] == "Hi t0 t1 t2 "
         assert running.text(BASE, "Hi ", max_tokens=3) == "t0 t1 t2 "
 
-    def test_http_stream_has_one_event_per_token_when_there_is_time(self, running):
+    def test_http_stream_has_one_event_per_token_without_load(self, running):
         (stream,) = run_concurrently(running.http_stream(BASE, "step=0.2", max_tokens=5))
         assert stream.pieces == [f"t{i} " for i in range(5)]
 
@@ -109,28 +111,28 @@ class TestAnswers:
             "output_ids": [0, 1],
         }
 
-    def test_additional_outputs_of_a_stream_are_of_its_new_tokens(self, running):
+    def test_additional_outputs_of_a_stream_cover_new_tokens(self, running):
         (stream,) = run_concurrently(running.http_stream(BASE, "step=0.2", max_tokens=3, logprobs=0, **EVERYTHING))
         assert [event["finish_reason"] for event in stream.events] == ["None", "None", "length"]
         assert [event["num_output_tokens"] for event in stream.events] == [1, 1, 1]
         assert [list(json.loads(event["logprobs"])[0]) for event in stream.events] == [["0"], ["1"], ["2"]]
         assert [event["cumulative_logprob"] for event in stream.events] == [-0.5, -1.0, -1.5]
 
-    def test_ids_in_and_out(self, running):
+    def test_token_ids_as_input_and_output(self, running):
         body = {"input_ids": [7, 8, 9], "max_tokens": 3, "return_num_input_tokens": True}
-        answer = running.request("http", f"/v2/models/{BASE}/generate", body).body
-        assert (answer["output_ids"], answer["num_input_tokens"], answer["text_output"]) == ([0, 1, 2], 3, "t0 t1 t2 ")
+        body = running.request("http", f"/v2/models/{BASE}/generate", body).body
+        assert (body["output_ids"], body["num_input_tokens"], body["text_output"]) == ([0, 1, 2], 3, "t0 t1 t2 ")
 
-    def test_grpc_with_the_tensors_and_fields_of_vllm_backends_clients(self, running):
-        """Sampling parameters as tensor and as request parameters, as vllm_backend's samples/client.py sends both."""
-        asked = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "5"}
+    def test_grpc_request_of_vllm_backend_clients(self, running):
+        """vllm_backend's samples/client.py sends sampling parameters both as tensor and as request parameters."""
+        parameters = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "5"}
         tensor = grpcclient.InferInput("sampling_parameters", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([json.dumps(asked).encode()], np.object_))
+        tensor.set_data_from_numpy(np.array([json.dumps(parameters).encode()], np.object_))
         with GrpcStream(running) as stream:
             stream.send(
                 BASE,
                 [grpc_text("submit"), grpc_flag("stream", False), tensor],
-                parameters=asked,
+                parameters=parameters,
                 request_id="42",
                 outputs=[grpcclient.InferRequestedOutput("text_output")],
                 priority=1,
@@ -141,11 +143,11 @@ class TestAnswers:
         assert sent["params"] == {"temperature": 0.1, "top_p": 0.95, "max_tokens": 5}
         assert result.get_response().id == "42"
 
-    def test_request_parameters_of_every_type_and_the_servers_own_fields(self, running):
-        answer = running.generate(
+    def test_request_parameters_of_every_type_and_server_fields(self, running):
+        response = running.generate(
             BASE, "submit", max_tokens=5, temperature=0.25, ignore_eos=True, stop='["a", "b"]', id="x", priority=2
         )
-        assert submitted(answer)["params"] == {
+        assert echoed_request(response)["params"] == {
             "max_tokens": 5,
             "temperature": 0.25,
             "ignore_eos": True,
@@ -153,21 +155,21 @@ class TestAnswers:
         }
 
     def test_models_and_lora_name(self, running):
-        assert submitted(running.generate("sql", "submit"))["model"] == "sql"
-        assert submitted(running.generate(BASE, "submit", lora_name="pirate"))["model"] == "pirate"
-        answer = running.generate("sql", "submit", lora_name="pirate")
-        assert (answer.status, "INVALID_ARG: lora_name: 'pirate'" in answer.body["error"]) == (400, True)
+        assert echoed_request(running.generate("sql", "submit"))["model"] == "sql"
+        assert echoed_request(running.generate(BASE, "submit", lora_name="pirate"))["model"] == "pirate"
+        response = running.generate("sql", "submit", lora_name="pirate")
+        assert (response.status, "INVALID_ARG: lora_name: not allowed" in response.body["error"]) == (400, True)
 
-    def test_odd_text_arrives_as_it_was_sent(self, running):
+    def test_special_characters_are_preserved(self, running):
         odd = "submit \u00e9\u4e2d\U0001f600 \x00 \u2028 \\ \" '"
-        answer = running.generate(BASE, odd)
-        assert answer.body["text_output"].startswith(odd)
-        assert submitted(answer)["prompt"] == odd
+        response = running.generate(BASE, odd)
+        assert response.body["text_output"].startswith(odd)
+        assert echoed_request(response)["prompt"] == odd
 
-    def test_a_large_prompt(self, running):
+    def test_large_prompt(self, running):
         assert running.text(BASE, "x" * 5_000_000, max_tokens=1) == "t0 "
 
-    def test_a_flood_is_coalesced_and_complete(self, running):
+    def test_flood_is_coalesced_and_complete(self, running):
         (stream,) = run_concurrently(running.http_stream(BASE, "flood", max_tokens=5000, **EVERYTHING))
         assert stream.text == scripted_text(5000)
         assert sum(event["num_output_tokens"] for event in stream.events) == 5000
@@ -176,9 +178,9 @@ class TestAnswers:
 
 class TestErrors:
     @pytest.mark.parametrize("code", ["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL"])
-    def test_http_says_400_with_the_code_in_the_body(self, running, code):
-        answer = running.generate(BASE, f"error={code}")
-        assert (answer.status, answer.body) == (400, {"error": f"{code}: as asked"})
+    def test_http_status_is_400_with_the_code_in_the_body(self, running, code):
+        response = running.generate(BASE, f"error={code}")
+        assert (response.status, response.body) == (400, {"error": f"{code}: as asked"})
         (stream,) = run_concurrently(running.http_stream(BASE, f"error={code}"))
         assert stream.error == f"{code}: as asked"
 
@@ -192,14 +194,14 @@ class TestErrors:
             ("INTERNAL", "INTERNAL"),
         ],
     )
-    def test_grpc_gets_the_real_status_if_it_asks(self, running, code, status):
+    def test_grpc_gets_the_real_status_on_request(self, running, code, status):
         with GrpcStream(running, real_status=True) as stream:
             stream.send(BASE, [grpc_text(f"error={code}"), grpc_flag("stream", True)])
             _, error = stream.get()
         assert error.status() == f"StatusCode.{status}"
         assert error.message() == f"{code}: as asked"
 
-    def test_without_asking_the_stream_stays_open(self, running):
+    def test_grpc_stream_stays_open_after_an_error_by_default(self, running):
         with GrpcStream(running) as stream:
             stream.send(BASE, [grpc_text("error=NOT_FOUND"), grpc_flag("stream", True)])
             _, error = stream.get()
@@ -207,77 +209,77 @@ class TestErrors:
             stream.send(BASE, [grpc_text("x"), grpc_flag("stream", True)], parameters={"max_tokens": 2})
             assert [r.as_numpy("text_output")[0] for r in stream.until_final()] == [b"t0 ", b"t1 "]
 
-    def test_each_of_many_requests_on_a_stream_gets_its_own_end(self, running):
+    def test_each_request_on_a_stream_gets_its_final_response(self, running):
         with GrpcStream(running) as stream:
             for i in range(30):
                 prompt = "error=NOT_FOUND" if i % 3 == 0 else "x" if i % 3 == 1 else b"\xff"
                 stream.send(BASE, [grpc_text(prompt), grpc_flag("stream", False)], request_id=str(i))
             ends = [stream.get() for _ in range(30)]
-            assert stream.answers.empty()
+            assert stream.responses.empty()
         assert sum(error is not None for _, error in ends) == 20
         assert all(final(result) for result, error in ends if error is None)
 
     @pytest.mark.parametrize(
-        ("body", "said"),
+        ("body", "message"),
         [
             ({"text_input": "x", "temperature": -1}, "INVALID_ARG: sampling parameter 'temperature'"),
             ({"text_input": "x", "best_off": 2}, "INVALID_ARG: unknown sampling parameter 'best_off'"),
             ({"text_input": "x", "lora_name": ""}, "INVALID_ARG: lora_name"),
-            ({"text_input": "x", "input_ids": [1]}, "INVALID_ARG: text_input, input_ids: both"),
-            ({"max_tokens": 5}, "INVALID_ARG: text_input, input_ids: neither"),
+            ({"text_input": "x", "input_ids": [1]}, "INVALID_ARG: text_input, input_ids: exactly one"),
+            ({"max_tokens": 5}, "INVALID_ARG: text_input, input_ids: exactly one"),
             ({"input_ids": []}, "INVALID_ARG: input_ids: empty"),
-            ({"input_ids": [-1]}, "INVALID_ARG: input_ids: token -1"),
+            ({"input_ids": [-1]}, "INVALID_ARG: input_ids: token ids must not be negative, got -1"),
             ({"text_input": "x", "sampling_parameters": "{"}, "INVALID_ARG: sampling_parameters: not JSON"),
             ({"text_input": "x", "stream": True, "exclude_input_in_output": False}, "INVALID_ARG: exclude_input"),
-            (b'{"text_input": "\xff\xfe"}', "INVALID_ARG: text_input: not valid UTF-8"),
-            (b'{"text_input": "x", "stop": "\xff\xfe"}', "INVALID_ARG: request parameters: not valid UTF-8"),
+            (b'{"text_input": "\xff\xfe"}', "INVALID_ARG: text_input: invalid UTF-8"),
+            (b'{"text_input": "x", "stop": "\xff\xfe"}', "INVALID_ARG: request parameters: invalid UTF-8"),
             ({"text_input": "x", "seed": 2**63}, "INVALID_ARG: sampling parameter 'seed'"),
-            ({"text_input": "x" * (17 * 2**20)}, "INVALID_ARG: text_input: 17825792 bytes"),
+            ({"text_input": "x" * (17 * 2**20)}, "INVALID_ARG: text_input: must have at most 16777216"),
         ],
         ids=lambda value: None if isinstance(value, str) else "body",
     )
-    def test_a_wrong_request_is_named_and_the_next_one_works(self, running, body, said):
-        answer = running.request("http", f"/v2/models/{BASE}/generate", body)
-        assert answer.status == 400, answer
-        assert answer.body["error"].startswith(said), answer.body
-        assert len(answer.body["error"]) < 1000
+    def test_invalid_request_gets_its_error_and_the_next_one_works(self, running, body, message):
+        response = running.request("http", f"/v2/models/{BASE}/generate", body)
+        assert response.status == 400, response
+        assert response.body["error"].startswith(message), response.body
+        assert len(response.body["error"]) < 1000
         assert running.generate(BASE, "x", max_tokens=1).status == 200
 
     @pytest.mark.parametrize(
         "body",
         [{"text_input": ["a", "b"]}, {"text_input": None}, {"text_input": "x", "stream": 1}, b"{", {"input_ids": "x"}],
     )
-    def test_what_the_server_itself_refuses(self, running, body):
+    def test_request_that_the_server_itself_rejects(self, running, body):
         assert running.request("http", f"/v2/models/{BASE}/generate", body).status in (400, 500)
         assert running.generate(BASE, "x", max_tokens=1).status == 200
 
-    def test_no_error_overtakes_its_request_in_the_server(self, running):
-        """Under load the server aborts when one does; see REFUSE_AFTER_S, whose value the stub's process has."""
+    def test_error_is_delayed_until_the_server_has_received_the_request(self, running):
+        """The server can abort otherwise; see MIN_ERROR_DELAY_S."""
         before = time.monotonic()
         assert running.generate(BASE, "x", temperature=-1).status == 400
         assert time.monotonic() - before >= 0.02
 
     @pytest.mark.parametrize("protocol", ["http", "grpc"])
-    def test_an_error_lets_the_server_write_the_response_before_it(self, running, protocol):
-        """Else the server may abort, too; see FAIL_AFTER_S."""
+    def test_error_is_delayed_after_a_response(self, running, protocol):
+        """The server can abort otherwise; see MIN_ERROR_DELAY_AFTER_RESPONSE_S."""
         call = running.http_stream if protocol == "http" else running.grpc_stream
         before = time.monotonic()
         (stream,) = run_concurrently(call(BASE, "flood fail=INTERNAL", max_tokens=5))
         assert (stream.text, "as asked" in (stream.error or "")) == (scripted_text(4), True)
-        assert stream.ended - before >= 0.1
+        assert stream.ended_at - before >= 0.1
 
 
 class TestCancellation:
-    """A client that goes away takes its request along."""
+    """The request of a client that disconnects is cancelled."""
 
     @pytest.fixture
     def cancelled(self, running):
-        """Waits until the text process is told to stop `count` requests that were open; the seconds it took."""
-        before = sum(len(note["was_open"]) for note in running.journal_entries("cancel"))
+        """Return a function that waits until the text process received `count` cancellations of open requests."""
+        before = sum(len(entry["was_open"]) for entry in running.journal_entries("cancel"))
 
         def wait(count=1, timeout=10):
             return wait_until(
-                lambda: sum(len(n["was_open"]) for n in running.journal_entries("cancel")) == before + count,
+                lambda: sum(len(e["was_open"]) for e in running.journal_entries("cancel")) == before + count,
                 timeout,
                 "cancelled",
             )
@@ -285,17 +287,17 @@ class TestCancellation:
         return wait
 
     def test_http_disconnect(self, running, cancelled):
-        async def leave() -> None:
+        async def disconnect() -> None:
             url = f"http://127.0.0.1:{running.ports['http']}/v2/models/{BASE}/generate_stream"
             body = {"text_input": "step=0.01", "stream": True, "max_tokens": 100_000}
             async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
                 await response.content.readline()
 
-        run_concurrently(*(leave() for _ in range(4)))
+        run_concurrently(*(disconnect() for _ in range(4)))
         assert cancelled(4) < 1
 
-    def test_http_disconnect_while_silent_is_found_out_at_the_first_token(self, running, cancelled):
-        """Release 24.10 looks at a paused connection only when it writes to it."""
+    def test_http_disconnect_while_silent_is_detected_at_the_first_token(self, running, cancelled):
+        """Release 24.10 checks an idle connection only when it writes to it."""
         body = json.dumps({"text_input": "step=0.01 wait=60", "stream": True, "max_tokens": 100_000}).encode()
         before = len(running.journal_entries("submit"))
         with socket.create_connection(("127.0.0.1", running.ports["http"])) as connection:
@@ -318,24 +320,24 @@ class TestCancellation:
 
             before = len(running.journal_entries("submit"))
             async with grpcaio.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}") as client:
-                answers = client.stream_infer(requests())
+                responses = client.stream_infer(requests())
                 if prompt == "silent" or not stream:
-                    reading = asyncio.ensure_future(anext(answers))
+                    read_task = asyncio.ensure_future(anext(responses))
                     while len(running.journal_entries("submit")) == before:
                         await asyncio.sleep(0.01)
-                    answers.cancel()
+                    responses.cancel()
                     with pytest.raises(
                         (asyncio.CancelledError, StopAsyncIteration, grpcclient.InferenceServerException)
                     ):
-                        await reading
+                        await read_task
                 else:
-                    await anext(answers)
-                    answers.cancel()
+                    await anext(responses)
+                    responses.cancel()
 
         asyncio.run(scenario())
         assert cancelled() < 1
 
-    def test_kill_of_the_client(self, running, cancelled):
+    def test_killed_client(self, running, cancelled):
         code = (
             "import sys, time, tritonclient.grpc as g; from support.quire_serve import grpc_text, grpc_flag\n"
             "client = g.InferenceServerClient(sys.argv[1])\n"
@@ -374,8 +376,7 @@ def test_64_streams_at_once(running):
     assert [s.text for s in streams] == [scripted_text(100 + i) for i in range(64)]
 
 
-def test_streams_go_on_while_models_load(running):
-    """Adapters come and go in the middle of everybody's answers."""
+def test_streams_continue_while_models_load(running):
     streams, loads = [StreamedResponse() for _ in range(8)], []
 
     async def scenario() -> None:
@@ -400,22 +401,22 @@ def test_streams_go_on_while_models_load(running):
         await asyncio.wait(tasks)
 
     asyncio.run(scenario())
-    # A stub that lingers would connect in tests to come.
+    # A remaining stub would connect during later tests.
     for name in ("first", "second", "third"):
         running.remove_model(name)
-    assert all(scripted_text(100_000).startswith(stream.text) for stream in streams), "nothing lost, nothing twice"
-    # A load takes 200 ms and more, and a token comes every 5.
-    assert all(num > 5 for of_a_load in loads for num in of_a_load), loads
+    assert all(scripted_text(100_000).startswith(stream.text) for stream in streams), "tokens are missing or repeated"
+    # A load takes at least 200 ms, and there is a token every 5 ms.
+    assert all(num > 5 for num_tokens in loads for num in num_tokens), loads
 
 
-def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(running):
+def test_killed_text_process_ends_every_stream_and_service_recovers(running):
     streams = [StreamedResponse() for _ in range(32)]
 
     async def scenario() -> float:
         tasks = [
             asyncio.create_task(
                 (running.http_stream if i % 2 else running.grpc_stream)(
-                    (BASE, "sql")[i // 2 % 2], "step=0.01", into=stream, max_tokens=100_000
+                    (BASE, "sql")[i // 2 % 2], "step=0.01", stream, max_tokens=100_000
                 )
             )
             for i, stream in enumerate(streams)
@@ -431,23 +432,23 @@ def test_a_killed_text_process_ends_every_stream_and_it_works_after_its_restart(
     running.journal.write_text("")
     assert all("UNAVAILABLE" in (stream.error or "") for stream in streams), [s.error for s in streams]
     assert max(stream.ended_at for stream in streams) - killed < 2
-    answer = running.generate(BASE, "x")
-    assert (answer.status, "UNAVAILABLE: text process is restarting" in answer.body["error"]) == (400, True)
+    response = running.generate(BASE, "x")
+    assert (response.status, "UNAVAILABLE: the text process is restarting" in response.body["error"]) == (400, True)
     running.start_text()
     wait_until(
-        lambda: {note["model"] for note in running.journal_entries("hello")} >= {BASE, "sql"}, 20, "connected by itself"
+        lambda: {entry["model"] for entry in running.journal_entries("hello")} >= {BASE, "sql"}, 20, "reconnected"
     )
     assert running.text(BASE, "x", max_tokens=2) == running.text("sql", "x", max_tokens=2) == "t0 t1 "
 
 
-def test_unload_lets_open_requests_finish_and_ends_the_stub(running):
+def test_unload_drains_open_requests_and_ends_the_stub(running):
     running.add_model("late")
     stub = running.stub("late")
-    into = StreamedResponse()
+    stream = StreamedResponse()
 
     async def scenario() -> None:
-        task = asyncio.create_task(running.http_stream("late", "step=0.01", into=into, max_tokens=100))
-        while not into.pieces:
+        task = asyncio.create_task(running.http_stream("late", "step=0.01", stream, max_tokens=100))
+        while not stream.pieces:
             await asyncio.sleep(0.01)
         async with running.client() as client:
             await client.unload_model("late")
@@ -455,12 +456,12 @@ def test_unload_lets_open_requests_finish_and_ends_the_stub(running):
         await task
 
     asyncio.run(scenario())
-    assert (into.text, into.error) == (scripted_text(100), None)
-    wait_until(lambda: not stub.is_running(), 20, "rid of the stub")
+    assert (stream.text, stream.error) == (scripted_text(100), None)
+    wait_until(lambda: not stub.is_running(), 20, "without the stub")
 
 
-def test_a_stub_imports_little_and_stays_small(running):
-    """About 20 MB a stub, most of it numpy and the server's own; ours is what it has more than an empty model."""
+def test_stub_imports_and_memory_are_small(running):
+    """A stub needs about 20 MB, mostly numpy and the server's own code; the test compares with an empty model."""
     listing = running.folder / "modules"
     bare = "class TritonPythonModel:\n  def execute(self, requests):\n    return None\n"
     ours = repository.MODEL_PY + (

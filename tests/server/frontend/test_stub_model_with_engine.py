@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frontend with the real text and core processes behind it: a real server, a tiny random model, its oracle."""
+"""The frontend on a real server with real text and core processes, compared with transformers on a tiny model."""
 
 import asyncio
 import json
@@ -50,24 +50,24 @@ def running(pod):
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_in_the_engine(pod, running):
+def engine_becomes_idle(pod, running):
     yield
     pod.wait_idle()
 
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """Ids and text that transformers generates."""
+    """Return the token ids and text that transformers generates."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = greedy_output(model, tokenizer(PROMPT)["input_ids"], 24)
     return ids, tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def test_generate_is_the_oracles_text(running, expected):
+def test_generate_matches_transformers(running, expected):
     assert running.generate(BASE, PROMPT, **GREEDY).body["text_output"] == PROMPT + expected[1]
 
 
-def test_streams_add_up_to_it(running, expected):
+def test_streams_match_transformers(running, expected):
     http, grpc = run_concurrently(
         running.http_stream(BASE, PROMPT, **GREEDY), running.grpc_stream(BASE, PROMPT, **GREEDY)
     )
@@ -76,11 +76,11 @@ def test_streams_add_up_to_it(running, expected):
 
 def test_ids_and_counts(running, expected, model):
     ids = AutoTokenizer.from_pretrained(model)(PROMPT)["input_ids"]
-    wanted = {f"return_{name}": True for name in ("num_input_tokens", "num_output_tokens", "finish_reason")}
-    body = {"input_ids": ids, **GREEDY, **wanted}
-    answer = running.request("http", f"/v2/models/{BASE}/generate", body).body
-    assert (answer["output_ids"], answer["text_output"]) == expected
-    assert (answer["num_input_tokens"], answer["num_output_tokens"], answer["finish_reason"]) == (
+    outputs = {f"return_{name}": True for name in ("num_input_tokens", "num_output_tokens", "finish_reason")}
+    body = {"input_ids": ids, **GREEDY, **outputs}
+    response = running.request("http", f"/v2/models/{BASE}/generate", body).body
+    assert (response["output_ids"], response["text_output"]) == expected
+    assert (response["num_input_tokens"], response["num_output_tokens"], response["finish_reason"]) == (
         len(ids),
         24,
         "length",
@@ -88,39 +88,39 @@ def test_ids_and_counts(running, expected, model):
 
 
 def test_logprobs_and_their_sum(running):
-    wanted = {"return_logprobs": True, "return_cumulative_logprob": True}
-    answer = running.generate(BASE, PROMPT, logprobs=2, **GREEDY, **wanted).body
-    positions = json.loads(answer["logprobs"])
+    outputs = {"return_logprobs": True, "return_cumulative_logprob": True}
+    response = running.generate(BASE, PROMPT, logprobs=2, **GREEDY, **outputs).body
+    positions = json.loads(response["logprobs"])
     assert [len(position) for position in positions] == [2] * 24
     best = [max(entry["logprob"] for entry in position.values()) for position in positions]
-    assert answer["cumulative_logprob"] == pytest.approx(sum(best), abs=1e-3)
+    assert response["cumulative_logprob"] == pytest.approx(sum(best), abs=1e-3)
     alone = running.generate(BASE, PROMPT, return_cumulative_logprob=True, return_logprobs=True, **GREEDY).body
     assert alone["cumulative_logprob"] == pytest.approx(sum(best), abs=1e-3)
     assert alone["logprobs"] == "null"
 
 
-def test_an_adapter_by_model_and_by_name(running, expected):
+def test_adapter_by_model_and_by_lora_name(running, expected):
     by_model = running.text("sql", PROMPT, **GREEDY)
     assert by_model == running.text(BASE, PROMPT, lora_name="sql", **GREEDY)
     assert by_model != expected[1]
-    answer = running.generate(BASE, PROMPT, lora_name="nobody", **GREEDY)
-    assert (answer.status, answer.body["error"].startswith("NOT_FOUND: ")) == (400, True)
-    assert "sql" in answer.body["error"]
+    response = running.generate(BASE, PROMPT, lora_name="unknown", **GREEDY)
+    assert (response.status, response.body["error"].startswith("NOT_FOUND: ")) == (400, True)
+    assert "sql" in response.body["error"]
 
 
-def test_a_prompt_that_does_not_fit(running):
-    answer = running.generate(BASE, "x" * 200_000)
-    assert (answer.status, answer.body["error"].startswith("INVALID_ARG: ")) == (400, True)
+def test_rejects_prompt_longer_than_the_context(running):
+    response = running.generate(BASE, "x" * 200_000)
+    assert (response.status, response.body["error"].startswith("INVALID_ARG: ")) == (400, True)
 
 
-def test_clients_that_leave_free_their_blocks(running, pod):
-    """The fixture waits until the engine holds none."""
+def test_disconnected_clients_free_their_kv_blocks(running, pod):
+    """The fixture waits until the engine is idle."""
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         streams = [StreamedResponse() for _ in range(8)]
         calls = [running.http_stream, running.grpc_stream]
         tasks = [
-            asyncio.create_task(calls[i % 2]((BASE, "sql")[i // 2 % 2], PROMPT, into=stream, **LONG))
+            asyncio.create_task(calls[i % 2]((BASE, "sql")[i // 2 % 2], PROMPT, stream, **LONG))
             for i, stream in enumerate(streams)
         ]
         while not all(stream.pieces for stream in streams):
@@ -129,19 +129,17 @@ def test_clients_that_leave_free_their_blocks(running, pod):
             task.cancel()
         await asyncio.wait(tasks)
 
-    asyncio.run(leave())
+    asyncio.run(disconnect())
     assert pod.core_stats()["num_blocks"] > 0
 
 
 @pytest.mark.parametrize("victim", ["text", "core"])
-def test_a_killed_process_ends_every_stream_and_service_returns(running, pod, expected, victim):
+def test_killed_process_ends_every_stream_and_service_recovers(running, pod, expected, victim):
     streams = [StreamedResponse() for _ in range(8)]
 
     async def scenario() -> float:
         calls = [running.http_stream, running.grpc_stream]
-        tasks = [
-            asyncio.create_task(calls[i % 2](BASE, PROMPT, into=stream, **LONG)) for i, stream in enumerate(streams)
-        ]
+        tasks = [asyncio.create_task(calls[i % 2](BASE, PROMPT, stream, **LONG)) for i, stream in enumerate(streams)]
         while not all(stream.pieces for stream in streams):
             await asyncio.sleep(0.01)
         pod.kill(victim)
@@ -152,8 +150,8 @@ def test_a_killed_process_ends_every_stream_and_service_returns(running, pod, ex
     killed = asyncio.run(scenario())
     assert all("UNAVAILABLE" in (stream.error or "") for stream in streams), [s.error for s in streams]
     assert max(stream.ended_at for stream in streams) - killed < 2
-    answer = running.generate(BASE, PROMPT)
-    assert (answer.status, answer.body["error"].startswith("UNAVAILABLE: ")) == (400, True)
+    response = running.generate(BASE, PROMPT)
+    assert (response.status, response.body["error"].startswith("UNAVAILABLE: ")) == (400, True)
     pod.start(victim)
     pod.wait_core_connected(True)
     assert running.text(BASE, PROMPT, **GREEDY) == expected[1]

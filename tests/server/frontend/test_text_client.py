@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stub's connection to the text process, over real sockets: what is open when it ends, and how it comes back."""
+"""TextClient over real sockets: open requests when the connection ends, and reconnection."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ from quire_spec.protocol.messages import (
 
 
 class Listener:
-    """The text process's end: one connection at a time."""
+    """Server side of the connection, one connection at a time."""
 
     def __init__(self, path):
         self.path = path
@@ -36,7 +36,7 @@ class Listener:
         self.peer = None
 
     def accept(self):
-        """Take the next connection; its Hello."""
+        """Accept the next connection; return its Hello."""
         if self.peer is not None:
             self.peer.close()
         self.peer, _ = self.listening.accept()
@@ -52,8 +52,8 @@ class Listener:
             self.messages += self.decoder.feed(data)
         return self.messages.pop(0)
 
-    def send(self, *events):
-        self.peer.sendall(encode_frame(OutputDeltas(list(events))))
+    def send(self, *deltas):
+        self.peer.sendall(encode_frame(OutputDeltas(list(deltas))))
 
     def hang_up(self):
         self.peer.close()
@@ -79,42 +79,44 @@ def listener(path):
 
 
 @pytest.fixture
-def events():
+def deltas():
     return queue.Queue()
 
 
 @pytest.fixture
-def client(path, events):
-    client = TextClient(path, "sql", events.put)
+def client(path, deltas):
+    client = TextClient(path, "sql", deltas.put)
     yield client
     client.close()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("text-")], 5, "rid of threads")
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("text-")], 5, "without client threads"
+    )
 
 
 def submit(request_id, prompt="x"):
     return GenerateRequest(request_id, "sql", prompt, None, {}, True)
 
 
-def test_says_hello_before_any_request(listener, client):
+def test_sends_hello_first(listener, client):
     assert listener.accept() == Hello("frontend", "sql", os.getpid())
 
 
-def test_requests_events_and_cancels_pass(listener, client, events):
+def test_sends_requests_and_cancels_and_receives_deltas(listener, client, deltas):
     listener.accept()
     client.submit(submit(1, "h\u00e9 \U0001f600"))
     assert listener.read() == submit(1, "h\u00e9 \U0001f600")
     sent = [OutputDelta(1, "a", [1]), OutputDelta(2, "b", [2]), OutputDelta(1, "", [], "stop")]
     listener.send(*sent)
-    assert [events.get(timeout=5) for _ in sent] == sent
+    assert [deltas.get(timeout=5) for _ in sent] == sent
     client.cancel(2)
     assert listener.read() == CancelRequests([2])
 
 
-def test_refusals_are_told_to_who_is_there(path, client, events):
+def test_reports_rejections_only_while_connected(path, client, deltas):
     client.report_rejected("NOT_FOUND")
-    # One after the other: what fails here tells that the one before it went nowhere.
+    # The queue is in order: once this request failed, the report before it was dropped.
     client.submit(submit(1))
-    assert events.get(timeout=5).error_code == "UNAVAILABLE"
+    assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
     listener = Listener(path)
     try:
         listener.accept()
@@ -124,32 +126,32 @@ def test_refusals_are_told_to_who_is_there(path, client, events):
         listener.close()
 
 
-def test_the_end_of_the_connection_fails_what_is_open_and_nothing_else(listener, client, events):
+def test_end_of_the_connection_fails_only_open_requests(listener, client, deltas):
     listener.accept()
     for request_id in (1, 2, 3, 4):
         client.submit(submit(request_id))
         listener.read()
     listener.send(OutputDelta(1, "done", [1], "stop"))
-    assert events.get(timeout=5).final
+    assert deltas.get(timeout=5).final
     client.cancel(2)
     listener.read()
     listener.hang_up()
-    failed = [events.get(timeout=5) for _ in range(2)]
-    assert {event.id for event in failed} == {3, 4}
-    assert {event.error_code for event in failed} == {"UNAVAILABLE"}
-    assert "restarts" in failed[0].error
-    assert events.empty()
+    failed = [deltas.get(timeout=5) for _ in range(2)]
+    assert {delta.id for delta in failed} == {3, 4}
+    assert {delta.error_code for delta in failed} == {"UNAVAILABLE"}
+    assert "is restarting; retry later" in failed[0].error
+    assert deltas.empty()
 
 
-def test_it_connects_again_without_a_request(listener, client):
+def test_reconnects_without_a_request(listener, client):
     listener.accept()
     listener.hang_up()
     assert listener.accept() == Hello("frontend", "sql", os.getpid())
 
 
-def test_away_at_first_then_there(path, client, events):
+def test_connects_once_the_text_process_listens(path, client, deltas):
     client.submit(submit(1))
-    assert events.get(timeout=5).error_code == "UNAVAILABLE"
+    assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
     listener = Listener(path)
     try:
         listener.accept()
@@ -157,66 +159,66 @@ def test_away_at_first_then_there(path, client, events):
         assert listener.read() == submit(2)
     finally:
         listener.close()
-    assert events.get(timeout=5).id == 2
+    assert deltas.get(timeout=5).id == 2
 
 
 NOISE = {
     "bytes": b"\xff" * 64,
     "message": encode_frame(Hello("text", "", 1)),
-    "event": encode_frame(OutputDeltas([OutputDelta([], "", [], "stop")])),
+    "delta": encode_frame(OutputDeltas([OutputDelta([], "", [], "stop")])),
 }
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_noise_ends_the_connection_and_its_requests(listener, client, events, noise):
+def test_invalid_data_ends_the_connection_and_its_requests(listener, client, deltas, noise):
     listener.accept()
     client.submit(submit(1))
     listener.read()
     listener.peer.sendall(noise)
-    assert events.get(timeout=5).error_code == "UNAVAILABLE"
+    assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
     assert listener.accept().role == "frontend"
 
 
-def test_submit_does_not_wait_for_a_peer_that_does_not_read(listener, client, events):
+def test_submit_does_not_block_if_the_peer_does_not_read(listener, client, deltas):
     listener.accept()
-    started = time.monotonic()
+    started_at = time.monotonic()
     for request_id in range(8):
         client.submit(submit(request_id, "x" * 2**20))
-    assert time.monotonic() - started < 20, "for ever, if it did"
+    assert time.monotonic() - started_at < 20, "submit blocks"
     listener.send(OutputDelta(100, "still read"))
-    assert events.get(timeout=5).id == 100
+    assert deltas.get(timeout=5).id == 100
     listener.hang_up()
-    # The first was being written; the others found nobody or the next connection.
-    assert events.get(timeout=5).error_code == "UNAVAILABLE"
+    # The first was being written; the others failed or were sent on the next connection.
+    assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
 
 
-def test_close_fails_what_is_open(listener, path, events):
-    client = TextClient(path, "sql", events.put)
+def test_close_fails_open_requests(listener, path, deltas):
+    client = TextClient(path, "sql", deltas.put)
     listener.accept()
     client.submit(submit(1))
     listener.read()
     client.close()
-    assert events.get(timeout=5).error_code == "UNAVAILABLE"
+    assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
     assert listener.read() is None
 
 
-def test_many_threads_submit_over_one_connection(listener, client, events):
+def test_many_threads_submit_over_one_connection(listener, client, deltas):
     listener.accept()
 
-    def some(first):
+    def submit_50(first):
         for request_id in range(first, first + 50):
             client.submit(submit(request_id, "x" * 1000))
 
-    threads = [threading.Thread(target=some, args=(100 * i,)) for i in range(8)]
+    threads = [threading.Thread(target=submit_50, args=(100 * i,)) for i in range(8)]
     for thread in threads:
         thread.start()
-    came = {listener.read().id for _ in range(400)}
+    received_ids = {listener.read().id for _ in range(400)}
     for thread in threads:
         thread.join()
-    assert came == {100 * i + k for i in range(8) for k in range(50)}
+    assert received_ids == {100 * i + k for i in range(8) for k in range(50)}
 
 
-def test_nothing_heavy_is_imported():
+def test_imports_no_heavy_modules():
     code = "import sys, quire_server.frontend.text_client, quire_server.frontend.response_stream; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "quire_spec.engine.config"} & set(
