@@ -196,7 +196,7 @@ def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     world.operating.requeue()
     world.until("Ready", "Unknown", "PodsUnreachable", 20)
     message = {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Ready"]
-    assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no answer within 4 s" in message
+    assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no response within 4 s" in message
     world.edit(adapters=[SQL, PIRATE])
     wait_for(lambda: len(fine.fake_pod.catalog.adapters) == 2, REACHED_S, "the other one told")
     assert ("Warning", "PodsUnreachable") in world.events()
@@ -214,7 +214,7 @@ def test_an_object_that_is_long_in_going_keeps_nobody_from_his_adapters_nor_from
     assert world.held() == [["sql", "pirate"]] * 2
     world.until("Ready", "False", "Updating")
     (message,) = [c["message"] for c in world.operating.status()["conditions"] if c["type"] == "Ready"]
-    assert message.endswith(f"NetworkPolicy {world.namespace}/tales is being deleted; it is made again once it is gone")
+    assert message.endswith(f"NetworkPolicy {world.namespace}/tales is being deleted; it is created again afterwards")
     cluster.merge(*POLICY, LET_GO, world.namespace)
     world.until("Ready", "True", seconds=REACHED_S)
 

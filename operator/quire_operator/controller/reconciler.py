@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reconciler: one pass over one service: read, plan, apply, prune, ask the pods, write the status.
+"""Reconciler: one pass over one service: read, plan, apply, prune, poll the pods, write the status.
 
-Level-based: a pass starts from what is, not from what happened, and may end anywhere; the next one goes on from there.
-Nothing is written when nothing differs.
+Level-based: a pass starts from the current state, not from events. It can stop at any point, and the next one continues
+from the state it left. It writes nothing if nothing differs. The controller's workers call it.
 """
 
 import asyncio
@@ -38,38 +38,38 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _POLL_S, _MAX_POLL_S, _READY_POLL_S = 2.0, 10.0, 30.0
-"""Pods are asked how they are: while something is on its way, when that lasts, and when all is well."""
+"""Intervals of polling pods: while a service is not ready, the maximum of that, and while it is ready."""
 _DOWNLOAD_POLL_S = 10.0
-"""A download is asked how far it is; progress.py tells it no more often."""
+"""Interval of reading download progress; download_progress.py reports it no more often."""
 _FAILED_DOWNLOAD_RETRY_S = 300.0
-"""A download that failed is tried again after this time: what was wrong may have been a Secret."""
+"""A failed download is retried after this time: the cause may have been a Secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """When a service is to be looked at next."""
+    """When the next pass over a service is due."""
 
     requeue_after_s: float
     backoff: bool = False
-    """Sooner, and then later and later, until it works."""
+    """Retry with a growing delay instead."""
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """What is remembered of a service between passes; all of it can be lost."""
+    """State of a service between passes; all of it can be lost."""
 
     desired: ParsedService | None = None
     last_inputs: Any = None
-    """What the last complete apply was made from, and led to."""
+    """Inputs and result of the last complete apply."""
     applied_generation: int = 0
     """Generation of the last complete apply."""
     children: ChildObjects | None = None
     not_ready_since: float | None = None
-    """Since when it is not ready."""
+    """Event loop time since when the service is not ready."""
 
 
 class Reconciler:
-    """Passes over services."""
+    """Runs passes over services."""
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
@@ -78,10 +78,10 @@ class Reconciler:
         self._states: dict[ServiceKey, ServiceState] = {}
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult | None:
-        """One pass; None: the service is gone, and its objects go with it by the garbage collector.
+        """Run one pass; None: the service was deleted, and the garbage collector deletes its objects.
 
         Raises:
-            ApiError: the API server does not do its part now.
+            ApiError: the API server rejected a request or did not respond.
         """
         entry = self._deps.cache.get(resources.LLM_SERVICE, *key)
         if entry is None or entry.deleting:
@@ -91,7 +91,7 @@ class Reconciler:
         previous = body.get("status") or {}
         state = self._states.setdefault(key, ServiceState())
         if state.desired is not None and state.desired.uid != entry.uid:
-            # Made again, and nobody told us that the one before is gone.
+            # Recreated, and the deletion was not reported.
             self.forget_service(key)
             state = self._states[key] = ServiceState()
         if state.desired is None or (state.desired.uid, state.desired.generation) != uid_and_generation(body):
@@ -113,24 +113,24 @@ class Reconciler:
             if new_status != previous:
                 await self._status_writer.write_status(entry, previous, new_status)
         except StaleService:
-            logger.info("service has changed meanwhile service=%s/%s generation=%d", *key, desired.generation)
+            logger.info("service has changed during the pass service=%s/%s generation=%d", *key, desired.generation)
             return ReconcileResult(0.0)
         return self._requeue_result(planning, apply_result, observed, new_status, state)
 
     def forget_service(self, key: ServiceKey) -> None:
-        """Forget a service that is gone."""
+        """Drop all state of a deleted service."""
         self._states.pop(key, None)
         self._deps.applier.forget_service(key)
         self._deps.secrets.forget_service(key)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Objects of a service that were written; one that grows shows progress."""
+        """Return the number of objects that are up to date; a higher one is progress."""
         return self._deps.applier.num_applied(key)
 
     async def _converge(
         self, key: ServiceKey, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
     ) -> tuple[PlanningResult, ApplyResult]:
-        """Plan, and have the objects there; what cannot be planned leaves them as they are."""
+        """Plan and apply; if planning fails, the objects stay as they are."""
         previous_plan = stored_plan(previous)
         service = desired.service
         if service is None:
@@ -151,7 +151,7 @@ class Reconciler:
         )
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
             return planning, ApplyResult()
-        # Not only when something differs: a failed Job stays as it is.
+        # Also if nothing differs: a failed Job does not change any more.
         await self._retry_downloads(key, self._live_objects(key, service))
         inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
         live_objects, child_versions = self._live_objects(key, service), self._child_versions(key)
@@ -167,8 +167,7 @@ class Reconciler:
         apply_result = await self._apply(key, desired, children, state)
         if apply_result.complete:
             inputs = (*inputs[:3], await self._secret_versions(key))
-            # What was looked at and what was written, and not what is there by now: whatever else happened meanwhile is
-            # news for the next pass.
+            # The versions that this pass read and wrote: concurrent changes are left to the next pass.
             state.last_inputs = (
                 inputs,
                 child_versions
@@ -184,10 +183,10 @@ class Reconciler:
         try:
             apply_result = await deps.applier.apply(key, desired.uid, children.manifests, check_newest)
         except ObjectNotFound:
-            # A kind that was there is gone; what is offered is asked anew, and the next pass leaves it out.
+            # A kind was uninstalled; refresh discovery, so that the next pass leaves it out.
             await deps.discovery.available_kinds(force_refresh=True)
             raise
-        assert desired.service is not None, "something was rendered"
+        assert desired.service is not None, "manifests were rendered"
         unknown_fields = child_objects.unknown_fields(
             desired.service, deps.client.unsupported_fields(resources.DEPLOYMENT)
         )
@@ -201,8 +200,8 @@ class Reconciler:
         return apply_result
 
     async def _retry_downloads(self, key: ServiceKey, live_objects: LiveObjects) -> None:
-        """Take away downloads for a later pass to make again: those that failed some time ago, and those to a claim
-        that is gone, or that waits for the Job's pod to go."""
+        """Delete download Jobs that a later pass must create again: those that failed some time ago, and those whose
+        claim was deleted or waits for the Job's pod to be deleted."""
         for name, job in (live_objects.download_jobs or {}).items():
             is_obsolete = job_condition(job, "Complete") and predates_claim(job, live_objects.claim)
             if is_obsolete or is_terminating(live_objects.claim) or _seconds_until_retry(job) == 0:
@@ -217,7 +216,7 @@ class Reconciler:
         return LiveObjects(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
 
     def _child_versions(self, key: ServiceKey) -> dict[Any, Any]:
-        """What children are there, by place, and as what."""
+        """Return the versions of the child objects by kind and name."""
         entries = (entry for entry in self._deps.cache.children_of(key) if entry.resource is not resources.LLM_SERVICE)
         return {_kind_and_name(entry): _object_version(entry) for entry in entries}
 
@@ -252,12 +251,12 @@ class Reconciler:
         if any(pod.ip and pod.started_at for pod in observed.pods):
             requeue_after_s = min(requeue_after_s, _READY_POLL_S * random.uniform(0.8, 1.2) if ready else poll_s)
         if apply_result.pending_deletion:
-            # Nobody tells of a Secret that is gone.
+            # Secrets are not watched.
             requeue_after_s = min(requeue_after_s, poll_s)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             requeue_after_s = min(requeue_after_s, _DOWNLOAD_POLL_S)
         if (retry_in_s := _seconds_until_retry(observed.job)) is not None:
-            # Nobody tells of time. No sooner, as nothing is done about it while the service is paused.
+            # No event comes when the delay is over. Not at once: a paused service does not retry.
             requeue_after_s = min(requeue_after_s, max(retry_in_s, poll_s))
         if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
             requeue_after_s = min(requeue_after_s, EVENT_POLL_S)
@@ -265,7 +264,7 @@ class Reconciler:
 
 
 def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
-    """Seconds until a download is tried again, None for one that did not fail."""
+    """Return the seconds until a download is retried, None if it did not fail."""
     failed_condition = job_condition(job, "Failed")
     if failed_condition is None:
         return None
@@ -278,7 +277,7 @@ def _kind_and_name(entry: CachedObject) -> tuple[str, str]:
 
 
 def _object_version(entry: CachedObject) -> tuple[Any, ...]:
-    """What of an object decides about others: of Jobs also how they are, of pods only that they are."""
+    """Return the version of an object as others depend on it: with a Job's status, and of a pod only its uid."""
     if entry.resource in (resources.POD, resources.REPLICA_SET):
         return (entry.uid,)
     return entry.uid, entry.full_digest if entry.resource is resources.JOB else entry.spec_digest, entry.deleting

@@ -131,14 +131,14 @@ async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
 
 
 async def test_a_job_whose_pod_said_nothing():
-    with pytest.raises(ConfigError, match="ended without a word"):
+    with pytest.raises(ConfigError, match="ended without a result"):
         await _found(Pods(_pod("")))
 
 
 async def test_a_job_whose_pod_is_gone_is_started_again():
     """As the node went, or somebody deleted it: nothing is known of the model."""
     pods = Pods()
-    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the pod of the Job .* is gone"):
+    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the pod of the Job .* was deleted"):
         await _found(pods)
     assert len(pods.deleted) == 1
 

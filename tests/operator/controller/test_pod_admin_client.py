@@ -201,16 +201,19 @@ async def test_hanging_pods_hold_up_nobody(serve):
         begun = time.monotonic()
         found = await pusher.refresh([*hanging, *good], CATALOGUE, KEY)
         assert time.monotonic() - begun < 12, "all at once: four at a time take 20"
-        assert {p.report_error for p in found} == {"no answer within 4 s", "not asked: too many pods do not answer"}
+        assert {p.report_error for p in found} == {
+            "no response within 4 s",
+            "not visited: too many pods do not respond",
+        }
         # Now four are known for it, and do not take turns of others any more.
-        hanging = [p for p in found if "no answer" in p.report_error]
+        hanging = [p for p in found if "no response" in p.report_error]
         assert len(hanging) == 4
         begun = time.monotonic()
         suspects = asyncio.create_task(pusher.refresh(hanging, CATALOGUE, KEY))
         await asyncio.sleep(0)
         assert all(p.report is not None for p in await pusher.refresh(good, CATALOGUE, KEY))
         assert not suspects.done(), "they are not waited for"
-        assert all("no answer within 4 s" in p.report_error for p in await suspects), "in the same words"
+        assert all("no response within 4 s" in p.report_error for p in await suspects), "in the same words"
         assert time.monotonic() - begun < 4, "nor for long where they are of one service"
     finally:
         await pusher.close()
@@ -284,8 +287,8 @@ async def _no_json(request):
         (_echo, "HTTP 418"),
         (_away, "HTTP 302"),
         (_endless, "more than 16777216 bytes"),
-        (_nonsense, "its status document cannot be read"),
-        (_no_json, "its status document cannot be read"),
+        (_nonsense, "its status document is invalid"),
+        (_no_json, "its status document is invalid"),
     ],
 )
 async def test_what_a_pod_answers_is_not_trusted(pusher, answer, words, caplog):

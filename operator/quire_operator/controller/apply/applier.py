@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applier: brings a service's objects to what is wanted, writing only what differs, and takes away what is not wanted.
+"""Applier: applies the manifests of a service that differ from the existing objects, and prunes obsolete objects.
 
-An object of somebody else is never touched: nothing is written when one has the name of one of ours.
+It never changes an object with another owner: if one has the name of a manifest, nothing is written. Called by the
+reconciler; it knows nothing of plans and status.
 """
 
 import asyncio
@@ -30,13 +31,13 @@ from quire_spec import constants as spec_names
 
 Manifest = dict[str, Any]
 ExistingObject = Mapping[str, Any] | CachedObject | None
-"""What is there by a manifest's name: an entry of the cache, the body of a Secret, or nothing."""
+"""The existing object of a manifest: a cached object, the body of a Secret, or None."""
 
 FreshnessCheck = Callable[[], Awaitable[None]]
-"""Raises Behind where the service that the manifests are of is not the newest."""
+"""Raises StaleService if the manifests were rendered from a stale service."""
 
 APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
-"""Annotation with the digest of what was applied: it tells what a later release no longer sets."""
+"""Annotation with the digest of the applied manifest; a later release finds fields that it no longer sets."""
 
 _ORDERED_KINDS = (
     (
@@ -46,31 +47,31 @@ _ORDERED_KINDS = (
     (resources.JOB,),
     (resources.DEPLOYMENT,),
 )  # fmt: skip
-"""What is written together, and in which order; all other kinds come last. A refusal ends it: pods of a new Deployment
-would wait for what is not there."""
+"""Kinds that are written together, in this order; all others come last. A rejection stops the rest: pods of a new
+Deployment would wait for an object that does not exist."""
 
 
 class OwnershipConflict(Exception):
-    """An object of somebody else has the name of one of ours; the message says which, whose, and what to do."""
+    """An object with another owner has the name of a manifest; the message contains object, owner and what to do."""
 
 
 class PendingDeletion(Exception):
-    """An object that is wanted is on its way out, and comes again once it is gone; the message says which."""
+    """An object of a manifest is being deleted, and is created again afterwards; the message names it."""
 
 
 @dataclass(slots=True)
 class ApplyResult:
-    """What came of applying."""
+    """The result of applying manifests."""
 
     rejections: list[str] = field(default_factory=list)
-    """What the API server refused, and why."""
+    """Errors of the manifests that the API server rejected."""
     forbidden: bool = False
-    """Among it is something that a Role or a quota forbids: it is worth trying again."""
+    """One of them was rejected by a Role or a quota: a retry can help."""
     conflict: str = ""
     pending_deletion: str = ""
-    """An object that has to be gone before anything is applied; empty: none."""
+    """An object that must be deleted before anything is applied; empty: none."""
     written_objects: list[CachedObject] = field(default_factory=list)
-    """What it wrote, as it was then; Secrets aside."""
+    """The objects that were written, except Secrets."""
     _required_rejected: bool = False
 
     def add_rejection(self, error: InvalidObject | Forbidden, resource: Resource) -> None:
@@ -86,19 +87,19 @@ class ApplyResult:
 
     @property
     def complete(self) -> bool:
-        """Whether everything is there as it was wanted."""
+        """Whether all objects exist as rendered."""
         return not (self.conflict or self.rejections or self.pending_deletion)
 
 
 @dataclass(frozen=True, slots=True)
 class _AppliedObject:
-    """An object that is as it was wanted."""
+    """An object that was up to date after an apply."""
 
     manifest_digest: str
-    """Of what was wanted."""
+    """Digest of the manifest."""
     uid: str
     spec_digest: str
-    """Entry.content of what it led to."""
+    """CachedObject.spec_digest of the object."""
 
 
 class Applier:
@@ -111,18 +112,18 @@ class Applier:
         secrets: SecretStore,
         record_write: Callable[[Resource, str], None] = lambda k, v: None,
     ) -> None:
-        """`wrote` is told of each write: the kind, and apply or delete."""
+        """`record_write` is called for each write with the resource and the verb."""
         self._client, self._cache, self._secrets, self._record_write = client, cache, secrets, record_write
         self._applied: dict[ServiceKey, dict[tuple[str, str], _AppliedObject]] = {}
 
     async def apply(
         self, key: ServiceKey, uid: str, manifests: Iterable[Manifest], check_newest: FreshnessCheck
     ) -> ApplyResult:
-        """Have all of these there; `uid` is the service's, `newest` is asked before something is written.
+        """Apply all manifests that differ; `uid` is the service's, `check_newest` is awaited before the first write.
 
         Raises:
-            ApiError: the API server does not answer, or somebody else was faster; the rest is left for another time.
-            Behind: by `newest`.
+            ApiError: the API server does not respond, or an object was changed concurrently; the rest is not applied.
+            StaleService: by `check_newest`.
         """
         result = ApplyResult()
         try:
@@ -152,9 +153,9 @@ class Applier:
     async def prune(
         self, key: ServiceKey, uid: str, retained: Set[tuple[str, str]], check_newest: FreshnessCheck
     ) -> None:
-        """Delete what the service owns but for `kept`, by kind and name; raises as `apply`.
+        """Delete the objects of a service except `retained`, by kind and name; raises as `apply`.
 
-        ConfigMaps that a ReplicaSet or a pod still mounts stay: an old pod that starts again needs its own.
+        ConfigMaps that a ReplicaSet or a pod still mounts are kept: an old pod that restarts needs its own.
         """
         mounted: set[str] = set()
         for entry in self._cache.children_of(key, resources.POD, resources.REPLICA_SET):
@@ -177,11 +178,11 @@ class Applier:
         await self._prune_credentials(key, uid, retained, check_newest)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Objects of a service that were found or made as they should be."""
+        """Return the number of objects of a service that are up to date; a higher one is progress."""
         return len(self._applied.get(key, ()))
 
     def forget_service(self, key: ServiceKey) -> None:
-        """Forget a service that is gone."""
+        """Drop all state of a deleted service."""
         self._applied.pop(key, None)
 
     async def _lookup_all(
@@ -216,11 +217,11 @@ class Applier:
     async def _lookup(
         self, key: ServiceKey, uid: str, manifest: Manifest, check_newest: FreshnessCheck
     ) -> ExistingObject:
-        """The object of a manifest's name, if it is there and ours.
+        """Return the object of a manifest, if it exists.
 
         Raises:
-            Conflict: it is somebody else's.
-            Going: it is on its way out.
+            OwnershipConflict: it has another owner.
+            PendingDeletion: it is being deleted.
         """
         resource, name = resource_for(manifest), manifest["metadata"]["name"]
         if resource is resources.SECRET:
@@ -230,7 +231,7 @@ class Applier:
             if entry is not None and entry.key == key and entry.controller_uid in (uid, ""):
                 if entry.deleting:
                     raise PendingDeletion(
-                        f"{resource.kind} {key[0]}/{name} is being deleted; it is made again once it is gone"
+                        f"{resource.kind} {key[0]}/{name} is being deleted; it is created again afterwards"
                     )
                 return entry
             body = await self._client.get_or_none(resource, key[0], name)
@@ -250,7 +251,7 @@ class Applier:
             labels.get(object_names.MANAGED_BY) == object_names.MANAGER and labels.get(object_names.INSTANCE) == key[1]
         )
         owner = controller_uid(body)
-        # What the service controls is its own also without our labels, which is how a watch loses sight of it.
+        # An object without our labels, which the watch does not see, still belongs to the service that controls it.
         if owner == uid or (is_labeled and not owner):
             return
         owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner]
@@ -260,31 +261,27 @@ class Applier:
             and owners[0].get("kind") == resources.LLM_SERVICE.kind
             and owners[0].get("name") == key[1]
         ):
-            # Of a service of the same name that is gone; nothing but the garbage collector would come for it. Unless we
-            # are the one that has not heard of the new service yet.
+            # Of a deleted service of the same name, whose objects only the garbage collector would delete; unless the
+            # cached service is the stale one.
             await check_newest()
             await self._delete(resource, key[0], meta["name"], meta["uid"])
-            raise PendingDeletion(
-                f"{resource.kind} {key[0]}/{meta['name']} is of a deleted {resources.LLM_SERVICE.kind}; it goes first"
-            )
-        ownership = (
-            f"belongs to {owners[0].get('kind')} {owners[0].get('name')!r}" if owners else "was made by somebody else"
-        )
+            raise PendingDeletion(f"{resource.kind} {key[0]}/{meta['name']} has a deleted owner; it is deleted first")
+        ownership = f"belongs to {owners[0].get('kind')} {owners[0].get('name')!r}" if owners else "has another owner"
         raise OwnershipConflict(
-            f"{resource.kind} {meta['name']!r} in namespace {key[0]!r} {ownership}, and is left alone; delete it, or "
+            f"{resource.kind} {meta['name']!r} in namespace {key[0]!r} {ownership} and is not changed; delete it, or "
             "give the "
             f"{resources.LLM_SERVICE.kind} another name"
         )
 
     def _is_applied(self, key: ServiceKey, manifest: Manifest, existing: ExistingObject) -> bool:
-        """Whether what is there is as a manifest says."""
+        """Whether the existing object is as the manifest."""
         if isinstance(existing, CachedObject):
             object_id = _kind_and_name(manifest)
             recorded, current = self._applied.get(key, {}).get(object_id), _applied_object(manifest, existing)
             if up_to_date := recorded == current if recorded is not None else is_up_to_date(manifest, existing.body()):
                 self._record_applied(key, object_id, current)
             return up_to_date
-        # A Secret, which has all keys that it should have and no others.
+        # A Secret, with exactly the keys of the manifest.
         return (
             existing is not None
             and is_up_to_date(manifest, existing)
@@ -294,7 +291,7 @@ class Applier:
     async def _apply_manifest(
         self, key: ServiceKey, manifest: Manifest, existing: ExistingObject
     ) -> CachedObject | None:
-        """Apply a manifest; what was written, Secrets aside."""
+        """Apply a manifest and return the object; None for a Secret."""
         resource = resource_for(manifest)
         if resource is resources.SECRET:
             await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
@@ -315,8 +312,8 @@ class Applier:
         return body
 
     async def _write_secret(self, key: ServiceKey, manifest: Manifest, existing: Mapping[str, Any] | None) -> None:
-        """Apply a Secret. A new admin key is not applied but made: another operator may do so in the same moment with a
-        key of its own, and only the first of both may be pods'."""
+        """Write a Secret. A new admin key is created, not applied: if two operators run for a moment, only the first
+        key must reach the pods."""
         name = manifest["metadata"]["name"]
         is_new_key = name == object_names.admin_secret(key[1]) and (
             existing is None or self._secrets.is_key_superseded(key, existing)
@@ -374,12 +371,12 @@ def _apply_order(pairs: Iterable[tuple[Manifest, ExistingObject]]) -> list[list[
 
 
 async def _gather(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of requests made at once, or their errors; all have ended then, so that none writes later."""
+    """Await all requests and return results or errors; none of them still writes afterwards."""
     return await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _with_applied_digest(manifest: Manifest) -> Manifest:
-    """With the digest of what is applied; not a Secret, whose digest would help to guess it."""
+    """Add the digest annotation; not to a Secret, whose digest would help to guess its values."""
     if manifest["kind"] == resources.SECRET.kind:
         return manifest
     text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""children(): the manifests that are applied for a service now: what desired() renders, less what this cluster lacks,
-with pods that are to be left alone as they are, and nothing that waits for a download. Pure.
+"""Child objects: selects the manifests to apply now from those that the service renders to. Pure.
+
+It leaves out kinds that the API server does not serve and objects that wait for a download, and keeps the pod template
+of a Deployment that must not restart. Called by the reconciler.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,26 +21,26 @@ from quire_operator.render.objects import render_objects
 Manifest = dict[str, Any]
 Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
-"""Where spec.podTemplate is in a Deployment."""
+"""Path of spec.podTemplate in a Deployment."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
-"""Kinds of which every service has an object where there is the kind (Auto): nobody has asked for it."""
+"""Kinds that every service has by default (Auto): a cluster without them is not worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildContext:
-    """What children depend on beside the service and its plan."""
+    """Inputs of child objects besides the service and its plan."""
 
     uid: str
     admin_key: str
     credentials: Mapping[str, Mapping[str, str]]
     available_kinds: frozenset[Resource]
     operator_peer: Mapping[str, Any] | None = None
-    """NetworkPolicy peer that the operator is."""
+    """The operator as a NetworkPolicy peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """Objects that are there, by what they mean for others."""
+    """Existing objects on which other manifests depend."""
 
     deployment: Body | None = None
     claim: Body | None = None
@@ -48,21 +50,21 @@ class LiveObjects:
 
 @dataclass(frozen=True, slots=True)
 class ChildObjects:
-    """What is to be applied."""
+    """The manifests to apply."""
 
     manifests: tuple[Manifest, ...]
     unavailable_kinds: tuple[str, ...]
-    """Kinds that the spec asks for, not by default, and the API server does not have."""
+    """Kinds that the spec requests explicitly and the API server does not serve."""
     download_job_name: str | None
     """Name of the download Job; None: nothing is downloaded before pods start."""
     waiting_for_download: bool
-    """The Deployment stays on the previous model until the new one is there."""
+    """The Deployment keeps the previous model until the new one is downloaded."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not know; filled once they were applied."""
+    """Fields of the spec that the API server does not know; known after an apply."""
 
     @property
     def retained(self) -> frozenset[tuple[str, str]]:
-        """Kind and name of each object that is to stay: those that are applied, and the Job that has done its work."""
+        """Kind and name of the objects that prune() keeps: the applied ones and the finished download Job."""
         applied_ids = {(m["kind"], m["metadata"]["name"]) for m in self.manifests}
         return frozenset(applied_ids | ({(JOB.kind, self.download_job_name)} if self.download_job_name else set()))
 
@@ -70,7 +72,7 @@ class ChildObjects:
 def build_child_objects(
     service: LLMService, spec_digest: str, plan: Plan, context: ChildContext, live_objects: LiveObjects
 ) -> ChildObjects:
-    """What is to be applied for a service; `digest` is its spec_digest. Raises as `desired`."""
+    """Build the manifests to apply; `spec_digest` is the service's. Raises as `render_objects`."""
     available_kinds = {resource.kind for resource in context.available_kinds}
     render_context = RenderContext(
         admin_key=context.admin_key,
@@ -89,10 +91,10 @@ def build_child_objects(
     job = next((m for m in manifests if resource_for(m) is JOB), None)
     finished_job = _finished_job(job, live_objects)
     if finished_job is not None:
-        # Whatever a new release, or another placement, would have it look like: what it brings is there.
+        # The model is downloaded, so the Job is not run again if a new release or placement renders it differently.
         manifests = [m for m in manifests if m is not job]
     elif job is not None and is_terminating(live_objects.claim):
-        # Both are made once it is gone; nothing else has to wait for that.
+        # Both are created after the claim is deleted; the other objects need not wait.
         manifests = [m for m in manifests if resource_for(m) not in (PERSISTENT_VOLUME_CLAIM, JOB)]
     revision = TemplateRevision.from_manifests(spec_digest, plan, manifests)
     live_revision = TemplateRevision.from_deployment(live_objects.deployment)
@@ -119,8 +121,8 @@ def build_child_objects(
 
 
 def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Fields of spec.podTemplate among those that the API server's Deployments do not have. What we add ourselves, for
-    a later API server, is nobody's business."""
+    """Return the fields of spec.podTemplate that the API server does not know. Fields that the operator adds itself are
+    left out."""
     pod_template = service.spec.podTemplate
     relative_paths = (
         path[len(_POD_TEMPLATE_PATH) :]
@@ -137,7 +139,7 @@ def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str
 
 
 def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects) -> Manifest:
-    """With what the cluster has decided already."""
+    """Return the manifest with the values that live objects have determined."""
     if manifest["kind"] == "Deployment":
         return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
     if manifest["kind"] == "PersistentVolumeClaim" and live_objects.claim is not None:
@@ -146,7 +148,7 @@ def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, li
 
 
 def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: Body) -> Manifest:
-    """A claim can hardly be changed: what the spec does not pin stays as it is."""
+    """Most fields of a claim are immutable: keep the live values of those that the spec does not set."""
     cache, spec = service.spec.cache, dict(manifest["spec"])
     if not cache.accessModes:
         spec["accessModes"] = live_spec["accessModes"]
@@ -158,7 +160,7 @@ def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: 
 
 
 def _finished_job(job: Manifest | None, live_objects: LiveObjects) -> str | None:
-    """Name of the Job that has brought what this one would bring."""
+    """Return the name of a Job that has downloaded the same model."""
     if job is None:
         return None
     return next(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""holds(): whether an object on the server is as it was wanted, so that nothing has to be written. Pure.
+"""Comparison of a manifest with the live object, to skip an apply that would change nothing. Pure. Used by the applier.
 
-A server fills in defaults, writes quantities its own way, and lets others add entries to lists that have keys; none of
-that is a difference. An older server drops fields that it does not know: that looks like a difference, and costs one
-apply that changes nothing.
+An API server adds defaults, normalizes quantities, and lets others add entries to lists with keys; these are not
+differences. An old API server drops fields that it does not know: that looks like a difference, and costs one apply
+that changes nothing.
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from typing import Any
 from quire_operator.api.quantity import to_decimal
 
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "uid", "type", "topologyKey", "ip")
-"""Fields by which entries of a list are told apart, in the order in which they are tried."""
+"""Fields that identify an entry of a list, in the order in which they are tried."""
 _ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", "to", "rules", "triggers", "metrics")
-"""Lists that server-side apply replaces as a whole: nobody can add an entry beside ours."""
+"""Lists that server-side apply replaces as a whole: they contain only our entries."""
 
 
 def is_up_to_date(desired: Any, live: Any, field: str = "", atomic: bool = False) -> bool:
-    """Whether `found` has everything that `wanted` says.
+    """Whether `live` contains everything in `desired`.
 
-    `field` is the name of the field that they are values of; in an `atomic` one lists have no entries but ours.
+    `field` is the name of the field with these values; in an `atomic` field lists contain only our entries.
     """
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):
-            # What is empty may be left out.
+            # The API server may omit an empty object.
             return not desired and live is None
         return all(is_up_to_date(item, live.get(key), key, atomic) for key, item in desired.items())
     if isinstance(desired, list):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: what a plan needs to know of each service's model, from the hub, a bucket, a web server or a claim.
+"""Checkpoint store: the model facts that plans need, read from the hub, a bucket, a web server or a claim.
 
-Read once for a source and then remembered: a plan is pinned anyway, and a branch that moves must restart nobody.
+Each source is read once and cached: a moved branch must not restart pods. A claim is read by a Job. Called by the plan
+service.
 """
 
 import asyncio
@@ -31,21 +32,21 @@ SecretValues = Mapping[str, Mapping[str, str]]
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
-"""Concurrent reads; each takes a few round trips."""
+"""Each read takes a few round trips."""
 _FAILED_JOB_RETRY_S = 120.0
-"""After a Job that found no model, until another one looks: files may be on their way to the claim."""
+"""Wait after a Job that found no model, before the next one: files may still be copied to the claim."""
 _MAX_RETRY_AFTER_S = 300.0
-"""What a place may have us wait for the next question (Retry-After), as in the download of a model."""
+"""Longest Retry-After of a source that is respected, as in the download of a model."""
 _JOB_POLL_S = 5.0
-"""Until a Job that another service started is in the cache."""
+"""Wait until a Job that another service started is in the cache."""
 
 
 class NotReadYet(Exception):
-    """Not known yet; the message says what is waited for."""
+    """The checkpoint is not known yet; the message contains the reason."""
 
 
 class CheckpointStore:
-    """Checkpoints by source."""
+    """Checkpoint facts by source."""
 
     def __init__(
         self,
@@ -55,23 +56,23 @@ class CheckpointStore:
         requeue: Callable[[ServiceKey, float], None],
         record_write: Callable[[Resource, str], None],
     ) -> None:
-        """`wake` has a service looked at again after so many seconds; `wrote` is told of writes."""
+        """`requeue` adds a service to the queue after so many seconds; `record_write` is called for each write."""
         self._client, self._cache, self._requeue, self._record_write = client, cache, requeue, record_write
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[tuple[str, str], CheckpointInfo] = OrderedDict()
         self._backoff: dict[tuple[str, str], tuple[float, ConfigError | Unavailable]] = {}
-        """Places that are left alone: until when, and why."""
+        """Sources that are not read: until when, and the error."""
         self._waiting_services: dict[tuple[str, str], set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
     async def get(self, service: LLMService, uid: str, secrets: SecretValues, image: str) -> CheckpointInfo:
-        """The model of a service; `image` is what a Job that reads a claim would run.
+        """Return the facts of a service's model; a Job that reads a claim runs `image`.
 
         Raises:
-            Waiting: a Job reads it; `wake` comes when it has.
-            ConfigError: it is no model that can be served.
-            Unavailable, NotFound: the place does not answer, or does not let us in.
-            ApiError: the API server refuses a Job.
+            NotReadYet: a Job reads the claim; the service is requeued when it ends.
+            ConfigError: the model cannot be served.
+            Unavailable, NotFound: the source does not respond, or denies access.
+            ApiError: the API server rejected a Job.
         """
         source = service.spec.model.source
         source_key = (service.namespace or "", json.dumps(drop_nulls(to_json(source)), sort_keys=True))
@@ -88,7 +89,7 @@ class CheckpointStore:
         return self._checkpoints[source_key]
 
     def _raise_if_backing_off(self, source_key: tuple[str, str], key: ServiceKey) -> None:
-        """Raises what was found there, where that is not to be asked again yet; wakes the service once it is."""
+        """Raise the last error of a source that is backing off, and requeue the service for its end."""
         now = asyncio.get_running_loop().time()
         self._backoff = {other: backoff for other, backoff in self._backoff.items() if backoff[0] > now}
         if source_key in self._backoff:
@@ -97,7 +98,7 @@ class CheckpointStore:
             raise type(error)(str(error))
 
     def _back_off(self, source_key: tuple[str, str], seconds: float, error: ConfigError | Unavailable) -> None:
-        # Anew: the error itself holds on to the frames that it came through.
+        # A copy: the error itself references the frames of its traceback.
         self._backoff[source_key] = asyncio.get_running_loop().time() + seconds, type(error)(str(error))
 
     async def _read_remote(
@@ -121,7 +122,7 @@ class CheckpointStore:
         entry = self._cache.get(resources.JOB, namespace, name)
         if entry is None:
             await self._start_reader_job(manifest, service, uid)
-            raise NotReadYet(f"Job {name} is to read config.json from claim {source.claimName}")
+            raise NotReadYet(f"Job {name} was created to read config.json from claim {source.claimName}")
         try:
             checkpoint = _read_result(entry.body(), await self._termination_messages(entry, name), source)
         except (ConfigError, Unavailable) as error:
@@ -133,8 +134,8 @@ class CheckpointStore:
         if checkpoint is None:
             problem = await self._describe_pod_problem(key, entry.key, name)
             raise NotReadYet(f"Job {name} reads config.json from claim {source.claimName}{problem}")
-        # The Job stays until the plan that comes of it is in the cluster (prune takes it away), lest a restart of the
-        # operator in between has to start another one.
+        # The Job is kept until its plan is stored, when prune() deletes it: after a restart in between its result would
+        # be lost.
         self._requeue_waiting(source_key)
         return checkpoint
 
@@ -149,33 +150,35 @@ class CheckpointStore:
         job = await self._client.get_or_none(resources.JOB, service.namespace, manifest["metadata"]["name"])
         if job is None:
             try:
-                # Not applied: several services may want it at once, and the first of them has it.
+                # Created, not applied: several services may need it at once, and the first one owns it.
                 job = await self._client.create(resources.JOB, manifest)
             except WriteConflict as error:
                 self._requeue((service.namespace or "", service.name), _JOB_POLL_S)
                 raise NotReadYet(f"Job {manifest['metadata']['name']} is being started for another service") from error
             self._record_write(resources.JOB, "create")
         elif job["metadata"].get("labels", {}).get(object_names.COMPONENT) != model_reader_job.READER_COMPONENT:
-            raise ConfigError(f"Job {manifest['metadata']['name']} is not ours ({controller_uid(job)}); delete it")
+            raise ConfigError(
+                f"Job {manifest['metadata']['name']} has another owner ({controller_uid(job)}); delete it"
+            )
         self._cache.upsert(resources.JOB, job)
 
     def _requeue_waiting(self, source_key: tuple[str, str]) -> None:
-        """Look at all services that waited for a Job."""
+        """Requeue all services that wait for a Job."""
         for key in self._waiting_services.pop(source_key, set()):
             self._requeue(key, 0.0)
 
     async def _termination_messages(self, entry: CachedObject, job_name: str) -> list[tuple[int, str]]:
-        """Exit codes and termination messages of the Job's pods."""
+        """Return exit codes and termination messages of the Job's pods."""
         messages = _termination_messages(self._job_pods(entry.key, job_name))
         if not messages and any(_has_condition(entry.body(), how) for how in ("Complete", "Failed")):
-            # News of pods come by another watch, and may be behind those of their Job.
+            # The watch of pods may lag behind that of Jobs.
             messages = _termination_messages(
                 (await self._client.list(resources.POD, entry.key[0], label_selector=f"job-name={job_name}")).items
             )
         return messages
 
     async def _describe_pod_problem(self, waiting_service: ServiceKey, job_service: ServiceKey, job_name: str) -> str:
-        """Why a pod of the Job of `key` does not run, for the message to `asks`."""
+        """Return why a pod of a Job of `job_service` does not run, for the status of `waiting_service`."""
         bodies = self._job_pods(job_service, job_name)
         for body in bodies:
             for condition in body.get("status", {}).get("conditions") or ():
@@ -183,7 +186,7 @@ class CheckpointStore:
                     return f"; its pod has no node: {condition.get('message', '')}"
         pods = await self._pod_warnings.attach_warnings(job_service[0], map(parse_pod, bodies))
         if any(pod.creating for pod in pods):
-            # An event of a pod wakes nobody.
+            # An event of a pod does not requeue the service.
             self._requeue(waiting_service, EVENT_POLL_S)
         for pod in pods:
             if pod.waiting:
@@ -211,11 +214,11 @@ def _has_condition(job: Mapping[str, Any], condition_type: str) -> bool:
 
 
 def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSource) -> CheckpointInfo | None:
-    """What a Job found; None: nothing yet.
+    """Return the result of a Job; None: it still runs.
 
     Raises:
-        ConfigError: it failed.
-        Unavailable: it had no time to, or nobody heard of it.
+        ConfigError: the Job failed.
+        Unavailable: the Job had no time to run, or its result is lost.
     """
     for code, message in messages:
         if code == 0 and message:
@@ -229,9 +232,9 @@ def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source
         if condition["type"] == "Failed" and condition["status"] == "True":
             detail = next((message for _, message in messages if message), condition.get("message", ""))
             if condition.get("reason") == "DeadlineExceeded" and not messages:
-                # No node had room, or the claim was not to be had: nothing is known of what is on it.
+                # No node had room, or the claim could not be mounted: its content is unknown.
                 raise Unavailable(
-                    f"{source_field}: no pod of the Job that reads config.json came to its end in time ({detail})"
+                    f"{source_field}: no pod of the Job that reads config.json finished in time ({detail})"
                 )
             raise ConfigError(
                 f"{source_field}: the Job that reads config.json failed: {detail or condition.get('reason')}"
@@ -239,11 +242,9 @@ def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source
     if _has_condition(job, "Complete"):
         if not messages:
             raise Unavailable(
-                f"{source_field}: the pod of the Job that read config.json is gone, and what it said with it"
+                f"{source_field}: the pod of the Job that read config.json was deleted before its result was read"
             )
-        raise ConfigError(
-            f"{source_field}: the Job that reads config.json ended without a word; is the image a Quire image?"
-        )
+        raise ConfigError(f"{source_field}: the Job that reads config.json ended without a result; check the image")
     return None
 
 
@@ -253,7 +254,7 @@ def _parse_checkpoint(message: str) -> CheckpointInfo:
         config, index, header = document["config"], document["index"], document["header"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"the Job that reads config.json told {message[:80]!r}; is the image a Quire image?"
+            f"the Job that reads config.json returned {message[:80]!r}; check that the image is a Quire image"
         ) from error
     return CheckpointInfo.from_files(config, index, header)
 

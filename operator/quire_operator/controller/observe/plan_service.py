@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning: reads what a plan needs where it is, and says what comes of it: a plan, or why there is none.
+"""Plan service: reads the inputs of a plan and returns a plan or why there is none. Called by the reconciler.
 
-A plan that was made is kept as long as spec, model and GPU are the same; then nothing is read either, so that neither
-a hub that is away nor a restart of the operator holds anything up.
+A plan is kept as long as spec, model and GPU are unchanged. Then nothing is read, so neither an unavailable hub nor a
+restart of the operator delays a service.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 logger = logging.getLogger(__name__)
 
 _NODE_LABELS_TTL_S = 60.0
-"""How long labels of nodes are believed."""
+"""How long labels of nodes are cached."""
 
 
 class PlanService:
     """Plans for services."""
 
     def __init__(self, client: ApiClient, checkpoints: CheckpointStore, images: Mapping[str, str]) -> None:
-        """`images` are those of pods for GPU and CPU, of this release."""
+        """`images` are this release's default images for GPU and CPU."""
         self._client, self._checkpoints, self._images = client, checkpoints, images
         self._node_labels: list[Mapping[str, str]] = []
         self._node_labels_read_at = float("-inf")
@@ -52,10 +52,10 @@ class PlanService:
         revision: TemplateRevision | None,
         secrets: SecretValues,
     ) -> PlanningResult:
-        """What planning says; `digest` is the service's spec_digest, `pinned` what its Deployment was made for.
+        """Plan a service; `revision` is the template revision of its Deployment.
 
         Raises:
-            ApiError: the API server does not answer.
+            ApiError: the API server does not respond.
         """
         try:
             model_storage.validate(service)
@@ -69,7 +69,7 @@ class PlanService:
         try:
             gpu = await self._resolve_gpu(service)
         except Unplannable as error:
-            # Nodes that were scaled away take their labels with them.
+            # The nodes may have been scaled down, and their labels with them.
             if (
                 is_unchanged
                 and error.reason is UnplannableReason.GPU_UNKNOWN
@@ -96,7 +96,7 @@ class PlanService:
             )
 
     def _is_current(self, service: LLMService, plan: Plan | None) -> bool:
-        """Whether this release would leave the plan alone."""
+        """Whether this release would keep the plan."""
         if plan is None or not _may_replan(service):
             return plan is not None
         known_images = (service.spec.runtime.image, *self._images.values())
@@ -117,32 +117,32 @@ class PlanService:
                     nodes = await self._client.list(resources.NODE, metadata_only=True)
                     self._node_labels = [item["metadata"].get("labels") or {} for item in nodes.items]
                 except Forbidden as error:
-                    logger.info("nodes are not read error=%s", error)
+                    logger.info("could not list nodes error=%s", error)
                     self._node_labels = []
                 self._node_labels_read_at = now
         return self._node_labels
 
 
 def stored_plan(status: Mapping[str, Any]) -> Plan | None:
-    """The plan of a status; None when there is none that can be read."""
+    """Return the plan of a status; None if it is missing or invalid."""
     if "plan" not in status:
         return None
     try:
         return Plan.from_json(status["plan"])
     except ConfigError as error:
-        logger.warning("stored plan is not used error=%s", error)
+        logger.warning("stored plan is invalid error=%s", error)
         return None
 
 
 def _fits_gpu(plan: Plan | None, gpu: GpuInfo | None) -> bool:
-    """Whether a plan was made for a GPU that is still there, and for no more memory than the smallest has."""
+    """Whether the plan's GPU still exists and the smallest one has the memory that the plan uses."""
     if plan is None or plan.gpu is None or gpu is None:
         return plan is not None and plan.gpu is None and gpu is None
     return plan.gpu.product in (gpu.product, *gpu.larger_products) and plan.gpu.visibleMiB <= gpu.visible_bytes // MIB
 
 
 def _to_read_error(error: Unavailable | NotFound) -> DownloadReason:
-    """The same reasons as of a download: it would fail in the same way."""
+    """Return the download reason: a download would fail in the same way."""
     if isinstance(error, AccessDenied):
         return DownloadReason.AUTH_FAILED
     return DownloadReason.NOT_FOUND if isinstance(error, NotFound) else DownloadReason.UNREACHABLE

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Talks to the pods' health ports: asks each how it is, and tells it the catalogue when it works on another one; asks
-one that downloads the model how far it is.
+"""Client of the pods' admin port: reads their status, pushes the adapter catalog, and reads download progress.
 
-What a pod answers is not trusted further than its status: no redirect is followed, no more than a bounded answer is
-read, and the key is in no message.
+Responses of pods are not trusted: redirects are not followed, the size is limited, and messages never contain the key.
+Called by the state observer.
 """
 
 import asyncio
@@ -34,36 +33,36 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
-"""Of one pod, with all requests to it. An edit of the adapters waits for the pass before it to end, and is to be on
-every pod that answers within 5 s."""
+"""For all requests to one pod. An edit of the adapters waits for the previous pass, and must reach every responsive pod
+within 5 s."""
 UNRESPONSIVE_TIMEOUT_S = 1.0
-"""Of a pod that did not answer the last time."""
+"""For a pod that did not respond the last time."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
-"""How often such a pod has all the time again: it may only be slow."""
+"""How often such a pod gets the full timeout again: it may only be slow."""
 MAX_RESPONSE_BYTES = 16 * 2**20
-"""The status of 4096 adapters that have all failed has about 4 MB."""
+"""The status of 4,096 failed adapters has about 4 MB."""
 _MAX_ERROR = 300
 _MAX_UNRESPONSIVE_VISITS = 16
-"""Pods asked at a time of those that did not answer the last time: they must not take the others' turns."""
+"""Concurrent visits to pods that did not respond the last time: they must not delay the others."""
 
 
 class VisitResult(StrEnum):
-    """How a visit to a pod went, for metrics."""
+    """Result of a visit to a pod, for metrics."""
 
     ASKED = "asked"
     PUSHED = "pushed"
     AHEAD = "ahead"
-    """The pod has a newer catalogue than ours (HTTP 409)."""
+    """The pod has a newer catalog (HTTP 409)."""
     REFUSED = "refused"
-    """The pod did not take the catalogue."""
+    """The pod rejected the catalog."""
     UNAUTHORIZED = "unauthorized"
     """The pod has another key (HTTP 401)."""
     FAILED = "failed"
-    """No answer, or none that can be read."""
+    """No response, or an invalid one."""
 
 
 class PodAdminClient:
-    """The operator's side of the admin port, for all services; one session, bounded in how much it asks at once."""
+    """Visits the pods of all services, with a limit on concurrent visits."""
 
     def __init__(
         self,
@@ -73,14 +72,14 @@ class PodAdminClient:
         unresponsive_timeout_s: float = UNRESPONSIVE_TIMEOUT_S,
         record_visit: Callable[[VisitResult, float], None] = lambda exchange, seconds: None,
     ) -> None:
-        """Make it inside a running event loop; `observe` is told of each visit to a pod and its seconds."""
+        """Create it inside a running event loop; `record_visit` is called with each result and its seconds."""
         self._total_timeout_s, self._unresponsive_timeout_s = total_timeout_s, unresponsive_timeout_s
         self._record_visit = record_visit
         self._visit_semaphore = asyncio.Semaphore(max_pods)
         self._unresponsive_semaphore = asyncio.Semaphore(_MAX_UNRESPONSIVE_VISITS)
         self._unresponsive_since: dict[str, float] = {}
-        """Pods that did not answer the last time, and when they had all the time last."""
-        # No environment: a proxy has no business between the operator and its pods.
+        """Pods that did not respond the last time, and when they last had the full timeout."""
+        # trust_env stays off: there is no proxy between the operator and its pods.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -90,25 +89,25 @@ class PodAdminClient:
     async def refresh(
         self, pods: Iterable[PodState], catalog: AdapterCatalog | None, admin_key: str, replace_newer: bool = False
     ) -> tuple[PodState, ...]:
-        """The same pods in the same order, each with what its GET /status answered, or why it did not; a pod that
-        downloads, with what GET /progress did.
+        """Return the same pods in the same order with their status (GET /status) or the error; a downloading pod gets
+        its progress (GET /progress).
 
-        Pods whose container runs are asked, all at once. One that works on other adapters than the catalogue's is told
-        them (PUT /adapters) and asked again; with None nobody is told anything. One that works on newer ones is told
-        only with `overrule`: the catalogue is known to be the newest there is. Takes 4 s at most, however many pods
-        hang, and mostly 1 s where they have hung before; raises nothing for a pod.
+        All pods with a running container are visited concurrently. A pod with another catalog gets this one (PUT
+        /adapters) and is read again; None pushes nothing. A pod with a newer catalog gets this one only with
+        `replace_newer`, for a catalog that is known to be the newest. Takes at most 4 s, and mostly 1 s for pods that
+        hung before; raises nothing for a pod.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._refresh_pod(pod, push, admin_key) for pod in pods)))
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the HTTP session."""
         await self._session.close()
 
     async def _refresh_pod(self, pod: PodState, push: "CatalogPush | None", admin_key: str) -> PodState:
         is_reachable = pod.alive and pod.ip and pod.health_port
         if is_reachable and pod.downloading:
-            # Whoever downloads has not been given the key.
+            # A download pod does not have the admin key.
             progress, _ = await self._visit(pod, "", lambda admin: admin.get_progress())
             return replace(pod, report=None, report_error="", progress=progress)
         if not (is_reachable and pod.started_at):
@@ -122,7 +121,7 @@ class PodAdminClient:
         admin_key: str,
         send_requests: Callable[["_AdminPort"], Awaitable[tuple[T, VisitResult, str]]],
     ) -> tuple[T | None, str]:
-        """What the pod answered, and why it did not or did not take what it was told."""
+        """Return the pod's response, and the error if it did not respond or rejected the catalog."""
         started_at = time.monotonic()
         is_unresponsive = started_at - self._unresponsive_since.get(pod.uid, -math.inf) < _FULL_TIMEOUT_INTERVAL_S
         timeout_s = self._unresponsive_timeout_s if is_unresponsive else self._total_timeout_s
@@ -138,13 +137,13 @@ class PodAdminClient:
                     answer, result, message = await send_requests(_AdminPort(self._session, pod, admin_key))
             self._unresponsive_since.pop(pod.uid, None)
         except TimeoutError:
-            # Whoever got a turn when the time was almost over has not been asked.
+            # A visit that got its turn when the time was almost over does not count.
             timed_out = time.monotonic() - acquired_at > timeout_s / 2
-            # The same words for both limits: a status that changes with each pass is written with each.
+            # The same text for both timeouts: a status that changed with each pass would be written with each.
             message = (
-                f"no answer within {self._total_timeout_s:g} s"
+                f"no response within {self._total_timeout_s:g} s"
                 if timed_out
-                else "not asked: too many pods do not answer"
+                else "not visited: too many pods do not respond"
             )
             if timed_out and not is_unresponsive:
                 self._mark_unresponsive(pod)
@@ -153,25 +152,25 @@ class PodAdminClient:
         except _Rejected as rejection:
             result, message = rejection.result, str(rejection)
         self._record_visit(result, time.monotonic() - started_at)
-        # A pod or a proxy may show us our own header.
+        # A pod or a proxy may return the request's header.
         message = to_single_line(message.replace(admin_key, "***") if admin_key else message, _MAX_ERROR)
         if result is VisitResult.PUSHED:
-            logger.info("catalogue pushed pod=%s", pod.name)
+            logger.info("catalog pushed pod=%s", pod.name)
         elif message:
             logger.debug("pod visited pod=%s outcome=%s error=%s", pod.name, result.value, message)
         return answer, message
 
     def _mark_unresponsive(self, pod: PodState) -> None:
-        """It had all the time, and did not answer."""
+        """Record that a pod did not respond within the full timeout."""
         if len(self._unresponsive_since) >= 10_000:
-            # Pods that have gone are never asked again; so many at once only means that much time has passed.
+            # Most entries are of deleted pods, which are not visited again.
             self._unresponsive_since.clear()
         self._unresponsive_since[pod.uid] = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogPush:
-    """A catalogue, ready to be sent to many."""
+    """A serialized catalog for many pods."""
 
     version: CatalogVersion
     body: bytes
@@ -184,12 +183,12 @@ class CatalogPush:
         )
 
     def replaced_digest(self, report: PodStatus) -> str:
-        """Digest of a newer catalogue that this one goes before; empty: none."""
+        """Return the digest of the newer catalog that this one replaces; empty: none."""
         return report.catalogue if self.replace_newer and has_newer_catalog(report, self.version) else ""
 
 
 class _Rejected(Exception):
-    """The pod answered, and not with what was asked for; the message says how."""
+    """The pod responded with an error or an invalid document; the message contains it."""
 
     def __init__(self, result: VisitResult, message: str) -> None:
         self.result = result
@@ -204,10 +203,10 @@ class _AdminPort:
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
 
     async def visit(self, push: CatalogPush | None) -> tuple[PodStatus, VisitResult, str]:
-        """Ask, tell where that is needed, and ask again: report, how it went, and why the catalogue was not taken.
+        """Read the status, push the catalog if needed, and read again; return status, result and error of the push.
 
         Raises:
-            _Refusal: no report that could be believed. TimeoutError, aiohttp.ClientError, OSError: no answer.
+            _Rejected: the status is invalid. TimeoutError, aiohttp.ClientError, OSError: no response.
         """
         report = await self._get_status()
         if push is None:
@@ -224,7 +223,7 @@ class _AdminPort:
         return await self._get_status(), VisitResult.PUSHED, ""
 
     async def get_progress(self) -> tuple[DownloadProgress, VisitResult, str]:
-        """Ask how far the download is; raises as `visit`."""
+        """Read the download progress; raises as `visit`."""
         async with self._request("GET", PROGRESS_PATH) as response:
             text = await _read_body(response)
         progress = DownloadProgress.parse(text.decode(errors="replace")) if response.status == 200 else None
@@ -238,10 +237,10 @@ class _AdminPort:
         if response.status != 200:
             raise _rejection(response.status, text, "GET /status")
         try:
-            # An operator is upgraded before and after its pods: what a later one adds is left out.
+            # Pods can be newer than the operator: unknown fields are ignored.
             return from_json(PodStatus, json.loads(text), ignore_unknown=True)
         except (ValueError, RecursionError, ConfigError) as error:
-            raise _Rejected(VisitResult.FAILED, f"its status document cannot be read: {error}") from error
+            raise _Rejected(VisitResult.FAILED, f"its status document is invalid: {error}") from error
 
     async def _put_adapters(self, body: bytes, headers: Mapping[str, str]) -> None:
         async with self._request("PUT", "/adapters", body, {"Content-Type": "application/json", **headers}) as response:
@@ -253,7 +252,7 @@ class _AdminPort:
     async def _request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        # Redirects would carry the key to where they lead.
+        # A redirect would send the key to its target.
         async with self._session.request(
             method,
             self._base_url + path,
@@ -269,7 +268,7 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_chunked(2**16):
         text += chunk
         if len(text) > MAX_RESPONSE_BYTES:
-            raise _Rejected(VisitResult.FAILED, f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
+            raise _Rejected(VisitResult.FAILED, f"its response has more than {MAX_RESPONSE_BYTES} bytes")
     return bytes(text)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PodEvents: what the kubelet says in events alone, and in no pod's status: why the containers of a pod do not start,
-such as a volume that cannot be mounted.
+"""Pod warnings: reasons that the kubelet reports in events only, such as a volume that cannot be mounted.
 
-Events are in no watch of ours: they are asked for of pods that have waited for some seconds, now and then.
+Events are not watched. They are listed for pods whose containers have not started after some seconds. Called by the
+state observer and the checkpoint store.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ from quire_operator.kube.errors import ApiError
 logger = logging.getLogger(__name__)
 
 EVENT_POLL_S = 10.0
-"""Until a pod that waits is asked about, and asked about again: most start before that, and nobody asks."""
+"""Wait before the events of a pod are listed, and between lists: most pods start before that."""
 _MAX_PODS_PER_PASS = 4
-"""Pods of a service that are asked about in one pass; they mostly wait for the same."""
+"""Pods of a service whose events are listed in one pass; most wait for the same reason."""
 _MAX_CACHED_PODS = 10_000
 _SUMMARY_PREFIXES = ("Unable to attach or mount volumes",)
-"""Sums up, after two minutes, what another event has the cause of, in an order that changes."""
+"""A summary, after two minutes and in changing order, of a cause that another event contains."""
 
 
 class PodWarnings:
-    """Complaints about pods, remembered for a while."""
+    """The latest warning of each pod, cached for some seconds."""
 
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
         self._warnings: dict[str, tuple[float, str]] = {}
-        """By uid of a pod: when to ask next, and what was said last."""
+        """By uid of a pod: when to list its events next, and the last warning."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
-        """The same pods, those whose containers do not start with what the kubelet says of it as `waiting`."""
+        """Return the same pods; those whose containers do not start have the kubelet's warning as `waiting`."""
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
         warnings = {pod.uid: await self._fetch_warning(namespace, pod) for pod in creating}
@@ -45,7 +45,7 @@ class PodWarnings:
     async def _fetch_warning(self, namespace: str, pod: PodState) -> str:
         now = asyncio.get_running_loop().time()
         if len(self._warnings) >= _MAX_CACHED_PODS and pod.uid not in self._warnings:
-            # Pods that have started are never asked about again.
+            # Entries of pods that have started are not used again.
             self._warnings.clear()
         poll_at, warning = self._warnings.setdefault(pod.uid, (now + self._poll_s, ""))
         if now >= poll_at:
@@ -53,16 +53,16 @@ class PodWarnings:
                 events = await self._client.list(resources.EVENT, namespace, field_selector=f"regarding.uid={pod.uid}")
                 warning = latest_warning(events.items)
             except ApiError as error:
-                logger.debug("events are not read pod=%s/%s error=%s", namespace, pod.name, error)
+                logger.debug("could not list events pod=%s/%s error=%s", namespace, pod.name, error)
             self._warnings[pod.uid] = (now + self._poll_s, warning)
         return warning
 
 
 def latest_warning(events: Iterable[dict[str, Any]]) -> str:
-    """Reason and words of a pod's newest warning; empty: there is none, or something good came after it."""
+    """Return reason and note of a pod's newest warning; empty: none, or a normal event came after it."""
     relevant = sorted((event for event in events if event.get("reason") != "FailedScheduling"), key=_event_time)
     last_normal = max((_event_time(event) for event in relevant if event.get("type") != "Warning"), default="")
-    # Of one second both may be, such as Scheduled and FailedMount.
+    # Both can have the same second, such as Scheduled and FailedMount.
     warnings = [event for event in relevant if event.get("type") == "Warning" and _event_time(event) >= last_normal]
     if not warnings:
         return ""
@@ -77,6 +77,6 @@ def _note(event: dict[str, Any]) -> str:
 
 
 def _event_time(event: dict[str, Any]) -> str:
-    """When it happened last, RFC 3339 to the second; kubelets' events come from before events.k8s.io."""
+    """Return when it happened last, RFC 3339 to the second; kubelets still write the old event fields."""
     last_observed = (event.get("series") or {}).get("lastObservedTime") or event.get("deprecatedLastTimestamp")
     return str(last_observed or event.get("eventTime") or event["metadata"].get("creationTimestamp") or "")[:19]

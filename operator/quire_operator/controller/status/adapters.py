@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters over all pods: who has to be told the catalogue, and what status.adapters and AdaptersReady say. Pure.
+"""Adapters over all pods: which pods need a catalog push, status.adapters, and the condition AdaptersReady. Pure.
 
-A pod's own status document is believed and nothing else: it names the catalogue that it works on by generation and
-digest, so nothing has to be remembered of what was sent to whom. A container that has started anew works on the
-catalogue that it found at its start, and its document says so; a core that has started anew says that its adapters are
-being loaded.
+Only the status that a pod reports is trusted. It contains generation and digest of the pod's adapter catalog, so the
+operator keeps no record of pushes. A restarted container reports the catalog that it mounted; a restarted engine core
+reports its adapters as loading.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,36 +17,36 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
-"""Adapters whose errors are told; the counts are of all."""
+"""Adapters whose errors are in the message; the counts cover all."""
 _MAX_ERROR = 512
 _MAX_MODELS = 1025
 _MAX_DIGEST = 71
 _STATES_LEAST_READY_FIRST = ("Failed", "Pending", "Fetching", "Loading", "Ready")
-"""States from farthest behind."""
+"""States in order of progress, least first."""
 
 
 def needs_push(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod has to be told this catalogue: it works on another one, and not on a newer."""
+    """Whether a pod needs this catalog: it has another one that is not newer."""
     return not has_catalog(report, version) and not has_newer_catalog(report, version)
 
 
 def has_newer_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod works on a newer catalogue: what we hold is stale, and the next pass will know better."""
+    """Whether a pod has a newer catalog, so that the cached service is stale."""
     return report.generation > version.generation and not has_catalog(report, version)
 
 
 def has_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod works on just these adapters.
+    """Whether a pod has exactly these adapters.
 
-    Generations may differ: most edits of a service leave its adapters as they are, and telling the pods each of them
-    would have them look at every source again. A pod that tells no digest is believed by its generation.
+    Generations may differ: most edits of a service leave its adapters unchanged, and a push would make the pod check
+    every source again. For a pod that reports no digest the generation decides.
     """
     return report.catalogue == version.digest if report.catalogue else report.generation == version.generation
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptersState:
-    """What is to be said of the adapters."""
+    """The adapters' part of a status."""
 
     entries: list[dict[str, Any]]
     """status.adapters"""
@@ -59,7 +58,7 @@ class AdaptersState:
 def evaluate_adapters(
     catalog: AdapterCatalog, pods: Sequence[PodState], ready_pods: Sequence[PodState]
 ) -> AdaptersState:
-    """`ready_pods` are those of `pods` that clients are sent to."""
+    """Evaluate the adapters; `ready_pods` are those of `pods` that receive clients."""
     version = catalog.version
     by_name = {pod.uid: _adapters_by_name(pod, version) for pod in pods}
     reporting_pods = list(ready_pods) or [pod for pod in pods if pod.report]
@@ -83,12 +82,12 @@ def evaluate_adapters(
 
 
 def common_model_names(ready_pods: Sequence[PodState]) -> list[str]:
-    """Names that every ready pod answers to; none while a ready pod does not tell."""
+    """Return the model names that all ready pods serve; none while a ready pod does not report."""
     if not ready_pods or any(pod.report is None for pod in ready_pods):
         return []
     first, *remaining = [pod.report.models for pod in ready_pods if pod.report]
     common = set(first).intersection(*remaining)
-    # As many and as long as the schema takes: a pod with a broken tongue must not keep the status from being written.
+    # Limited as in the schema: a faulty pod must not prevent writing the status.
     return [name for name in dict.fromkeys(first) if name in common and _is_name(name)][:_MAX_MODELS]
 
 
@@ -128,7 +127,7 @@ def _condition(
 
 
 def _describe_unreachable(unreachable: Sequence[PodState]) -> str:
-    """Which ready pods do not tell the operator how they are."""
+    """Return the condition that ready pods do not report, if there are any."""
     more = f" (and {len(unreachable) - 1} more)" if len(unreachable) > 1 else ""
     error = unreachable[0].report_error or "its health port was not asked yet"
     return f"pod {unreachable[0].name} does not tell how it is: {error}{more}"
@@ -148,7 +147,7 @@ def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> 
 
 
 def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, AdapterStatus]:
-    """What a pod says of these adapters; nothing while it works on others: a name may mean another source there."""
+    """Return what a pod reports of these adapters; nothing if it has another catalog, whose names may differ."""
     if pod.report is None or not has_catalog(pod.report, version):
         return {}
     return {status.name: status for status in pod.report.adapters}
@@ -157,7 +156,7 @@ def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, Adapt
 def _least_ready_state(
     name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]
 ) -> tuple[str, str, str]:
-    """State of the pod that is farthest behind with an adapter, its name, and its error."""
+    """Return state, pod name and error of the pod with the least progress on an adapter."""
     states = [_adapter_state(name, pod, by_name) for pod in pods]
     return min(
         states, key=lambda item: (_STATES_LEAST_READY_FIRST.index(item[0]), item[1]), default=("Pending", "", "")
@@ -170,7 +169,7 @@ def _adapter_state(name: str, pod: PodState, by_name: dict[str, dict[str, Adapte
 
 
 def _common_digest(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> dict[str, str]:
-    """The digest, where all pods that know one know the same."""
+    """Return the digest, if all pods that report one report the same."""
     digests = set(_known_digests(name, pods, by_name))
     return {"digest": digests.pop()} if len(digests) == 1 else {}
 

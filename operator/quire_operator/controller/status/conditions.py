@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions: what holds for a service and why, in one word and in sentences. docs/troubleshooting.md explains each
-reason, and a test holds the two together.
+"""Conditions of a service: types, reasons, and conversion to .status.conditions. Pure.
 
-Judged by rollout.py, model_cache.py, adapters.py and status.py, turned into .status.conditions here.
+Evaluated by rollout.py, model_cache.py, adapters.py and status.py. A test checks that docs/troubleshooting.md
+explains each reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,13 @@ from enum import StrEnum
 from typing import Any
 
 MAX_MESSAGE = 1024
-"""Characters of a condition's message; the schema allows more, people read less."""
+"""Maximum characters of a condition's message; the schema allows more."""
 MAX_MULTILINE_MESSAGE = 4096
-"""Characters where the message has lines of its own: problems of a spec, or what planning tried."""
+"""Maximum characters of a message with several lines: problems of a spec, or candidates of planning."""
 
 
 class ConditionType(StrEnum):
-    """Conditions of a service, in the order in which they are shown."""
+    """Condition types, in the order of the status."""
 
     READY = "Ready"
     CONFIG_VALID = "ConfigValid"
@@ -30,7 +30,7 @@ class ConditionType(StrEnum):
 
 
 class ConditionReason(StrEnum):
-    """Why a condition is as it is. Reasons of Planned are also those of plan.Fit and plan.Why."""
+    """Reasons of conditions. Planned also has the reasons of the plan package."""
 
     # Ready
     READY = "Ready"
@@ -79,25 +79,25 @@ class ConditionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition, before it has times."""
+    """One condition without times."""
 
     type: ConditionType
     is_true: bool | None
     """None: unknown."""
     reason: str
-    """A Reason, or the plan's Fit or Why."""
+    """A ConditionReason, or a reason of the plan package."""
     message: str
 
     @property
     def status(self) -> str:
-        """As Kubernetes writes it."""
+        """Return True, False or Unknown."""
         return "Unknown" if self.is_true is None else str(self.is_true)
 
 
 def to_conditions(
     conditions: Iterable[Condition], generation: int, previous: Mapping[str, Any], now: datetime
 ) -> list[dict[str, Any]]:
-    """.status.conditions: a condition keeps its lastTransitionTime for as long as it keeps its status."""
+    """Return .status.conditions; lastTransitionTime is kept while the status is unchanged."""
     previous_by_type = {entry.get("type"): entry for entry in previous.get("conditions") or ()}
     type_order = list(ConditionType)
     return [
@@ -114,13 +114,13 @@ def to_conditions(
 
 
 def to_single_line(text: str, limit: int = MAX_MESSAGE) -> str:
-    """One line of text, cut to `limit` characters with an ellipsis; indented lines, as of a table, are left out."""
+    """Join text to one line of at most `limit` characters; indented lines, as of a table, are left out."""
     first, *remaining = text.strip().splitlines() or [""]
     return _truncate("; ".join([first, *(line for line in remaining if line.strip() and not line[0].isspace())]), limit)
 
 
 def format_timestamp(moment: datetime) -> str:
-    """RFC 3339, in whole seconds of UTC."""
+    """Return RFC 3339 in whole seconds of UTC."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -131,7 +131,7 @@ def _format_message(condition: Condition) -> str:
 
 
 def _truncate(text: str, limit: int) -> str:
-    # What is no text in UTF-8 would come back from the API server as something else, and differ for ever.
+    # The API server changes text that is invalid in UTF-8, which would then differ for ever.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a download is, as fields of status.cache and in words. Changed seldom: each change is a write of the status.
-Pure: the clock is an argument."""
+"""Download progress as fields of status.cache and as text. Updated rarely, because each update writes the status.
+
+Pure: the clock is an argument. Called by model_cache.py.
+"""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -10,13 +12,13 @@ from quire_operator.controller.status.conditions import format_timestamp
 from quire_spec.documents.download_progress import DownloadProgress, format_bytes
 
 MIN_INTERVAL_S = 10.0
-"""Between two changes."""
+"""Minimum time between two updates."""
 MAX_INTERVAL_S = 30.0
-"""After which what is told is renewed, however little came."""
+"""Time after which the numbers are updated even without much progress."""
 MIN_PERCENT_STEP = 5
-"""Percent that are told sooner than that."""
+"""Progress in percent that causes an earlier update."""
 STALE_S = 120.0
-"""Numbers that could not be renewed for so long are told no longer: nobody knows whether they still hold."""
+"""Numbers that were not confirmed for so long are removed."""
 
 _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 
@@ -24,10 +26,9 @@ _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 def to_fields(
     progress: DownloadProgress | None, planned_bytes: int | None, previous: Mapping[str, Any], now: datetime
 ) -> dict[str, Any]:
-    """Fields of status.cache of a download that is under way; empty while nothing is known.
+    """Return the fields of status.cache of a running download; empty while nothing is known.
 
-    `found` is None when its pod did not answer; `planned` is the size of the weights' files by the plan, for places
-    that do not say it; `before` is status.cache as it is now.
+    The progress is None if its pod did not respond. The planned size is for sources that report no size.
     """
     unchanged = (
         {name: previous[name] for name in _FIELDS if name in previous} if previous.get("state") == "Downloading" else {}
@@ -51,7 +52,7 @@ def to_fields(
 
 
 def describe(cache: Mapping[str, Any]) -> str:
-    """What the fields say; empty when they say nothing."""
+    """Return the fields as text; empty without numbers."""
     if "at" not in cache:
         return ""
     size, total, rate = (_parse_number(cache.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond"))
@@ -91,7 +92,7 @@ def _status_fields(progress: DownloadProgress, now: datetime) -> dict[str, Any]:
 
 
 def _percent(cache: Mapping[str, Any]) -> int:
-    """A total that becomes known is a step."""
+    """Whether the progress is worth an update; a total that becomes known is."""
     percent = _parse_number(str(cache.get("progress", "")).removesuffix("%"))
     return -MIN_PERCENT_STEP if percent is None else percent
 
@@ -101,7 +102,7 @@ def _parse_number(text: Any) -> int | None:
 
 
 def _age_s(cache: Mapping[str, Any], now: datetime) -> float | None:
-    """Since when the fields are what they are; None when they do not say it."""
+    """Return the age of the fields; None if unknown."""
     try:
         at = datetime.fromisoformat(str(cache.get("at", "")))
     except ValueError:

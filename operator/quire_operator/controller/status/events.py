@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""events(): what to tell `kubectl describe` and whoever watches events: transitions only, each once. Pure.
+"""Kubernetes events of a service, one for each transition of its status. Pure. Called by the status writer.
 
-A transition is a change of a condition's status or reason, of an adapter's state, or of the plan; words that change
-under the same reason are in the status and make no event.
+A transition is a change of a condition's status or reason, of an adapter's state, or of the plan. A message that
+changes under the same reason makes no event.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ from quire_operator.controller.status.conditions import ConditionReason, Conditi
 from quire_operator.controller.status.status import MAX_KV_TOKEN_DRIFT, kv_token_drift
 
 MAX_MESSAGE = 1024
-"""Of an event; the API server refuses longer ones."""
+"""Maximum characters of a note; the API server rejects longer ones."""
 _MAX_ADAPTERS = 10
-"""Events about adapters for one change; a catalogue has up to 1024."""
+"""Maximum events about adapters in one change; a catalog has up to 1,024 adapters."""
 _SILENT_REASONS = frozenset(
     {
         ConditionReason.ACCEPTED,
@@ -27,14 +27,14 @@ _SILENT_REASONS = frozenset(
         ConditionReason.NO_READY_PODS,
     }
 )
-"""Reasons that are no news by themselves: others tell the same, or what comes of it will be told."""
+"""Reasons that make no event: another event reports the same, or the result will."""
 _SILENT_INITIAL_REASONS = frozenset({ConditionReason.UPDATING})
-"""Of a new service these are no news either: the Deployment tells of its pods."""
+"""Reasons that make no event for a new service: the Deployment has events about its pods."""
 _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, ConditionType.MODEL_CACHED)
 
 
 class EventReason(StrEnum):
-    """Reasons of events that are no condition's."""
+    """Event reasons besides condition reasons."""
 
     REPLANNED = "Replanned"
     PLAN_DIFFERS = "PlanDiffers"
@@ -50,13 +50,13 @@ class ServiceEvent:
     type: str
     """Normal or Warning."""
     reason: str
-    """In one word, at most 128 characters."""
+    """One word, at most 128 characters."""
     message: str
-    """In sentences, at most 1024 characters."""
+    """At most 1,024 characters."""
 
 
 def build_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> list[ServiceEvent]:
-    """What has changed between two statuses that people should hear of; nothing when nothing has."""
+    """Return the events for the transitions between two statuses."""
     previous_conditions, current_conditions = _conditions_by_type(previous), _conditions_by_type(status)
     return [
         *_condition_events(previous_conditions, current_conditions),
@@ -79,7 +79,7 @@ def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> It
 
 
 def _is_reported_elsewhere(kind: ConditionType, new: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether the same cause makes an event of another condition: Ready and Progressing repeat what they wait for."""
+    """Whether another condition's event has the same cause: Ready and Progressing repeat the reasons of others."""
     if kind is ConditionType.READY:
         # Adapters have events of their own.
         return bool(new["status"] != "True" and new["reason"] != ConditionReason.PODS_UNREACHABLE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelCached and status.cache: whether the model's files are there, and what keeps them from it. Pure."""
+"""The condition ModelCached and status.cache: whether the model's files are downloaded. Pure. Called by status.py."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -19,15 +19,15 @@ from quire_spec.documents.download_result import PERMANENT_REASONS, DownloadReas
 def evaluate_model_cache(
     service: LLMService, planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any], now: datetime
 ) -> tuple[Condition, dict[str, Any]]:
-    """The condition ModelCached, and status.cache; `previous` is the status before."""
+    """Return the condition ModelCached and status.cache; `previous` is the previous status."""
     planned_bytes = planning.plan.modelBytes if planning.plan else None
     previous_cache = previous.get("cache") or {}
     if planning.read_error is not None:
-        # No Job is made before there is a plan; what kept the plan from being made would keep it, too.
+        # No Job is created without a plan; the error that prevents the plan would prevent the Job too.
         reason, message = _explain_result(service, planning.read_error, planning.waiting_for)
         return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
     if planning.spec_error:
-        # Nothing of it is done, and what was seen may be of another source.
+        # Nothing is applied, and the observed objects may have another source.
         message = "not judged: the spec cannot be used, see ConfigValid"
         return Condition(ConditionType.MODEL_CACHED, None, ConditionReason.INVALID, message), dict(previous_cache) or {
             "state": "Pending"
@@ -43,7 +43,7 @@ def evaluate_model_cache(
         )
         return _evaluate_job_download(service, observed, previous_cache, progress_fields)
     if mode == "EmptyDir":
-        # Others have, or bring, what the spec said before.
+        # The other Jobs belong to an earlier spec.
         pods = [pod for pod in observed.pods if pod.download_folder == model_storage.folder(service)]
         return _evaluate_pod_downloads(
             service, pods, download_progress.to_fields(_current_progress(pods), planned_bytes, previous_cache, now)
@@ -57,19 +57,19 @@ def evaluate_model_cache(
 
 
 def download_jobs(jobs: Iterable[CachedObject], service: LLMService) -> list[CachedObject]:
-    """Those of a service's Jobs that bring its model, less what is on its way out."""
+    """Yield the Jobs that download the service's model and are not being deleted."""
     target = download_job.download_target(service)
     labels = ((entry, entry.body()["metadata"].get("labels", {})) for entry in jobs if not entry.deleting)
     return [entry for entry, job_labels in labels if job_labels.get(object_names.DOWNLOAD_TARGET_LABEL) == target]
 
 
 def job_succeeded(job: Body | None, claim: Body | None) -> bool:
-    """Whether a download Job has brought everything to the claim that is there, and stays."""
+    """Whether a download Job has completed for the existing claim, which is not being deleted."""
     return job_condition(job, "Complete") is not None and not predates_claim(job, claim) and not is_terminating(claim)
 
 
 def predates_claim(job: Body | None, claim: Body | None) -> bool:
-    """Whether a Job was made before the claim, and so for one of the same name that is gone."""
+    """Whether a Job is older than the claim, and so downloaded to a deleted one of the same name."""
     if job is None or claim is None:
         return False
     job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
@@ -77,20 +77,20 @@ def predates_claim(job: Body | None, claim: Body | None) -> bool:
 
 
 def is_terminating(claim: Body | None) -> bool:
-    """Whether a claim is being deleted: it stays while pods have it, also those that ended, and no other gets it."""
+    """Whether a claim is being deleted: it remains while pods have it, ended ones included, and new pods cannot."""
     return claim is not None and "deletionTimestamp" in claim["metadata"]
 
 
 def _evaluate_job_download(
     service: LLMService, observed: ObservedState, previous_cache: Mapping[str, Any], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """One Job downloads to a claim that all pods read; `under_way` says how far it is."""
+    """Evaluate one Job that downloads to a claim for all pods."""
     pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
     results = [outcome for pod in pods if (outcome := _download_result(pod))]
     last_result = results[-1] if results else None
     if job_succeeded(observed.job, observed.claim):
-        # A Job's pod goes, and what it said with it; one that found all there does not know the commit. And news of the
-        # Job may be here before those of its last pod: what a try before it said is not what there is.
+        # The Job's pod may be deleted with its result, and a pod that downloaded nothing does not know the commit. The
+        # Job's event may also come before its last pod's: the result of an earlier attempt is not used.
         succeeded = [outcome for outcome in results if outcome.result is DownloadReason.DOWNLOADED]
         cache = (dict(previous_cache) if previous_cache.get("state") == "Ready" else {}) | _cache_fields(
             "Ready", succeeded[-1] if succeeded else None
@@ -120,7 +120,7 @@ def _evaluate_job_download(
 def _evaluate_pod_downloads(
     service: LLMService, pods: list[PodState], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """Each of these pods downloads for itself, before it starts; `under_way` says how far one of them is."""
+    """Evaluate pods that each download for themselves before they start."""
     failed_pods = [
         (pod, result)
         for pod in pods
@@ -146,7 +146,7 @@ def _evaluate_pod_downloads(
 
 
 def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
-    """How far the download is, or of several that of the first pod by name."""
+    """Return the progress of the download; of several, that of the first pod by name."""
     reporting_pods = [pod for pod in pods if pod.alive and pod.downloading and pod.progress is not None]
     return min(reporting_pods, key=lambda pod: pod.name).progress if reporting_pods else None
 
@@ -154,7 +154,7 @@ def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
 def _explain_failure(
     service: LLMService, pods: list[PodState], last_result: DownloadResult | None
 ) -> tuple[ConditionReason, str]:
-    """Why a download failed, with the Secret where access is what it lacks."""
+    """Return why a download failed; for denied access with the Secret."""
     if last_result is None:
         terminated = pods[-1].terminated if pods else None
         details = (
@@ -174,7 +174,7 @@ def _explain_result(service: LLMService, result: DownloadReason, message: str) -
 
 
 def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result: DownloadResult | None) -> str:
-    """What a download that does not run waits for."""
+    """Return what a download that does not run waits for."""
     if observed.claim and is_terminating(observed.claim):
         return (
             f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; "
@@ -215,7 +215,7 @@ def _describe_cache(cache: Mapping[str, Any]) -> str:
 
 
 def _describe_source(source: Source) -> str:
-    """A source in a few words."""
+    """Return a short description of a source."""
     if source.huggingFace is not None:
         revision = f" at {source.huggingFace.revision}" if source.huggingFace.revision else ""
         return f"Hugging Face repository {source.huggingFace.repo}{revision}"
@@ -225,7 +225,7 @@ def _describe_source(source: Source) -> str:
 
 
 def _secret_hint(source: Source) -> str:
-    """Which Secret to look at, or where to name one."""
+    """Return which Secret to check, or the field that names one."""
     for source_field, secret_field in (
         ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
     ):  # fmt: skip
@@ -239,7 +239,7 @@ def _secret_hint(source: Source) -> str:
 
 
 def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | None:
-    """The condition of a Job, where it holds."""
+    """Return a condition of a Job if it is True."""
     conditions = ((job or {}).get("status") or {}).get("conditions") or ()
     return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
 

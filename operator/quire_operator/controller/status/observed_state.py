@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass of the reconciler saw of one service: its objects, reduced to what the status follows from. Pure.
+"""Observed state of one service in one pass: its objects, reduced to the inputs of the status. Pure.
 
-Filled by the reconciler and pods.py, judged by status.py.
+Built by state_observer.py and pod_admin_client.py, evaluated by status.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from quire_spec.documents.download_result import DownloadReason
 from quire_spec.documents.pod_status import PodStatus
 
 Body = Mapping[str, Any]
-"""A Kubernetes object as the API server gives it."""
+"""A Kubernetes object as the API server returns it."""
 
 TEMPLATE_HASH = "pod-template-hash"
 HEALTH_PORT = "health"
@@ -24,14 +24,14 @@ HEALTH_PORT = "health"
 
 @dataclass(frozen=True, slots=True)
 class TerminatedContainer:
-    """How a container of a pod ended last."""
+    """The last termination of a container."""
 
     container: str
     exit_code: int
     reason: str
     """OOMKilled, Error, Completed, ..."""
     message: str
-    """What it wrote to its termination message, or the end of its log."""
+    """Its termination message, or the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,91 +49,91 @@ class PodState:
     started_at: str
     """When the main container started, RFC 3339; empty while it does not run."""
     restarts: int
-    """Of the main container."""
+    """Restarts of the main container."""
     template_hash: str
-    """Label of the ReplicaSet that it is of."""
+    """Label of its ReplicaSet."""
     health_port: int | None
-    """Container port named health, which answers whoever asks how the pod is; None: the pod has none."""
+    """Container port named health, with the admin API; None: the pod has none."""
     created_at: str = ""
     """metadata.creationTimestamp"""
     unschedulable: str = ""
     """The scheduler's message; empty when the pod has a node."""
     waiting: str = ""
-    """Reason and message of a container that waits for something other than its turn."""
+    """Reason and message of a waiting container, unless it waits for an earlier one."""
     creating: bool = False
-    """It has a node, and none of its containers has started there: volumes, network or images are not ready yet."""
+    """It has a node, but no container has started: volumes, network or images are not ready."""
     terminated: TerminatedContainer | None = None
-    """The last end of a container that did not end well, or of a download that did."""
+    """The last failed termination of a container, or the successful one of a download."""
     report: PodStatus | None = None
-    """What GET /status answered; None: not asked, or no answer."""
+    """Response to GET /status; None: not read, or no response."""
     report_error: str = ""
-    """Why there is no report, or why the pod refused the catalogue; never holds the key."""
+    """Why there is no report, or why the pod rejected the catalog; never contains the key."""
     download_folder: str = ""
-    """Folder that a container of it downloads the model to, before it serves; it is named by the source."""
+    """Folder to which a container downloads the model before the pod serves; its name depends on the source."""
     downloading: bool = False
-    """A container of it that downloads the model runs."""
+    """Whether its download container runs."""
     progress: DownloadProgress | None = None
-    """What GET /progress answered, while it does; None: not asked, or no answer."""
+    """Response to GET /progress during a download; None: not read, or no response."""
 
     @property
     def core_started_at(self) -> str | None:
-        """When its core started: what a core holds is gone with it, also where pod and container live on."""
+        """When its engine core started: a restart of the core alone loses its adapters."""
         return self.report.core_started_at if self.report else None
 
     @property
     def alive(self) -> bool:
-        """Neither on its way out nor ended."""
+        """Whether it is neither being deleted nor terminated."""
         return not self.deleting and self.phase in ("Pending", "Running")
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """Everything of a service that was seen in one pass."""
+    """Everything observed of a service in one pass."""
 
     deployment: Body | None = None
-    """At least as new as this pass's own apply of it: the apply's answer, or a later event. An older one would have
-    the status call a rollout done that has not begun."""
+    """At least as new as this pass's apply: its response or a later event. With an older one the status would report a
+    rollout as complete that has not started."""
     pods: tuple[PodState, ...] = ()
-    """Pods that serve."""
+    """Server pods."""
     job: Body | None = None
-    """The download Job of the source that the spec has now."""
+    """The download Job of the spec's source."""
     job_pods: tuple[PodState, ...] = ()
     """Its pods."""
     claim: Body | None = None
-    """The claim that the model is downloaded to."""
+    """The claim with the model."""
     applied_generation: int = 0
-    """Generation that all objects were applied for; an older one than the spec's: something of it is still missing."""
+    """Generation for which all objects were applied; if older than the spec's, the apply is incomplete."""
     unavailable_kinds: tuple[str, ...] = ()
-    """Kinds that the spec asks for and the API server does not have."""
+    """Kinds that the spec requests and the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that the API server does not know."""
     apply_error: str = ""
-    """What the API server said to an apply that it refused for good; empty: nothing was."""
+    """Errors of rejected applies; empty: none."""
     conflict: str = ""
-    """Object of somebody else that has the name of one of ours; empty: none."""
+    """An object with another owner that has the name of a manifest; empty: none."""
     pending_deletion: str = ""
-    """Object that has to be gone before anything is applied, in a sentence; empty: none."""
+    """An object that must be deleted before anything is applied; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningResult:
-    """What planning said. At most one of the last three is set; `plan` beside `invalid` or `unplannable` is the last
-    good one, which keeps serving."""
+    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set. If one is, `plan` is the
+    previous valid plan, which stays deployed."""
 
     plan: Plan | None = None
     spec_error: str = ""
-    """Why the spec cannot be used, a line for each problem; empty: it can."""
+    """Why the spec is invalid, one line for each problem; empty: it is valid."""
     unplannable: Unplannable | None = None
     waiting_for: str = ""
-    """What planning waits for, in a sentence; empty: for nothing."""
+    """What planning waits for; empty: nothing."""
     read_error: DownloadReason | None = None
-    """Why the model could not be read for it, beside `pending`; None: it could, or nobody tried."""
+    """Why the model could not be read, beside `waiting_for`; None: it was read, or not tried."""
     needs_backoff: bool = False
-    """Nobody will say when that is there: it has to be tried again and again."""
+    """No event reports the end of waiting: retry with backoff."""
 
 
 def parse_pod(body: Body) -> PodState:
-    """A pod as the status needs it."""
+    """Convert a pod."""
     meta, spec, state = body["metadata"], body.get("spec", {}), body.get("status", {})
     conditions = {c["type"]: c for c in state.get("conditions", ())}
     containers = spec.get("containers", ())
@@ -173,7 +173,7 @@ def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 _CREATING_REASONS = ("ContainerCreating", "PodInitializing")
-"""What every container waits for, once."""
+"""Return what the containers wait for, each reason once."""
 
 
 def _container_statuses(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -194,7 +194,7 @@ def _is_creating(state: Mapping[str, Any]) -> bool:
 
 
 def _terminated_containers(state: Mapping[str, Any]) -> Iterator[TerminatedContainer]:
-    """Ends of containers, what failed before what ended well."""
+    """Return terminations of containers, failed ones first."""
     terminated = [
         TerminatedContainer(c["name"], end.get("exitCode", 0), end.get("reason", ""), end.get("message", ""))
         for c in _container_statuses(state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Available and Progressing: who serves, by the Deployment and the pods, and what holds up the others. Pure."""
+"""The conditions Available and Progressing, from the Deployment and its pods. Pure. Called by status.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from quire_operator.controller.status.conditions import Condition, ConditionReas
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 
 _MAX_POD_MESSAGE = 400
-"""Characters of one pod's words."""
+"""Maximum characters of one pod's message."""
 _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
-"""Waiting for the next try: its message holds a duration that changes by itself, and not the cause."""
+"""Waiting for a restart: the message contains a changing duration instead of the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodProblem:
-    """What holds up a pod."""
+    """Why a pod is not ready."""
 
     reason: ConditionReason
     message: str
@@ -24,32 +24,32 @@ class PodProblem:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Where the Deployment is, for one generation of the service."""
+    """Progress of the Deployment for one generation of the service."""
 
     desired_replicas: int
-    """Pods that there should be."""
+    """Number of desired pods."""
     is_complete: bool
-    """Every wanted pod is of this generation and ready, and there is no other."""
+    """All desired pods have this generation and are ready, and there are no others."""
     reason: ConditionReason
-    """Why it is not complete, or RolloutComplete."""
+    """Why the rollout is not complete, or RolloutComplete."""
     message: str
     in_progress: bool
-    """Something may still come of it by itself."""
+    """The rollout can still complete by itself."""
 
     def progressing_condition(self) -> Condition:
-        """The condition Progressing."""
+        """Return the condition Progressing."""
         return Condition(
             ConditionType.PROGRESSING, self.in_progress and not self.is_complete, self.reason, self.message
         )
 
 
 def ready_pods(observed: ObservedState) -> tuple[PodState, ...]:
-    """Pods that clients are sent to and that serve them: by the kubelet, and by their own word where there is one."""
+    """Return the pods that receive clients and serve them, by the kubelet and, if known, by their own status."""
     return tuple(pod for pod in observed.pods if _is_ready(pod))
 
 
 def available_condition(observed: ObservedState, desired_replicas: int | None) -> Condition:
-    """The condition Available: somebody serves, whatever generation. `wanted` None: the spec cannot be read."""
+    """Return the condition Available: pods of any generation serve. `desired_replicas` None: the spec is invalid."""
     num_ready = len(ready_pods(observed))
     if num_ready:
         desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
@@ -64,7 +64,7 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
 def evaluate_rollout(
     observed: ObservedState, generation: int, desired_replicas: int, gpu_resource: str | None
 ) -> RolloutState:
-    """Where the rollout of `generation` is; `gpu_resource` is what the pods ask GPUs by, None on CPUs."""
+    """Evaluate the rollout of `generation`; `gpu_resource` is the pods' GPU resource name, None on CPUs."""
     deployment = observed.deployment
     if observed.applied_generation != generation or deployment is None:
         pending_text = f"; {observed.pending_deletion}" if observed.pending_deletion else ""
@@ -78,7 +78,7 @@ def evaluate_rollout(
     conditions = {c["type"]: c for c in deployment.get("status", {}).get("conditions") or ()}
     if counts.is_current and conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded":
         seconds = deployment["spec"].get("progressDeadlineSeconds")
-        deadline_message = f"nothing has come of it for {seconds} s (spec.rollout.progressDeadlineSeconds): {message}"
+        deadline_message = f"no progress for {seconds} s (spec.rollout.progressDeadlineSeconds): {message}"
         return RolloutState(desired_replicas, False, ConditionReason.DEADLINE_EXCEEDED, deadline_message, False)
     failure = conditions.get("ReplicaFailure", {})
     if (
@@ -97,7 +97,7 @@ def evaluate_rollout(
 
 
 def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
-    """What holds up a pod that is not ready; None for one that is just starting."""
+    """Return why a pod is not ready; None for one that is just starting."""
     if pod.unschedulable:
         is_gpu_shortage = gpu_resource is not None and f"Insufficient {gpu_resource}" in pod.unschedulable
         return PodProblem(
@@ -123,10 +123,10 @@ def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaCounts:
-    """Of a Deployment's status."""
+    """Counts of a Deployment's status."""
 
     is_current: bool
-    """The status is of the Deployment's newest generation."""
+    """The status belongs to the Deployment's newest generation."""
     desired: int
     replicas: int
     updated: int
@@ -148,7 +148,7 @@ class _ReplicaCounts:
 
 
 def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
-    """The pods themselves say the same: their events and the Deployment's come in no order."""
+    """Whether the pods confirm it: their watch and the Deployment's are not ordered."""
     hashes = {pod.template_hash for pod in observed.pods if pod.alive}
     alive = sum(pod.alive for pod in observed.pods)
     return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1
@@ -157,7 +157,7 @@ def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
 def _blocking_reason(
     observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int, gpu_resource: str | None
 ) -> tuple[ConditionReason, str]:
-    """What the rollout waits for: the scheduler before the pods' own words before plain waiting."""
+    """Return what the rollout waits for: first the scheduler, then the pods' problems, then plain waiting."""
     problems = [
         (pod.name, cause)
         for pod in sorted(observed.pods, key=lambda pod: pod.name)
@@ -177,7 +177,7 @@ def _blocking_reason(
 
 def _describe_progress(counts: _ReplicaCounts, desired_replicas: int) -> str:
     updated = counts.updated if counts.is_current else 0
-    old_text = f", {counts.replicas - updated} are of one before" if counts.replicas > updated else ""
+    old_text = f", {counts.replicas - updated} have an older one" if counts.replicas > updated else ""
     return f"{updated} of {desired_replicas} pods are of this generation, {counts.ready} are ready{old_text}"
 
 

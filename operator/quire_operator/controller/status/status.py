@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""status(): the whole .status of a service, from what is wanted and what was seen. Pure: the clock is an argument.
+"""The whole .status of a service, from its desired and observed state. Pure: the clock is an argument.
 
 Ready sums up the rest and is never claimed for an older generation: every pod is of this one, ready by the kubelet and
 by its own word, and holds every adapter.
@@ -26,7 +26,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
 
 _PRESERVED_FIELDS = ("servedName", "selector", "endpoints", "plan", "cache", "adapters", "adaptersReady")
-"""What stays as it was while the spec cannot be read."""
+"""Fields that keep their values while the spec is invalid."""
 
 
 def build_status(
@@ -37,7 +37,7 @@ def build_status(
     previous: Mapping[str, Any],
     now: datetime,
 ) -> dict[str, Any]:
-    """The whole .status, to be written over the previous one when it differs.
+    """Build the whole .status, which replaces the previous one if it differs.
 
     `service` is None when the spec could not be read at all (verdict.invalid says why). Times stay what they were
     while nothing they stand for changes, so an unchanged service gives an unchanged status.
@@ -66,7 +66,7 @@ def build_status(
 
 @dataclass(frozen=True, slots=True)
 class _EvaluatedSpec:
-    """What differs between a spec that can be read and one that cannot."""
+    """The parts that differ between a valid and an invalid spec."""
 
     conditions: list[Condition]
     fields: dict[str, Any]
@@ -75,7 +75,7 @@ class _EvaluatedSpec:
 def _evaluate_unreadable_spec(
     planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any]
 ) -> _EvaluatedSpec:
-    """Nothing is known of what is wanted; what was there keeps serving."""
+    """Evaluate an invalid spec: the previous objects keep serving."""
     config = _config_valid(planning, observed)
     conditions = [
         config,
@@ -106,7 +106,7 @@ def _evaluate_spec(
         observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None
     )
     adapters_state = adapters.evaluate_adapters(service.build_catalog(), observed.pods, ready_pods(observed))
-    # A model that cannot be read is what planning waits for.
+    # If the model cannot be read, planning waits for it.
     blocker = _first_blocker(
         service, [config, cached_condition, planned] if planning.read_error else [config, planned, cached_condition]
     )
@@ -181,7 +181,7 @@ def _summarize_plan(plan: Plan) -> str:
 
 
 def _first_blocker(service: LLMService, conditions: Iterable[Condition]) -> Condition | None:
-    """What keeps this generation from being rolled out at all."""
+    """Return the condition that prevents any rollout of this generation."""
     blocker = next((condition for condition in conditions if condition.is_true is not True), None)
     if service.spec.paused and (blocker is None or blocker.reason != ConditionReason.INVALID):
         message = "spec.paused is set: the operator changes and repairs nothing, and only writes the status"
@@ -223,11 +223,11 @@ def _unknown_condition(kind: ConditionType, cause: Condition) -> Condition:
     return Condition(kind, None, cause.reason, "not judged: the spec cannot be read, see ConfigValid")
 
 
-# The plan, and what the engine found
+# The plan and the engine's measurements
 
 
 def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
-    """By how much of the planned KV tokens the engine measured fewer (negative) or more; None: nothing was measured."""
+    """Return (measured - planned) / planned KV tokens; None: not measured."""
     measured, planned = (plan.get("measured") or {}).get("kvTokens"), plan.get("kvTokens")
     if measured is None or not planned:
         return None
@@ -238,9 +238,9 @@ def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
 
 
 _MAX_KV_VALUE = 2**31
-"""Blocks, and tokens of one, that nobody has; an API server takes no integer beyond 64 bits."""
+"""Upper bounds of plausible values; an API server rejects integers beyond 64 bits."""
 MAX_KV_TOKEN_DRIFT = 0.10
-"""Beyond this the plan was wrong enough to tell somebody."""
+"""A larger difference is reported in the condition."""
 
 
 def _describe_drift(plan: Mapping[str, Any]) -> str:
@@ -257,7 +257,7 @@ def _describe_drift(plan: Mapping[str, Any]) -> str:
 def _plan_fields(
     plan: Plan | None, observed: ObservedState, rollout_state: RolloutState, previous: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """status.plan. Without a new one the last stays: it is the one that the pods run by."""
+    """Return status.plan; without a new plan the last one is kept, by which the pods run."""
     previous_plan = dict(previous.get("plan") or {})
     if plan is None:
         return previous_plan
@@ -269,7 +269,7 @@ def _plan_fields(
 
 
 def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
-    """What the engine of the pod with the least room found."""
+    """Return the measurements of the pod with the fewest KV tokens."""
     memories = [(p.report.memory, p.report.core_started_at) for p in ready_pods(observed) if p.report]
     measurements = [
         (memory.num_blocks * memory.block_size, memory.num_blocks, _format_time(started_at))
@@ -283,7 +283,7 @@ def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
 
 
 def _format_time(text: str | None) -> str:
-    """RFC 3339 as the schema wants it; empty for anything else."""
+    """Return RFC 3339 as the schema requires it; empty for anything else."""
     try:
         moment = datetime.fromisoformat(text or "")
     except ValueError:

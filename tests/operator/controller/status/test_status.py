@@ -434,6 +434,6 @@ def test_a_table_stays_one_where_it_belongs_and_is_left_out_elsewhere():
     found = checked_status(healthy_state(applied_generation=0), PlanningResult(unplannable=why.value))
     assert condition(found, "Planned")["message"] == str(why.value)
     assert re.fullmatch(
-        r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; take a larger GPU, or a smaller model; The smallest .*",
+        r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; use a larger GPU, or a smaller model; The smallest .*",
         condition(found, "Ready")["message"],
     )
