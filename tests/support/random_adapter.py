@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter of random matrices on every module of a runner that takes any, embedding and output projection among
-them, made without a file."""
+"""A random adapter for every module of a runner, including embedding and output projection, created without files."""
 
 import torch
 
@@ -10,11 +9,11 @@ from quire_kernels import PackedAdapter
 
 
 def random_adapter(runner: DeviceModelRunner, lora_rank: int, generator: torch.Generator) -> PackedAdapter:
-    """Large enough that it changes what is generated."""
+    """Return an adapter large enough to change the generated tokens."""
     slots, pairs = runner.adapter_store.slots, {}
     assert slots is not None
-    for places, module in zip(slots._module_keys, slots._slots.modules, strict=True):
-        for place, width in zip(places, module.target.widths, strict=True):
+    for module_keys, module in zip(slots._module_keys, slots._slots.modules, strict=True):
+        for module_key, width in zip(module_keys, module.target.widths, strict=True):
             a = torch.randn(lora_rank, module.target.in_features, generator=generator)
-            pairs[place] = a / 4, torch.randn(width, lora_rank, generator=generator) / 4
+            pairs[module_key] = a / 4, torch.randn(width, lora_rank, generator=generator) / 4
     return runner.adapter_store.pack(HostAdapter(lora_rank, pairs))

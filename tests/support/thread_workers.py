@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for tests: as threads, which start at once, with the same ring, sockets and gloo; and as processes, to find."""
+"""Tensor-parallel workers for tests, as threads: they start at once and use the same ring, sockets and gloo. Also finds
+worker processes."""
 
 import os
 import threading
@@ -17,7 +18,7 @@ from quire_spec.engine.config import EngineConfig
 
 
 class ThreadWorker:
-    """A Member that is a thread. What ends a process's step with it, gloo's error, ends its step too."""
+    """A WorkerHandle on a thread. An error of gloo ends its step, as the end of a process does."""
 
     def __init__(self, channels: WorkerChannels) -> None:
         own_channels = WorkerChannels(
@@ -30,7 +31,7 @@ class ThreadWorker:
 
     @property
     def stored_adapter_digests(self) -> set[str]:
-        """Keys of the adapters in host memory."""
+        """Keys of the adapters in host memory, which workers use as digests."""
         runner = self._worker._runner
         assert runner is not None
         return set(runner.adapter_store.digests)
@@ -51,7 +52,7 @@ class ThreadWorker:
 
 
 def engine_with_thread_workers(config: EngineConfig, **runner_options: Any) -> Engine:
-    """An engine whose ranks are threads; `how` goes to open_runner."""
+    """Return an engine whose workers are threads; `runner_options` go to create_runner."""
     checkpoint = Checkpoint.load(Path(config.model))
     runner = create_runner(
         config, checkpoint.shape, checkpoint.folder, **({"start_worker": ThreadWorker} | runner_options)
@@ -60,7 +61,7 @@ def engine_with_thread_workers(config: EngineConfig, **runner_options: Any) -> E
 
 
 def tp_worker_processes(pid: int | None = None) -> list[psutil.Process]:
-    """The ranks that a process, by default this one, has started."""
+    """Return the workers that a process, by default this one, has started."""
     children = psutil.Process(pid).children()
     return [child for child in children if any("tp_worker_process" in word for word in _command_line(child))]
 
@@ -68,5 +69,5 @@ def tp_worker_processes(pid: int | None = None) -> list[psutil.Process]:
 def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # gone since, or dead and not waited for
+    except psutil.Error:  # it has ended, or is a zombie
         return []

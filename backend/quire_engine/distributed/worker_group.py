@@ -6,7 +6,7 @@
                                <-------replies-----------
                                <--torch.distributed----->   (communicator.py)
 
-Calls are rare: load, meet, serve, and those about adapters. If one rank ends, the group is lost: the other workers are
+Calls are rare: load, rendezvous, serve, and those about adapters. If one rank ends, the group is lost: the others are
 killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs, the next
 collective operation fails in the others after `communicator.TIMEOUT_S`.
 """
@@ -194,7 +194,7 @@ class WorkerGroup:
         for call_id in self._load_call_ids:
             self._wait_for_replies(call_id)
         path = Path(self._rendezvous_dir.name) / "store"
-        self.start_call("meet", path=str(path))
+        self.start_call("rendezvous", path=str(path))
         return path
 
     def _send_call(self, call: dict[str, Any], ranks: set[int]) -> int:

@@ -46,19 +46,19 @@ class TensorParallelRunner(ModelRunner):
     def read_adapter(self, path: Path) -> ShardedAdapter:
         """Read an adapter's folder on all ranks at the same time; see ModelRunner."""
         key = next(self._key_counter)
-        call_id = self._worker_group.start_call("read", key=key, path=str(path))
+        call_id = self._worker_group.start_call("read_adapter", key=key, path=str(path))
         try:
             try:
                 local_shard = self._local_runner.read_adapter(path)
             finally:
                 self._worker_group.wait_call(call_id)
         except Exception:
-            self._worker_group.notify("forget", key=key)
+            self._worker_group.notify("discard_adapter", key=key)
             raise
         adapter = ShardedAdapter(local_shard, key)
         # The workers discard their shards when this adapter is garbage-collected here; a step that loads it has started
         # long before. Not at exit, because then all ranks end anyway.
-        weakref.finalize(adapter, self._worker_group.notify, "forget", key=key).atexit = False
+        weakref.finalize(adapter, self._worker_group.notify, "discard_adapter", key=key).atexit = False
         return adapter
 
     def host_bytes(self, packed_adapter: object) -> int:
@@ -85,7 +85,7 @@ class TensorParallelRunner(ModelRunner):
         )
 
         def copy_to_slot() -> None:
-            call_id = self._worker_group.start_call("fill", key=adapter.key, slot=slot_load.adapter_slot)
+            call_id = self._worker_group.start_call("copy_to_slot", key=adapter.key, slot=slot_load.adapter_slot)
             try:
                 copy_local()
             finally:

@@ -26,7 +26,7 @@ from quire_spec.errors import Internal, QuireError
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
-_ADAPTER_CALLS = ("read", "fill", "forget")
+_ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
 _MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
 """Characters; a reply is one packet, and JSON may need six bytes for one."""
 
@@ -61,7 +61,7 @@ class TensorParallelWorker:
         def rendezvous() -> Path:
             nonlocal call
             self._send_reply(call)
-            call = self._next_call("meet")
+            call = self._next_call("rendezvous")
             return Path(call["path"])
 
         try:
@@ -108,9 +108,9 @@ class TensorParallelWorker:
         runner, key, failure = self._runner, str(call["key"]), None
         assert runner is not None, "adapter calls come after the call serve"
         try:
-            if call["call"] == "read":
+            if call["call"] == "read_adapter":
                 runner.store_adapter(key, runner.read_adapter(Path(call["path"])))
-            elif call["call"] == "fill":
+            elif call["call"] == "copy_to_slot":
                 runner.load_adapter_slot(SlotLoad(key, SlotId(call["slot"])))()
             else:
                 runner.discard_adapter(key)

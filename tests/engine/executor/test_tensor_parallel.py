@@ -56,8 +56,10 @@ def adapters(folders, tmp_path_factory):
         "phi3": ({}, {"r": 4, "target_modules": ["qkv_proj"]}, {"r": 2, "target_modules": ["o_proj"]}),
     }
     return {
-        name: [make_adapter(folders[name], tmp_path_factory.mktemp(name), i, **kind) for i, kind in enumerate(made)]
-        for name, made in kinds.items()
+        name: [
+            make_adapter(folders[name], tmp_path_factory.mktemp(name), i, **config) for i, config in enumerate(configs)
+        ]
+        for name, configs in kinds.items()
     }
 
 

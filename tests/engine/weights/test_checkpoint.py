@@ -130,9 +130,9 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    [line] = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.splitlines()
     assert line.startswith("model: 'org/name'") and (revision or "") in line
     assert "(http://127.0.0.1:9)" in line and line.endswith(end) and "passw0rd" not in line
 
@@ -187,14 +187,14 @@ except ConfigError as error:
         }
         lines = []
         for cache in (hub_cache.parent, tmp_path / "empty"):
-            done = subprocess.run(
+            result = subprocess.run(
                 [sys.executable, "-c", code],
                 env=environment | {"HF_HUB_CACHE": str(cache)},
                 capture_output=True,
                 text=True,
                 timeout=60,
             )
-            assert done.returncode == 0, done.stderr
-            lines += done.stdout.splitlines()
+            assert result.returncode == 0, result.stderr
+            lines += result.stdout.splitlines()
     assert Path(lines[0]).is_relative_to(hub_cache)
     assert "handshake operation timed out" in lines[1] and lines[1].startswith("model: 'org/name'")

@@ -163,8 +163,8 @@ def _generate(folder, monkeypatch, capture, adapters=(), steps=None, ahead=False
 def test_graphs_do_not_change_tokens(folder, monkeypatch, ahead):
     capture = _RerunCapture()
     expected, _ = _generate(folder, monkeypatch, None)
-    found, num_preemptions = _generate(folder, monkeypatch, capture, ahead=ahead)
-    assert found == expected
+    tokens, num_preemptions = _generate(folder, monkeypatch, capture, ahead=ahead)
+    assert tokens == expected
     assert capture.num_replays > 20
     assert num_preemptions > 0
 
@@ -174,18 +174,18 @@ def test_graph_of_a_step_that_samples_nothing(folder, monkeypatch, ahead):
     """With one token per step, graphs also compute prompts, of which only the last token samples."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     config = dataclasses.replace(CONFIG, model=str(folder), max_num_seqs=1, async_scheduling=ahead)
-    found = []
+    outputs = []
     for num_tokens in (40, 1):
         monkeypatch.setattr(cuda_graphs, "should_capture", lambda device, enabled=num_tokens == 1: enabled)
         monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: _RerunCapture())
         engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
         engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
-        found.append([])
+        outputs.append([])
         while engine.has_work:
             for result in engine.step().results:
                 assert result.error_code is None, result.error
-                found[-1] += result.token_ids
-    assert found[1] == found[0] and len(found[0]) == 5
+                outputs[-1] += result.token_ids
+    assert outputs[1] == outputs[0] and len(outputs[0]) == 5
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -193,10 +193,10 @@ def test_graphs_do_not_change_tokens_with_adapters(folder, monkeypatch, ahead):
     """Three adapters share two slots beside base sequences, so the content of a slot changes between replays."""
     adapters, steps = (None, "adapter 0", "adapter 1", "adapter 2"), []
     expected, _ = _generate(folder, monkeypatch, None, adapters)
-    found, num_preemptions = _generate(folder, monkeypatch, _RerunCapture(), adapters, steps, ahead)
-    assert found == expected
+    tokens, num_preemptions = _generate(folder, monkeypatch, _RerunCapture(), adapters, steps, ahead)
+    assert tokens == expected
     assert num_preemptions > 0
-    assert found != _generate(folder, monkeypatch, None)[0]
+    assert tokens != _generate(folder, monkeypatch, None)[0]
     assert any({None, 0, 1} <= {slot for slot, _ in step} for step in steps)
     assert any(len(step) == 1 for step in steps)
     digests_by_slot = {slot: {digest for step in steps for s, digest in step if s == slot} for slot in (0, 1)}

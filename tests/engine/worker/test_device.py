@@ -131,7 +131,7 @@ print(full - freed, full - resident())
 
 
 def test_trim_heap_returns_unpacked_weights_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=60, check=True)
-    by_freeing, in_all = map(int, done.stdout.split())
-    assert by_freeing < 64 << 20
-    assert in_all > 240 << 20
+    result = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=60, check=True)
+    freed_by_del, freed_by_trim = map(int, result.stdout.split())
+    assert freed_by_del < 64 << 20
+    assert freed_by_trim > 240 << 20
