@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make .venv from a bare clone: check what the machine lacks, then install what `make demo` or `make test` needs.
 
-Runs on the machine's own Python with the standard library only. Everything that is missing is said at once, each with
-its fix. On a machine without an NVIDIA GPU it takes PyTorch's CPU build where the package index offers one, because the
-default build brings several gigabytes of CUDA libraries.
+Runs on the machine's own Python with the standard library only. It reports all missing requirements at once, each with
+its fix. On a machine without an NVIDIA GPU it installs PyTorch's CPU build if the package index offers one, because the
+default build installs several gigabytes of CUDA libraries.
 
     python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """
@@ -36,7 +36,7 @@ NEEDED_BYTES = 4 * 2**30
 
 
 def missing_requirements() -> list[str]:
-    """What this machine lacks, each with its fix; empty when all is there."""
+    """Return the requirements that this machine does not meet, each with its fix."""
     problems = []
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         problems.append(
@@ -87,12 +87,12 @@ def _space() -> list[str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """True when a driver has made device nodes; asked without any library."""
+    """Return whether an NVIDIA driver has created its device nodes."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists()
 
 
 def torch_requirement(pip: list[str]) -> str | None:
-    """Requirement of PyTorch's newest CPU build that the index offers; None takes the default build."""
+    """Return the requirement of the newest CPU build of PyTorch that the index offers; None: use the default build."""
     if has_nvidia_gpu():
         return None
     output = subprocess.run([*pip, "index", "versions", "torch"], capture_output=True, text=True, check=False).stdout
@@ -102,14 +102,14 @@ def torch_requirement(pip: list[str]) -> str | None:
     if candidates:
         return f"torch=={candidates[-1][1]}"
     print_progress(
-        "note: no CPU build of torch is offered by the configured package index, so the default build comes, with\n"
-        "      several GB of CUDA libraries. To avoid it, stop here and set PIP_EXTRA_INDEX_URL to PyTorch's CPU index."
+        "note: the configured package index has no CPU build of torch. The default build will be installed, with\n"
+        "      several GB of CUDA libraries. To avoid it, stop now and set PIP_EXTRA_INDEX_URL to PyTorch's CPU index."
     )
     return None
 
 
 def requirements(group: str) -> list[str]:
-    """A dependency group of pyproject.toml with those it includes (pip learnt to read them only in 25.1)."""
+    """Return a dependency group of pyproject.toml with the groups that it includes (pip reads groups since 25.1)."""
     import tomllib
 
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
@@ -120,13 +120,13 @@ def requirements(group: str) -> list[str]:
 
 
 def stamp(folder: Path, group: str) -> Path:
-    """File that exists when `group` is installed as pyproject.toml has it now."""
+    """Return the file that marks `group` as installed for the current pyproject.toml."""
     content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
     return folder / f".quire-{group}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def install(folder: Path, group: str) -> None:
-    """Make the environment in `folder` and install the project with `group`."""
+    """Create the environment in `folder` and install the project with `group`."""
     started = time.monotonic()
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
     if not (folder / "bin/python").exists():
@@ -138,14 +138,14 @@ def install(folder: Path, group: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     done = subprocess.run([*pip, "install", *quiet, *arguments], check=False)
     if done.returncode:
-        sys.exit(f"bootstrap: pip failed with {done.returncode}; its last lines say why")
+        sys.exit(f"bootstrap: pip failed with {done.returncode}; see its last lines")
     for included in _GROUP_ORDER[: _GROUP_ORDER.index(group) + 1]:
         stamp(folder, included).touch()
     print_progress(f"ready in {time.monotonic() - started:.0f} s: {folder}")
 
 
 def install_emulated(folder: Path) -> None:
-    """Make the environment of `make emulated`: the engine alone, in the order that keeps CUDA's libraries out."""
+    """Create the environment of `make emulated`: only the engine, in an order that avoids CUDA's libraries."""
     import tomllib
 
     started = time.monotonic()
@@ -157,7 +157,7 @@ def install_emulated(folder: Path) -> None:
     engine_requirements = [entry for entry in engine if not entry.startswith("torch")]
     for arguments in ([*engine_requirements, *requirements(EMULATED)], ["--no-deps", *EMULATED_TORCH, "-e", str(ROOT)]):
         if code := subprocess.run([*pip, *arguments], check=False).returncode:
-            sys.exit(f"bootstrap: pip failed with {code}; its last lines say why")
+            sys.exit(f"bootstrap: pip failed with {code}; see its last lines")
     stamp(folder, EMULATED).touch()
     print_progress(f"ready in {time.monotonic() - started:.0f} s: {folder}")
 
@@ -168,20 +168,20 @@ def print_progress(text: str) -> None:
 
 
 def main() -> None:
-    """Check, then install unless everything is already there."""
+    """Check the machine, then install unless everything is already installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--for", dest="group", choices=(*_GROUP_ORDER, EMULATED), default="dev", help="what to install for"
     )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
-    parser.add_argument("--check-only", action="store_true", help="say what is missing and install nothing")
+    parser.add_argument("--check-only", action="store_true", help="report missing requirements and install nothing")
     arguments = parser.parse_args()
     if problems := missing_requirements():
         sys.exit("\n  - ".join(["bootstrap: this machine lacks", *problems]))
     if arguments.check_only:
         print_progress("nothing is missing")
         if shutil.which("g++") is None:
-            print_progress("there is no g++: without it bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
+            print_progress("g++ is not installed: bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
     elif not stamp(arguments.venv, arguments.group).exists():
         if arguments.group == EMULATED:
             install_emulated(arguments.venv)

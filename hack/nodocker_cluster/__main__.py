@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m nodocker_cluster`: what the Makefile calls.
+"""Command line of the cluster for machines without Docker; the Makefile calls it.
 
-tools           find Kubernetes' programs on this machine, or download or build them; says where they are
-up              start a cluster of one node (without root: a control plane, no node) and say how to use it
-down            end it and remove everything of it, also after a crash
-load ARCHIVE"""
+tools           find, download or build Kubernetes' programs, and print their folder
+up              start a cluster with one node (without root: only a control plane) and print how to use it
+down            stop the cluster and remove all of its files, also after a crash
+images          build this checkout's images
+load [ARCHIVE]  load the built images, or an archive of docker save or podman save, onto the node"""
 
 import argparse
 import sys
@@ -20,15 +21,15 @@ def print_progress(text: str) -> None:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command of the command line."""
     parser = argparse.ArgumentParser(
         prog="nodocker_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["tools", "up", "down", "images", "load"])
-    parser.add_argument("archive", nargs="?", type=Path, help="of load: from docker save, podman save")
+    parser.add_argument("archive", nargs="?", type=Path, help="for load: a file of docker save or podman save")
     options = parser.parse_args()
     if options.archive and options.command != "load":
-        parser.error("only load takes an archive")
+        parser.error("an archive is allowed for load only")
     try:
         _run_command(options.command, options.archive)
     except (binaries.Unavailable, StartError, network.LinkError) as error:
@@ -49,7 +50,7 @@ def _run_command(command: str, archive: Path | None) -> None:
             "cluster-down\n"
         )
     elif command == "down":
-        print_progress("down, and nothing is left" if local.down() else "there was none")
+        print_progress("stopped and removed" if local.down() else "no cluster was up")
     elif command == "images":
         print_progress(f"images: {', '.join(map(str, images.build(print_progress)))}")
     else:
@@ -60,9 +61,9 @@ def _run_command(command: str, archive: Path | None) -> None:
 
 def _make_crd_apiserver() -> None:
     try:
-        print_progress(f"beside it, for definitions: {crd_apiserver.find_or_build(print_progress)}")
+        print_progress(f"current API server for CRDs: {crd_apiserver.find_or_build(print_progress)}")
     except binaries.Unavailable as error:
-        print_progress(f"tests of the definition in a current Kubernetes will be skipped: {error}")
+        print_progress(f"tests of the CRD in a current Kubernetes will be skipped: {error}")
 
 
 if __name__ == "__main__":

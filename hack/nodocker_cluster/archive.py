@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image as an archive of the Open Container Initiative, made by hand: one layer, no registry, no builder."""
+"""Writes images as OCI archives with one layer, without a registry or a builder."""
 
 import hashlib
 import io
@@ -17,12 +17,12 @@ _MEDIA = "application/vnd.oci.image"
 
 
 def write_pause_archive(file: Path) -> Path:
-    """Archive of PAUSE, which holds a pod together and sleeps, from the machine's busybox-static."""
+    """Write the pause image, from the machine's busybox-static."""
     return _write_busybox_based(file, PAUSE_IMAGE, ["/bin/busybox", "sleep", "2147483647"])
 
 
 def write_busybox_archive(file: Path) -> Path:
-    """Archive of BUSYBOX, a shell for tests."""
+    """Write an image with a shell, for tests."""
     return _write_busybox_based(file, BUSYBOX_IMAGE, ["/bin/busybox", "sh"])
 
 
@@ -62,7 +62,7 @@ def write_archive(file: Path, name: str, files: Mapping[str, bytes], entrypoint:
 def _write_busybox_based(file: Path, name: str, entrypoint: list[str]) -> Path:
     program = shutil.which("busybox")
     if program is None:
-        raise FileNotFoundError("busybox: install Debian's busybox-static")
+        raise FileNotFoundError("busybox is not installed; install Debian's busybox-static")
     return write_archive(file, name, {"bin/busybox": Path(program).read_bytes()}, entrypoint)
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the programs of Kubernetes are on this machine, and how they get there. `find` looks, `make` makes.
+"""The programs of Kubernetes on this machine: `find` looks for them, `find_or_build` also downloads or builds them.
 
     KUBEBUILDER_ASSETS   a folder with etcd and kube-apiserver at least
-    the cache            $QUIRE_CLUSTER_CACHE, by default ~/.cache/quire/cluster; one folder a version
+    the cache            $QUIRE_CLUSTER_CACHE, by default ~/.cache/quire/cluster; one folder per version
     release.py           an official release, where it can be reached
     debian.py            a build from Debian's own source package
-    definitions.py       beside that one, which is old: a current Kubernetes' API server of definitions
+    crd_apiserver.py     in addition to that build, which is old: the CRD API server of a current Kubernetes
 
-A cluster that exists already needs none of them: QUIRE_TEST_KUBECONFIG names its kubeconfig for the tests.
+An existing cluster needs none of them: QUIRE_TEST_KUBECONFIG is its kubeconfig, for the tests.
 """
 
 import os
@@ -27,7 +27,7 @@ ProgressCallback = Callable[[str], None]
 
 
 class Unavailable(Exception):
-    """A source cannot give the programs here; the message says why and what would help."""
+    """A source cannot provide the programs on this machine; the message contains the reason and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class KubeBinaries:
 
     folder: Path
     version: tuple[int, int, int]
-    """Of kube-apiserver."""
+    """Version of kube-apiserver."""
 
     def has(self, *names: str) -> bool:
-        """Whether these programs are there."""
+        """Return whether all these programs exist."""
         return all((self.folder / name).exists() for name in names)
 
     def path(self, name: str) -> str:
-        """The program; kubectl may be the machine's own."""
+        """Return the path of a program; kubectl may be the machine's own."""
         if self.has(name):
             return str(self.folder / name)
         if name == "kubectl" and (found := shutil.which(name)):
@@ -78,10 +78,10 @@ def find() -> KubeBinaries | None:
 
 
 def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
-    """The programs that are there, or else the first that a source gives.
+    """Return the programs of this machine, or those of the first source that can provide them.
 
     Raises:
-        Unavailable: no source can; the message has each one's reason.
+        Unavailable: no source can; the message contains the reason of each.
     """
     from nodocker_cluster import debian, release
 
@@ -98,14 +98,14 @@ def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
             report_progress(f"no: {error}")
     if programs := find():
         return programs
-    raise Unavailable("\n  - ".join(["there is no way here to get Kubernetes' programs", *reasons]))
+    raise Unavailable("\n  - ".join(["cannot get Kubernetes' programs on this machine", *reasons]))
 
 
 def install_packages(programs: Mapping[str, str], report_progress: ProgressCallback) -> None:
-    """Install the Debian packages of those programs (program: package) that are not there.
+    """Install the Debian packages of missing programs (program: package).
 
     Raises:
-        Unavailable: they cannot be installed here; the message names them.
+        Unavailable: they cannot be installed here; the message lists them.
     """
     missing = _packages(programs)
     if not missing:
@@ -126,7 +126,7 @@ def _packages(programs: Mapping[str, str]) -> list[str]:
 
 
 def publish_to_cache(work: Path, name: str) -> None:
-    """Move a finished folder into the cache under its version; a half-made one is never seen there."""
+    """Move a finished folder into the cache under its version, so that the cache never contains a partial one."""
     target = cache_folder() / name
     shutil.rmtree(target, ignore_errors=True)
     work.rename(target)

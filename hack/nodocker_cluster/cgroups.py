@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control groups of a cluster's pods: one tree of our own, so that all of it can be found and taken away."""
+"""The control groups of a cluster's pods: one tree per cluster, so that all of them can be found and removed."""
 
 import hashlib
 import time
@@ -12,33 +12,34 @@ _REMOVE_TIMEOUT_S = 10.0
 
 
 def tree_name(folder: Path) -> str:
-    """Of the tree of the cluster in `folder`."""
+    """Return the name of the tree of the cluster in `folder`."""
     return f"{_PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
 
 
 def create(folder: Path) -> None:
-    """Make the tree in every hierarchy that this machine has."""
+    """Create the tree in every cgroup hierarchy of this machine."""
     for tree in _trees(folder):
         tree.mkdir(exist_ok=True)
-        if (tree / "cgroup.controllers").exists() and tree.parent == _ROOT:  # version 2: children get what is named
+        if (tree / "cgroup.controllers").exists() and tree.parent == _ROOT:
+            # Version 2: children get only the controllers that are named here.
             controllers = (tree / "cgroup.controllers").read_text().split()
             (tree / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in controllers))
 
 
 def remove_stale() -> None:
-    """Take away the trees of clusters that were killed and never taken down; call it where no node runs."""
+    """Remove the trees of killed clusters. Call this only while no node runs."""
     for hierarchy in _hierarchies():
         for tree in hierarchy.glob(f"{_PREFIX}*"):
             _try_remove_tree(tree)
 
 
 def exists(folder: Path) -> bool:
-    """Whether the tree is there."""
+    """Return whether the tree exists."""
     return any(tree.exists() for tree in _trees(folder))
 
 
 def remove(folder: Path) -> None:
-    """Take the tree away; its processes have ended, and the kernel may still be busy with them."""
+    """Remove the tree. Its processes have ended, but the kernel may still be cleaning up."""
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     while remaining := [tree for tree in _trees(folder) if tree.exists()]:
         for tree in remaining:
@@ -54,7 +55,7 @@ def _trees(folder: Path) -> Iterator[Path]:
 
 
 def _hierarchies() -> Iterator[Path]:
-    """The one of version 2, or those of version 1."""
+    """Yield the hierarchy of version 2, or those of version 1."""
     if not _ROOT.is_dir():
         return
     if (_ROOT / "cgroup.controllers").exists():
@@ -66,7 +67,7 @@ def _hierarchies() -> Iterator[Path]:
 
 
 def _try_remove_tree(tree: Path) -> None:
-    """Children first; what is busy stays for the next time."""
+    """Remove children first; busy groups remain for the next attempt."""
     for group in [*sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True), tree]:
         try:
             group.rmdir()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A control plane on this machine: etcd, API server and, where they are there, controller-manager and scheduler.
+"""A control plane on this machine: etcd, API server and, if available, controller manager and scheduler.
 
-Certificates, kubeconfigs, data and logs are in one folder. Pods need a node beside it (node.py).
+Certificates, kubeconfigs, data and logs are in one folder. Pods also need a node (node.py).
 """
 
 import json
@@ -23,13 +23,13 @@ from nodocker_cluster.ports import free_ports
 NODE_NAME = "quire-node"
 START_TIMEOUT_S = 60.0
 AUDIT_LOG = "audit.log"
-"""One JSON object a line: what service accounts asked the API server for."""
+"""Requests of service accounts to the API server, one JSON object per line."""
 _STOP_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", crd_apiserver.PROGRAM, "etcd")
 _API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
 
 class StartError(Exception):
-    """A program of the cluster did not start; the message has the end of its log."""
+    """A program of the cluster did not start; the message contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,28 @@ class ControlPlane:
     folder: Path
     programs: KubeBinaries
     address: str
-    """Of this machine; pods reach the API server there."""
+    """Address of this machine, at which pods reach the API server."""
     access: ClusterAccess
-    """Everything is allowed."""
+    """The administrator's access."""
 
     @property
     def kubeconfig(self) -> Path:
-        """Of the administrator."""
+        """The administrator's kubeconfig."""
         return self.folder / "admin.kubeconfig"
 
     def stop(self) -> None:
-        """End its programs; data and logs stay."""
+        """Stop its programs; data and logs remain."""
         stop(self.folder)
 
 
 def stop(folder: Path) -> None:
-    """End the control plane in `folder`, whoever started it."""
+    """Stop the control plane in `folder`, including one that another process started."""
     for name in _STOP_ORDER:
         processes.stop(folder, name)
 
 
 def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies_with_us: bool = False) -> ControlPlane:
-    """Start it on free ports and wait until it answers: 4 s on an idle machine.
+    """Start a control plane on free ports and wait until it is ready: 4 s on an idle machine.
 
     Raises:
         StartError: a program ended or did not answer in time.
@@ -88,15 +88,15 @@ def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies
 
 
 def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kubeconfig: Path) -> ControlPlane:
-    """Start the API server of definitions (definitions.py) on an etcd of `tools` and wait until it answers: 2 s.
+    """Start the CRD API server (crd_apiserver.py) with an etcd of its own and wait until it is ready: 2 s.
 
-    It ends with this thread.
+    Both programs end with this thread.
 
     Args:
-        folder: of its own.
-        tools: they have etcd.
-        program: what is to be started.
-        cluster: kubeconfig of the cluster that has the namespaces, and all else that it asks for.
+        folder: a folder for this control plane.
+        programs: programs that include etcd.
+        program: the API server's executable.
+        kubeconfig: kubeconfig of the cluster with the namespaces and all other objects that the API server needs.
 
     Raises:
         StartError: a program ended or did not answer in time.
@@ -122,7 +122,7 @@ def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kub
 
 
 class _Starter:
-    """Starts programs one after another, and fails with the log of the one that does not come up."""
+    """Starts programs in order, and fails with the log of a program that does not become ready."""
 
     def __init__(self, folder: Path, programs: KubeBinaries, dies_with_us: bool) -> None:
         self.folder, self.programs, self.dies_with_us = folder, programs, dies_with_us
@@ -159,7 +159,7 @@ def _write_certificates(folder: Path, address: str) -> None:
 
 
 def _write_kubeconfigs(folder: Path, port: int, address: str) -> ClusterAccess:
-    """One for each of its clients; the administrator's access."""
+    """Write a kubeconfig for each client; return the administrator's access."""
     pki = folder / "pki"
     ca = (pki / "ca.crt").read_text()
     accesses = {}
@@ -195,7 +195,7 @@ def _api_server_flags(folder: Path, port: int, etcd: str, address: str) -> list[
     return [
         f"--etcd-servers={etcd}",
         f"--bind-address={'127.0.0.1' if address == '127.0.0.1' else NETWORK.any_address}",
-        # Loopback is refused as the address of the service `kubernetes`. With no node, nobody goes there.
+        # The API server rejects loopback as the address of the service `kubernetes`. Without a node it is not used.
         f"--advertise-address={'192.0.2.1' if address == '127.0.0.1' else address}",
         f"--secure-port={port}",
         f"--tls-cert-file={pki}/apiserver.crt",
@@ -235,16 +235,16 @@ def _crd_apiserver_flags(folder: Path, port: int, etcd: str, kubeconfig: Path) -
         f"--kubeconfig={kubeconfig}",
         f"--authentication-kubeconfig={kubeconfig}",
         f"--authorization-kubeconfig={kubeconfig}",
-        # Who the administrator is, the certificate says by this authority; nobody else asks.
+        # The client certificate identifies the administrator, who is the only user.
         "--authentication-skip-lookup",
-        # What an older cluster does not have, it would wait for.
+        # The server would wait for these APIs, which an older cluster does not have.
         "--enable-priority-and-fairness=false",
         "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
     ]
 
 
 def _write_audit_policy(folder: Path) -> Path:
-    """What service accounts ask for, without bodies, so that granted rights can be compared with used ones."""
+    """Log the requests of service accounts, without bodies, to compare granted permissions with used ones."""
     logged = {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]}
     # Kubernetes' own controllers are service accounts too, and busy.
     ignored = {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]}
@@ -265,7 +265,7 @@ def _controller_manager_flags(folder: Path, port: int, programs: KubeBinaries) -
         "--use-service-account-credentials=true",
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={NETWORK.services}",
-        # Many tests share it; what it may send by default, 20 requests a second, would be what they wait for.
+        # Many tests share it; the default limit of 20 requests a second would slow them down.
         "--kube-api-qps=200",
         "--kube-api-burst=400",
     ]

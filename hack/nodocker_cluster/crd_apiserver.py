@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server of definitions (CRDs) and their objects of a current Kubernetes, by itself.
+"""The apiextensions API server of a current Kubernetes, which serves CRDs and their objects, as a program of its own.
 
-Where this machine's Kubernetes is an old one (debian.py), it shows what a current one makes of this project's
-definition: rules in CEL and what they may cost, unknown fields, who owns a field. Debian's unstable suite has the
-libraries that kubectl is built from, and with them this server, which is a part of kube-apiserver; no other server of a
-current Kubernetes. About 400 MB are downloaded and compiled for some minutes; 5 GB of space.
+It complements an old Kubernetes (debian.py): it tests this project's CRD with CEL rules and their cost limits, unknown
+fields and field ownership. Debian's unstable suite packages the Go libraries of kubectl, which include this part of
+kube-apiserver but no other server. The build downloads about 400 MB, compiles for some minutes, and needs 5 GB of
+space.
 """
 
 import re
@@ -18,13 +18,13 @@ PROGRAM = "apiextensions-apiserver"
 SUITE = "unstable"
 NEEDED_BYTES = 6 * 2**30
 MIN_CURRENT_VERSION = (1, 25, 0)
-"""From here on kube-apiserver itself knows what the definition needs."""
+"""From this version on, kube-apiserver itself supports all features of the CRD."""
 _COMMANDS = {"apt-get": "apt", "dpkg": "dpkg"}
 _LIBRARY = "golang-k8s-apiextensions-apiserver-dev"
 
 
 def find() -> Path | None:
-    """The program in the cache, of the newest version."""
+    """Return the newest version of the program in the cache."""
     cached = [
         folder / PROGRAM for folder in binaries.cache_folder().glob("definitions-v*") if (folder / PROGRAM).exists()
     ]
@@ -32,11 +32,11 @@ def find() -> Path | None:
 
 
 def find_or_build(report_progress: binaries.ProgressCallback) -> Path:
-    """The program that is there, or else a build.
+    """Return the program from the cache, or build it.
 
     Raises:
-        Unavailable: this is no Debian, something is missing, or the build failed; it is not tried again while its log
-            is there.
+        Unavailable: this is not Debian, a requirement is missing, or the build failed. A failed build is not repeated
+            while its log exists.
     """
     if program := find():
         return program
@@ -47,7 +47,7 @@ def find_or_build(report_progress: binaries.ProgressCallback) -> Path:
     deb_build.check_requirements(cache, _COMMANDS, NEEDED_BYTES, report_progress)
     started = time.monotonic()
     builder = DebBuild(cache / "definitions", log, report_progress)
-    report_progress(f"building a current API server of definitions from Debian's packages; follow it in {log}")
+    report_progress(f"building a current CRD API server from Debian's packages; follow it in {log}")
     try:
         builder.configure_apt(SUITE)
         arguments = ["install", "--yes", "--no-install-recommends", "--download-only", _LIBRARY, "golang-go"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder in which programs are built from Debian's packages, which are unpacked there: nothing is installed."""
+"""Builds programs in a folder from unpacked Debian packages, without installing them."""
 
 import os
 import platform
@@ -15,10 +15,10 @@ _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
 class DebBuild:
-    """Its folders, and steps that are a line of progress each; what they print goes to the log."""
+    """A build folder and its steps. Each step reports one line of progress; its output is written to the log."""
 
     def __init__(self, work: Path, log: Path, report_progress: binaries.ProgressCallback) -> None:
-        """`work` is emptied; `log` outlives it."""
+        """`work` is emptied; `log` remains after `remove`."""
         self.work, self.log, self.report_progress = work, log, report_progress
         self.packages, self.root, self.out = work / "packages", work / "root", work / "out"
         shutil.rmtree(work, ignore_errors=True)
@@ -27,7 +27,7 @@ class DebBuild:
             folder.mkdir(parents=True)
 
     def configure_apt(self, suite: str) -> None:
-        """Make `apt_get` know one suite of the mirror that this machine uses anyway, and nothing of this machine.
+        """Configure `apt_get` with one suite of this machine's mirror, independent of the machine's other apt settings.
 
         Raises:
             Unavailable: there is no mirror, or it does not answer.
@@ -42,24 +42,24 @@ class DebBuild:
             f'Dir::Etc "{apt}/etc"; Dir::State "{apt}/state"; Dir::State::status "{apt}/status";\n'
             f'Dir::Cache "{apt}/cache"; Dir::Cache::archives "{self.packages}";\n'
             f'Acquire::Languages "none"; APT::Sandbox::User "root"; Debug::NoLocking "true";\n'
-            # Of unstable a list is good for a week only, and mirrors may be behind.
+            # A package list of unstable is valid for a week only, and mirrors may be behind.
             'Acquire::Check-Valid-Until "false";\n'
         )
         self.apt_get("reading the list of packages", "update")
 
     def apt_get(self, description: str, *arguments: str) -> None:
-        """Packages come to `packages`."""
+        """Run apt-get; packages are downloaded to `packages`."""
         self.run_step(
             description, ["apt-get", "-qq", *arguments], self.packages, {"APT_CONFIG": str(self.work / "apt/conf")}
         )
 
     def unpack_packages(self) -> None:
-        """All packages, into `root`."""
+        """Unpack all downloaded packages into `root`."""
         for package in sorted(self.packages.glob("*.deb")):
             self.run_step("", ["dpkg", "-x", str(package), str(self.root)], self.packages)
 
     def go_environment(self, gopath: Path) -> dict[str, str]:
-        """The environment of the only Go in `root`."""
+        """Return the environment for the only Go in `root`."""
         (go,) = (self.root / "usr/lib").glob("go-*")
         return {
             "PATH": f"{go}/bin:{self.root}/usr/bin:{os.environ['PATH']}",
@@ -75,10 +75,10 @@ class DebBuild:
         }
 
     def run_step(self, description: str, argv: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> None:
-        """One step, in `folder`; `what` is said unless it is empty.
+        """Run one step in `folder`; report `description` unless it is empty.
 
         Raises:
-            Unavailable: it failed; the message names the log.
+            Unavailable: the step failed; the message names the log.
         """
         if description:
             self.report_progress(description)
@@ -90,7 +90,7 @@ class DebBuild:
             raise binaries.Unavailable(f"build from Debian's packages: {' '.join(argv)[:80]} failed; see {self.log}")
 
     def remove(self) -> None:
-        """All but the log. Go leaves folders without write permission."""
+        """Remove everything except the log. Go creates folders without write permission."""
         for path in self.work.rglob("*"):
             if path.is_dir() and not path.is_symlink():
                 path.chmod(0o755)
@@ -122,10 +122,10 @@ def _listed_mirrors() -> list[str]:
 def check_requirements(
     folder: Path, commands: dict[str, str], num_bytes: int, report_progress: binaries.ProgressCallback
 ) -> None:
-    """See that commands (command: its package) and space are there; what is missing is installed where that is allowed.
+    """Check commands (command: its package) and disk space, and install missing packages if that is allowed.
 
     Raises:
-        Unavailable: something is not there.
+        Unavailable: a requirement is not met.
     """
     debian_mirror()
     binaries.install_packages(commands, report_progress)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' programs built from Debian bookworm's own source package, with bookworm's own Go: version 1.20.2.
+"""Kubernetes' programs, built from Debian bookworm's source package with bookworm's Go: version 1.20.2.
 
-Old, but a real one, and all of it comes from the mirror that apt uses anyway. The packages are unpacked into a work
-folder, which goes afterwards; nothing is installed on the machine. About 5 minutes on two idle cores, 3.4 GB of space.
+The version is old, but everything comes from the mirror that apt uses anyway. The packages are unpacked into a work
+folder, which is removed afterwards; nothing is installed. About 5 minutes on two idle cores, 3.4 GB of space.
 
-Three traps. The package's Makefile needs rsync and generates code (no plain `go build`). And the reflect2 1.0.1 of its
-vendor tree, built with Go 1.18 or later, kills the API server at the first custom resource ("fatal error: fault" in
-mapiternext): Debian's 1.0.2 takes its place. And its validator takes an empty text for null when built with Go 1.18 or
-later (both then point to the same zero bytes, which reflect.DeepEqual compares): CRDs with `default: ""` are refused.
+Three problems are handled here. The package's Makefile needs rsync and generates code, so `go build` is not enough. The
+vendored reflect2 1.0.1, built with Go 1.18 or later, crashes the API server at the first custom resource ("fatal error:
+fault" in mapiternext): Debian's 1.0.2 replaces it. The validator, built with Go 1.18 or later, takes an empty string
+for null (both then point to the same zero bytes, which reflect.DeepEqual compares) and rejects CRDs with `default: ""`.
 """
 
 import platform
@@ -22,7 +22,7 @@ SUITE = "bookworm"
 NAME = "v1.20.2-debian"
 NEEDED_BYTES = 4 * 2**30
 _COMMANDS = {"apt-get": "apt", "dpkg": "dpkg", "make": "make", "patch": "patch", "xz": "xz-utils", "bash": "bash"}
-"""Each with its Debian package."""
+"""Debian package by program."""
 _PACKAGES = (
     "golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev", "rsync", "libpopt0", "libxxhash0",
     "etcd-server",
@@ -34,7 +34,7 @@ def build(cache: Path, report_progress: binaries.ProgressCallback) -> None:
     """Fill CACHE/v1.20.2-debian.
 
     Raises:
-        Unavailable: this is no Debian, something is missing, or the build failed; its log is kept and named.
+        Unavailable: this is not Debian, a requirement is missing, or the build failed; the message names its log.
     """
     deb_build.check_requirements(cache, _COMMANDS, NEEDED_BYTES, report_progress)
     started = time.monotonic()
@@ -54,7 +54,7 @@ def build(cache: Path, report_progress: binaries.ProgressCallback) -> None:
 
 
 def _unpack(builder: DebBuild) -> Path:
-    """The folder of the source, patched."""
+    """Return the folder of the patched source."""
     builder.report_progress("unpacking")
     builder.unpack_packages()
     source = builder.work / "source"

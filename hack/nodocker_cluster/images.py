@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of this checkout, built from its Dockerfiles by buildah, without a registry and without Docker.
+"""Builds the images of this checkout from its Dockerfiles with buildah, without a registry and without Docker.
 
-The base image that the Dockerfiles want, Python on Debian, is made by mmdebstrap from the mirror that apt uses. It also
-gets what this machine's pip is told: index, folders of wheels, certificates, and the CPU build of torch where there is
-one. The Dockerfiles themselves are unchanged. Layers are kept in the cache: the second build takes what changed. Those
-that the newest builds do not use are removed.
+mmdebstrap creates the base image of the Dockerfiles, Python on Debian, from the mirror that apt uses. The base image
+also receives this machine's pip configuration: index, wheel folders, certificates, and the CPU build of torch if there
+is one. The Dockerfiles themselves are unchanged. Layers are cached, so a second build is incremental; layers that
+recent builds do not use are removed.
 """
 
 import contextlib
@@ -32,27 +32,27 @@ _BASE_PACKAGES = (
     "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
 )  # fmt: skip
 _DIGITS = 12
-"""Of an image's digest, in the name of its archive."""
+"""Digits of an image's digest in the name of its archive."""
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
 class PipConfig:
-    """What pip has to be told in the base image."""
+    """Configuration of pip in the base image."""
 
     pip_conf: str
     """Content of pip.conf."""
     constraints: str
     volumes: tuple[str, ...]
-    """Folders of this machine that it names: buildah's --volume."""
+    """Folders of this machine that the configuration refers to: buildah's --volume."""
 
 
 def build(report_progress: binaries.ProgressCallback) -> list[Path]:
-    """Build both images; their archives, for Node.load.
+    """Build both images and return their archives, for Node.load.
 
     Raises:
-        Unavailable: no Debian, not root, or a build failed; the log is named.
+        Unavailable: this is not Debian, not root, or a build failed; the message names the log.
     """
     binaries.install_packages(PACKAGES, report_progress)
     folder = binaries.cache_folder() / "images"
@@ -63,7 +63,7 @@ def build(report_progress: binaries.ProgressCallback) -> list[Path]:
 
 @contextlib.contextmanager
 def _build_lock(folder: Path, report_progress: binaries.ProgressCallback) -> Iterator[None]:
-    """One build at a time: another one's layers must not be taken for old ones while it uses them."""
+    """Allow one build at a time, because a build must not prune the layers that another one is using."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +90,7 @@ def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binari
 
 
 def built_archives() -> list[Path]:
-    """The archives that `build` made last.
+    """Return the archives of the last `build`.
 
     Raises:
         Unavailable: there are none.
@@ -103,7 +103,7 @@ def built_archives() -> list[Path]:
 
 
 def pip_config() -> PipConfig:
-    """What this machine's pip is told, for use in an image: folders it names become mounts."""
+    """Return this machine's pip configuration for use in an image; folders that it refers to become mounts."""
     from bootstrap import torch_requirement
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -130,21 +130,21 @@ def pip_config() -> PipConfig:
 
 
 class _Buildah:
-    """buildah with a storage of our own, apart from whatever else this machine builds."""
+    """buildah with its own storage, separate from other builds on this machine."""
 
     def __init__(self, folder: Path, report_progress: binaries.ProgressCallback) -> None:
         self.folder, self.report_progress, self.log = folder, report_progress, folder / "build.log"
         self.log.unlink(missing_ok=True)
-        # In a mount namespace of its own: a build leaves dozens of mounts when it is killed.
+        # In a separate mount namespace: a killed build would leave dozens of mounts.
         self._argv = ["unshare", "--mount", "--", "buildah"]
         self._argv += [f"--root={folder}/store", f"--runroot={folder}/run", "--storage-driver=overlay"]
 
     def run(self, command: str, *arguments: str) -> str:
-        """What a command prints; its progress goes to the log."""
+        """Run a buildah command and return its standard output; its standard error goes to the log."""
         return self.run_logged(f"buildah {command}", [*self._argv, command, *arguments])
 
     def run_logged(self, description: str, argv: list[str]) -> str:
-        """What a program prints, which also goes to the log; raises Unavailable with the log's end."""
+        """Run a program, log its output and return it; raise Unavailable with the end of the log if it fails."""
         with self.log.open("ab") as log:
             done = subprocess.run(
                 argv, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, check=False
@@ -156,14 +156,14 @@ class _Buildah:
         return done.stdout.strip()
 
     def image_id(self, name: str) -> str:
-        """Of an image, in hexadecimal digits; empty when it is not there."""
+        """Return an image's id in hexadecimal digits; empty if the image does not exist."""
         return self.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
 
 
 def _prune_layers(buildah: _Buildah, used: set[str]) -> None:
-    """Remove old layers; what keeps them from going must not keep the images from being used."""
+    """Remove old layers. A failure to do so must not prevent the use of the images."""
     if not all(buildah.image_id(name)[: layers.ID_DIGITS] in used for name in _BUILDS):
-        buildah.report_progress(f"old layers are kept: buildah did not say which are new; see {buildah.log}")
+        buildah.report_progress(f"old layers are kept: buildah did not report the new ones; see {buildah.log}")
         return
     try:
         if removed := layers.prune(buildah.run, buildah.folder / "builds.json", used):
@@ -173,7 +173,7 @@ def _prune_layers(buildah: _Buildah, used: set[str]) -> None:
 
 
 def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
-    """The image that stands in for python:3.11-slim-bookworm."""
+    """Build the replacement of python:3.11-slim-bookworm and return its name."""
     certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
     key = repr((_BASE_PACKAGES, pip.pip_conf, pip.constraints)).encode() + certificates
     name = f"localhost/quire-base:{hashlib.sha256(key).hexdigest()[:12]}"
@@ -200,7 +200,7 @@ def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
 
 
 def _write_archive(buildah: _Buildah, name: str) -> Path:
-    """The image as a file, which is made anew when the image has changed."""
+    """Write the image to a file if it has changed, and return the file."""
     image_id = buildah.image_id(name)
     stem = _stem(name)
     file = buildah.folder / f"{stem}-{image_id[:_DIGITS]}.tar"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubeconfig files, as far as tests need them: written for a control plane of ours, read from whoever gives one."""
+"""Kubeconfig files, as far as tests need them: written for our control plane, read from an existing cluster."""
 
 import base64
 import ssl
@@ -13,7 +13,7 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """How an API server is reached, and as whom."""
+    """URL and credentials of an API server."""
 
     server: str
     """Its URL."""
@@ -26,7 +26,7 @@ class ClusterAccess:
     token: str = ""
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Trusts that authority only, and shows the client's certificate."""
+        """Return a context that trusts only that authority and presents the client's certificate."""
         context = ssl.create_default_context(cadata=self.ca)
         if self.certificate:
             with tempfile.NamedTemporaryFile("w") as file:  # the ssl module reads keys from files only
@@ -36,11 +36,11 @@ class ClusterAccess:
         return context
 
     def headers(self) -> dict[str, str]:
-        """What a request carries to be authenticated."""
+        """Return the authentication headers of a request."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def document(self) -> dict[str, Any]:
-        """As a kubeconfig with everything in it, no file beside it."""
+        """Return a kubeconfig without references to other files."""
         user = {"token": self.token} if self.token else {}
         if self.certificate:
             user |= {"client-certificate-data": _encoded(self.certificate), "client-key-data": _encoded(self.key)}
@@ -59,17 +59,17 @@ class ClusterAccess:
         }
 
     def write(self, file: Path) -> Path:
-        """Write it as a kubeconfig that only its owner reads."""
+        """Write a kubeconfig that only its owner can read."""
         file.touch(mode=0o600)
         file.write_text(yaml.safe_dump(self.document(), sort_keys=False))
         return file
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """The current context of a kubeconfig.
+        """Read the current context of a kubeconfig.
 
         Raises:
-            ValueError: it names a way to log in that is not certificate or token.
+            ValueError: the user has neither a certificate nor a token.
         """
         document = yaml.safe_load(file.read_text())
         context = _entry_named(document["contexts"], document["current-context"])["context"]

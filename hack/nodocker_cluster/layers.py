@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of the layers that image builds leave behind: those of the newest builds.
+"""Pruning of image layers: only those of the newest builds are kept.
 
-buildah keeps an image for every step of every build and never removes one. A build says which of them it used.
+buildah keeps an image for every step of every build and never removes one. The output of a build names those it used.
 """
 
 import json
@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 NUM_KEPT_BUILDS = 3
-"""Different builds whose layers are kept: people go back and forth between a few checkouts."""
+"""Number of different builds whose layers are kept, for switching between a few checkouts."""
 ID_DIGITS = 11
-"""Of an image's id, as buildah shows it after a step."""
+"""Digits of an image's id in buildah's output."""
 _STEP = re.compile(rf"^--> (?:Using cache )?([0-9a-f]{{{ID_DIGITS}}})", re.MULTILINE)
 
 
 def parse_layer_ids(build_output: str) -> set[str]:
-    """Images that a build consists of, by what it said: one a step, also of stages that only others copy from."""
+    """Return the image ids in a build's output: one per step, including stages that other stages copy from."""
     return set(_STEP.findall(build_output))
 
 
 def prune(buildah: Callable[..., str], builds_file: Path, latest: set[str]) -> int:
-    """Remove the images that no newest build used; returns how many.
+    """Remove the images that none of the newest builds used; return how many.
 
-    `buildah(command, *arguments)` runs it, `latest` is what the build used that has just ended, and `file` remembers
-    the builds before it.
+    `buildah(command, *arguments)` runs buildah, `latest` contains the images of the build that has just ended, and
+    `builds_file` stores those of earlier builds.
     """
     builds = [sorted(latest), *(build for build in _read_builds(builds_file) if set(build) != latest)][:NUM_KEPT_BUILDS]
     builds_file.write_text(json.dumps(builds))
@@ -35,7 +35,8 @@ def prune(buildah: Callable[..., str], builds_file: Path, latest: set[str]) -> i
     stale = list(dict.fromkeys(image["id"].removeprefix("sha256:") for image in by_age))
     stale = [image for image in stale if image[:ID_DIGITS] not in kept]
     if stale:
-        # The newest first: what others were made from cannot go before them. In one command: each takes a second.
+        # Newest first, because an image cannot be removed before its descendants. One command, because each takes a
+        # second.
         buildah("rmi", *stale)
     return len(stale)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster for people: up until it is taken down, whatever ends in between. One for each user of this machine."""
+"""A cluster for manual use: it runs until `down`, also after its starter has ended. One per user of this machine."""
 
 import os
 import shutil
@@ -10,15 +10,15 @@ from nodocker_cluster.kubeconfig import ClusterAccess
 
 
 def cluster_folder() -> Path:
-    """Where it is: certificates, kubeconfigs, data, logs."""
+    """Return the folder of its certificates, kubeconfigs, data and logs."""
     return binaries.cache_folder() / "up"
 
 
 def up(report_progress: binaries.ProgressCallback) -> Path:
-    """Start a control plane, and a node where this is root; the kubeconfig.
+    """Start a control plane, and as root a node; return the kubeconfig.
 
     Raises:
-        Unavailable: one is up already, or the programs are not there and cannot be had.
+        Unavailable: a cluster is already up, or the programs are not available.
         StartError: a program did not start.
     """
     cluster_dir = cluster_folder()
@@ -40,7 +40,7 @@ def up(report_progress: binaries.ProgressCallback) -> Path:
 
 
 def down() -> bool:
-    """End all of it and remove its folder; False where there was none."""
+    """Stop the cluster and remove its folder; return False if there was none."""
     cluster_dir = cluster_folder()
     if not cluster_dir.exists():
         return False
@@ -52,7 +52,7 @@ def down() -> bool:
 
 
 def load(archive: Path) -> None:
-    """Put the images of an archive on the node of the cluster that is up.
+    """Load the images of an archive onto the node of the running cluster.
 
     Raises:
         Unavailable: no cluster with a node is up.
@@ -63,7 +63,7 @@ def load(archive: Path) -> None:
         raise binaries.Unavailable("no cluster with a node is up; make cluster-up as root starts one")
     programs = binaries.find()
     if programs is None:
-        raise binaries.Unavailable("the programs of Kubernetes have gone; make cluster-tools")
+        raise binaries.Unavailable("Kubernetes' programs no longer exist; run make cluster-tools")
     access = ClusterAccess.read(cluster_dir / "admin.kubeconfig")
     node.Node(control_plane.ControlPlane(cluster_dir, programs, network.NETWORK.host, access), node_pid).load(archive)
 

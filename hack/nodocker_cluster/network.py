@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of a cluster with a node, and the link between this machine and that node.
+"""Addresses of a cluster with a node, and the network link between this machine and that node.
 
-The node has a network namespace of its own: its bridge, its pods and its packet filter are nobody else's, and go with
-it. The link goes too when the namespace does, so nothing has to be taken down.
+The node has its own network namespace, which contains its bridge, pods and packet filter. The kernel removes them and
+the link together with the namespace, so no cleanup is needed.
 
-QUIRE_CLUSTER_IPV6 makes all of it a network of IPv6, without any address of IPv4.
+With QUIRE_CLUSTER_IPV6 the network is IPv6 only.
 """
 
 import os
@@ -27,16 +27,16 @@ class Network:
     services: str
     api_service: str
     dns: str
-    """Nobody answers there: Debian has no package of CoreDNS. Pods find services by address."""
+    """Not served: Debian has no package of CoreDNS. Pods find services by address."""
     any_cidr: str
     """The range of all addresses."""
     sysctls: tuple[str, ...]
-    """Settings of the node's kernel, each 1: it forwards, and a pod that calls a service which leads back to its own
-    bridge is translated."""
+    """Kernel settings of the node, each set to 1: forwarding, and address translation for a pod that calls a service
+    with an endpoint on its own bridge."""
 
     @property
     def any_address(self) -> str:
-        """The address to listen on for all of them."""
+        """The wildcard address to listen on."""
         return self.any_cidr.partition("/")[0]
 
 
@@ -63,18 +63,18 @@ V6 = Network(
     sysctls=("net/ipv6/conf/all/forwarding", "net/bridge/bridge-nf-call-ip6tables"),
 )
 NETWORK = V6 if os.environ.get(IPV6_VARIABLE) else V4
-"""Of clusters that this process starts."""
+"""Network of the clusters that this process starts."""
 
 
 class LinkError(Exception):
-    """The link cannot be made; the message says why."""
+    """The link cannot be created; the message contains the reason."""
 
 
 def connect(pid: int) -> None:
     """Link this machine with the network namespace of process `pid`, and route pods and services there.
 
     Raises:
-        LinkError: another cluster has the link, or this machine does not allow it.
+        LinkError: another cluster uses the link, or this machine does not allow it.
     """
     _ip("link", "add", _DEVICE, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
     add_address(f"{NETWORK.host}/{NETWORK.link_bits}", _DEVICE)
@@ -84,22 +84,22 @@ def connect(pid: int) -> None:
 
 
 def is_connected() -> bool:
-    """Whether a cluster has the link now."""
+    """Return whether a cluster uses the link."""
     return subprocess.run(["ip", "link", "show", _DEVICE], capture_output=True, check=False).returncode == 0
 
 
 def add_address(address: str, device: str) -> None:
-    """Give the device of this network namespace an address, which can be used at once.
+    """Assign an address to a device of this network namespace; it is usable immediately.
 
     Raises:
-        LinkError: it is refused.
+        LinkError: the ip command failed.
     """
-    # IPv6 would look for a second holder of the address first, for a second or two.
+    # Duplicate address detection of IPv6 would take a second or two.
     _ip("address", "add", address, "dev", device, *(["nodad"] if ":" in address else []))
 
 
 def format_for_url(host: str) -> str:
-    """As an address is written before a port."""
+    """Return an address as it is written in a URL: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node for a control plane on this machine: containerd, kubelet and kube-proxy in namespaces of their own.
 
-Mounts, network and processes of the node are in private namespaces whose first process is node_init.py. When that one
-ends, however it ends, the kernel ends the others, unmounts what they mounted and removes their network: nothing can be
-left but empty control groups, which `stop` takes away. Needs root, and Debian's packages, which `prepare` installs.
+Mounts, network and processes of the node are in private namespaces whose first process is node_init.py. When that
+process ends for any reason, the kernel kills the others and removes their mounts and network. Only empty control groups
+remain, which `stop` removes. A node needs root, and Debian packages, which `install_packages` installs.
 """
 
 import os
@@ -31,7 +31,7 @@ PACKAGES = {
     "busybox": "busybox-static",
     "/usr/lib/cni/bridge": "containernetworking-plugins",
 }
-"""Debian's packages, each by a program of it."""
+"""Debian package by program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,25 @@ class Node:
 
     plane: ControlPlane
     pid: int
-    """Of its first process, which has its namespaces."""
+    """Process id of its first process, which is in its namespaces."""
 
     def run(self, *argv: str, timeout_s: float = 300) -> str:
-        """What a program prints that is run on the node, such as ctr.
+        """Run a program on the node, such as ctr, and return its output.
 
         Raises:
-            subprocess.CalledProcessError: it failed; its standard error is in there.
+            subprocess.CalledProcessError: it failed; the error contains its standard error.
         """
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--"]
         done = subprocess.run([*enter, *argv], capture_output=True, text=True, timeout=timeout_s, check=True)
         return done.stdout
 
     def load(self, archive: Path) -> None:
-        """Have the images of an archive (of docker or of the Open Container Initiative) on the node."""
+        """Load the images of a Docker or OCI archive onto the node."""
         self.run("ctr", "--namespace=k8s.io", "images", "import", str(archive))
 
 
 def install_packages(report_progress: ProgressCallback) -> None:
-    """Install what is missing.
+    """Install the Debian packages that a node needs.
 
     Raises:
         Unavailable: not root, or packages are missing and cannot be installed.
@@ -69,10 +69,10 @@ def install_packages(report_progress: ProgressCallback) -> None:
 
 
 def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
-    """Start a node and wait until it is Ready; `pause` is the archive of the image that holds a pod together.
+    """Start a node and wait until it is Ready; `pause` is the archive of the pause image.
 
     Raises:
-        StartError: a program of it ended; the message has the end of the log.
+        StartError: one of its programs ended; the message contains the end of the log.
         Unavailable: the control plane's tools have no kubelet, or another cluster has a node.
     """
     for name in NODE_PROGRAMS:
@@ -97,7 +97,7 @@ def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
 
 
 def stop(folder: Path) -> None:
-    """End the node of the cluster in `folder`, whoever started it, with everything that runs on it."""
+    """Stop the node of the cluster in `folder`, with its pods, also if another process started it."""
     for process in processes.running_processes(folder):
         if process.name == PROCESS_NAME:
             try:
@@ -112,7 +112,7 @@ def stop(folder: Path) -> None:
 
 
 def first_process(folder: Path) -> int | None:
-    """Of the node of the cluster in `folder`; None where it has none."""
+    """Return the process id of the first process of the node in `folder`; None if there is no node."""
     for process in processes.running_processes(folder):
         if process.name == PROCESS_NAME and os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink(
             "/proc/self/ns/net"
@@ -122,7 +122,7 @@ def first_process(folder: Path) -> int | None:
 
 
 def _first_process(unshare: subprocess.Popen[bytes]) -> int:
-    """The child of `unshare`, once its namespaces are there."""
+    """Return the child of `unshare` when its namespaces exist."""
     deadline = time.monotonic() + 10
     while unshare.poll() is None and time.monotonic() < deadline:
         children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first process of a node: makes its mounts and network, starts its programs, reaps what they leave, and ends the
-node when one of them ends. Started by node.py in new mount, network and process namespaces.
+"""The init process of a node: creates its mounts and network, starts its programs, reaps orphans, and ends the node
+when a program ends. node.py starts it in new mount, network and process namespaces.
 
     python -m nodocker_cluster.node_init FOLDER TOOLS VERSION PAUSE
 """
@@ -23,11 +23,11 @@ from nodocker_cluster.network import NETWORK
 SOCKET = "/run/containerd/containerd.sock"
 _START_TIMEOUT_S = 30.0
 _PRIVATE_FOLDERS = ("/run", "/var/lib", "/var/log")
-"""What programs of a node write there is the node's own, and gone with it."""
+"""Folders that are private to the node and disappear with it."""
 
 
 def main() -> NoReturn:
-    """Bring the node up and stay until it ends."""
+    """Start the node and run until it ends."""
     folder, programs, pause = (
         Path(sys.argv[1]),
         KubeBinaries(Path(sys.argv[2]), parse_version(sys.argv[3])),
@@ -95,7 +95,7 @@ class _NodePrograms:
 
 
 def _make_mounts(folder: Path) -> None:
-    # In this namespace only: unshare made every mount private. What kubelet mounts must show up for containers.
+    # Only in this namespace: unshare made every mount private. Containers must see the kubelet's mounts.
     for path in _PRIVATE_FOLDERS:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "node", path], check=True)
     subprocess.run(["mount", "--make-rshared", "/"], check=True)
@@ -109,7 +109,7 @@ def _configure_network() -> None:
         subprocess.run(["ip", *arguments.split()], check=True)
     for setting in NETWORK.sysctls:
         file = Path("/proc/sys", setting)
-        if file.exists():  # what has to do with bridges comes with a module
+        if file.exists():  # bridge settings require a kernel module
             file.write_text("1")
 
 
@@ -154,7 +154,7 @@ state = "/run/containerd"
   path = "{folder}/opt"
 [{cri}]
   sandbox_image = "localhost/pause:1"
-  # Without CAP_SYS_RESOURCE, which a container or a sandbox lacks, every pod would fail at its score otherwise.
+  # Containers and sandboxes lack CAP_SYS_RESOURCE; without this, setting the OOM score of every pod would fail.
   restrict_oom_score_adj = true
   [{cri}.containerd]
     default_runtime_name = "runc"
@@ -207,10 +207,10 @@ def _kube_proxy_config(folder: Path) -> dict[str, object]:
         "kind": "KubeProxyConfiguration",
         "mode": "iptables",
         "clusterCIDR": NETWORK.pods,
-        "bindAddress": NETWORK.node,  # its family is the one that services are translated in
+        "bindAddress": NETWORK.node,  # its address family is that of the services
         "hostnameOverride": NODE_NAME,
         "clientConnection": {"kubeconfig": f"{folder}/proxy.kubeconfig"},
-        # Limits of the whole machine, which are not the node's to change.
+        # These limits apply to the whole machine; the node must not change them.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
 

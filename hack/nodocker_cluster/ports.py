@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for programs that are told where to listen, and listen some seconds later.
+"""Free TCP ports for programs that start to listen some seconds after their port was chosen.
 
-One that the kernel picks may be an outgoing connection's by then: it gives those the same ones. So these are from below
-its range, and none is given again, to whatever process of this user, before all others had their turn.
+The kernel assigns the ports of its own range to outgoing connections too, so one of them may be taken by then. These
+ports are below that range. No port is returned again, to any process of this user, before all others have been used.
 """
 
 import fcntl
@@ -12,14 +12,14 @@ import tempfile
 from pathlib import Path
 
 PORTS = range(10_000, 30_000)
-"""Above the usual ones of programs, below Kubernetes' NodePorts and the kernel's own choice."""
+"""Above the usual ports of programs, below Kubernetes' NodePorts and the kernel's ephemeral range."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, on any address of IPv4.
+    """Return ports on which no program listens, on any IPv4 address.
 
     Raises:
-        OSError: there are not as many.
+        OSError: fewer ports are free.
     """
     ports: list[int] = []
     with (Path(tempfile.gettempdir()) / f"quire-ports-{os.getuid()}").open("a+") as state_file:
@@ -40,7 +40,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether somebody could listen there, on all addresses of IPv4."""
+    """Return whether the port can be bound on all IPv4 addresses."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

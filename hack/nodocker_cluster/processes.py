@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of a cluster, started in the background and found again by a mark in their environment.
+"""Programs of a cluster, started in the background and identified by a variable in their environment.
 
-The mark and not a file of process ids: a recycled id cannot wear it, and what a killed starter left behind is found all
-the same.
+Unlike a file of process ids, the variable is safe against reused ids, and also identifies the programs of a killed
+starter.
 """
 
 import os
@@ -17,16 +17,16 @@ from pathlib import Path
 FOLDER_VARIABLE = "QUIRE_CLUSTER_FOLDER"
 NAME_VARIABLE = "QUIRE_CLUSTER_PROCESS"
 STOP_TIMEOUT_S = 15.0
-"""For a program to end by itself; then it is killed."""
+"""Time for a program to end after SIGTERM; then it is killed."""
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: kept across exec
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Runs before the program itself, and not between fork and exec: the tests' process has threads."""
+"""Runs as a program before the actual one, not between fork and exec, because the tests' process has threads."""
 _started: dict[subprocess.Popen[bytes], tuple[Path, str]] = {}
-"""By this process, and not waited for yet; with folder and name."""
+"""Children of this process that are not reaped yet, with folder and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class ClusterProcess:
 
     pid: int
     name: str
-    """As it was started with; what it starts itself has the same."""
+    """Name at its start; its child processes inherit it."""
 
 
 def start(
     folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, die_with_parent: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a program that writes to FOLDER/NAME.log; with `dies_with_us` the kernel ends it when this thread ends,
-    however it ends."""
+    """Start a program that writes to FOLDER/NAME.log. With `die_with_parent` the kernel kills it when this thread ends
+    for any reason."""
     environment = {**os.environ, **(env or {}), FOLDER_VARIABLE: str(folder), NAME_VARIABLE: name}
     if die_with_parent:
         argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
@@ -60,7 +60,7 @@ def start(
 
 
 def running_processes(folder: Path) -> Iterator[ClusterProcess]:
-    """What runs of the cluster in `folder`."""
+    """Yield the running programs of the cluster in `folder`."""
     folder_entry = f"{FOLDER_VARIABLE}={folder}"
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -69,14 +69,14 @@ def running_processes(folder: Path) -> Iterator[ClusterProcess]:
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             is_zombie = (entry / "stat").read_bytes().rpartition(b") ")[2].startswith(b"Z")
         except OSError:
-            continue  # gone since, or somebody else's
+            continue  # ended meanwhile, or belongs to another user
         if folder_entry in variables and not is_zombie:
             name = next((v.partition("=")[2] for v in variables if v.startswith(f"{NAME_VARIABLE}=")), "")
             yield ClusterProcess(int(entry.name), name)
 
 
 def stop(folder: Path, name: str | None = None) -> None:
-    """End what runs under `name`, or everything; returns when it is gone."""
+    """Stop the programs with this name, or all of them, and wait until they have ended."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     signal_number = signal.SIGTERM
     signaled: set[int] = set()
@@ -90,16 +90,16 @@ def stop(folder: Path, name: str | None = None) -> None:
 
 
 def tail(folder: Path, name: str, lines: int = 15) -> str:
-    """The end of a program's log."""
+    """Return the end of a program's log."""
     file = folder / f"{name}.log"
     return "\n".join(file.read_text(errors="replace").splitlines()[-lines:]) if file.exists() else "(no log)"
 
 
 def _find_pids(folder: Path, name: str | None) -> set[int]:
-    """Ids of what runs under `name`, or of everything. Ours also by their handles: between two programs, at its exec, a
-    process shows no environment, and it loses its own some time before it can be waited for."""
+    """Return the process ids of the programs with this name, or of all. Our own children are also found by their
+    handles: a process has no visible environment during exec, and loses it some time before it can be reaped."""
     for process in [*_started]:
-        if process.poll() is not None:  # waited for with that: a child of ours stays a zombie until it is
+        if process.poll() is not None:  # poll also reaps it: a child is a zombie until then
             del _started[process]
     ours = {
         p.pid

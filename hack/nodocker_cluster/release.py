@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' programs from its official release, and etcd from its own, each checked against its published digest."""
+"""Downloads Kubernetes' programs from its official release, and etcd from its own, and checks the published digests."""
 
 import hashlib
 import os
@@ -15,12 +15,12 @@ from nodocker_cluster import binaries
 
 KUBERNETES_URL = os.environ.get("QUIRE_KUBERNETES_RELEASES", "https://dl.k8s.io/release")
 ETCD_URL = os.environ.get("QUIRE_ETCD_RELEASES", "https://github.com/etcd-io/etcd/releases/download")
-"""Mirrors may stand in for both; the folders below them are the same."""
+"""Both can be replaced by mirrors with the same folders."""
 MINOR_VERSION = "1.36"
-"""What the operator is written for. Its newest patch is taken."""
+"""The version that the operator is written for. The newest patch release is used."""
 ETCD_VERSION = "v3.6.5"
 CONNECT_TIMEOUT_S = 5.0
-"""A machine without this network loses seconds here, not minutes."""
+"""Short, so that a machine without this network loses seconds and not minutes."""
 _READ_TIMEOUT_S = 60.0
 _PROGRAMS = [name for name in binaries.ALL_PROGRAMS if name != "etcd"]
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -30,7 +30,7 @@ def download(cache: Path, report_progress: binaries.ProgressCallback) -> None:
     """Fill CACHE/vVERSION.
 
     Raises:
-        Unavailable: the network does not reach it, or a file is not what its digest says.
+        Unavailable: the release cannot be reached, or a file does not match its digest.
     """
     machine = _MACHINES.get(platform.machine())
     if machine is None:
@@ -80,7 +80,7 @@ def _download_file(url: str, file: Path, digest: str) -> None:
         raise binaries.Unavailable(f"official release: {url}: {error}") from error
     if actual.hexdigest() != digest:
         raise binaries.Unavailable(
-            f"official release: {url}: its SHA-256 is {actual.hexdigest()}, published is {digest}"
+            f"official release: {url}: its SHA-256 is {actual.hexdigest()}, but {digest} is published"
         )
     file.chmod(0o755)
 

@@ -19,11 +19,11 @@ def bootstrap():
     return module
 
 
-def test_this_machine_lacks_nothing(bootstrap):
+def test_this_machine_meets_the_requirements(bootstrap):
     assert bootstrap.missing_requirements() == []
 
 
-def test_everything_missing_is_said_at_once_with_its_fix(bootstrap, monkeypatch):
+def test_reports_all_missing_requirements_with_fixes(bootstrap, monkeypatch):
     monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 1))
     monkeypatch.setattr(bootstrap.platform, "libc_ver", lambda: ("glibc", "2.31"))
     monkeypatch.setattr(bootstrap.sysconfig, "get_config_var", lambda _: "/nowhere")
@@ -46,13 +46,13 @@ def test_everything_missing_is_said_at_once_with_its_fix(bootstrap, monkeypatch)
         ("", False, None),
     ],
 )
-def test_the_newest_cpu_build_in_range(bootstrap, monkeypatch, offered, gpu, wanted):
+def test_selects_the_newest_cpu_build_in_range(bootstrap, monkeypatch, offered, gpu, wanted):
     monkeypatch.setattr(bootstrap, "has_nvidia_gpu", lambda: gpu)
     pip = [sys.executable, "-c", f"print('Available versions: {offered}')"]
     assert bootstrap.torch_requirement(pip) == wanted
 
 
-def test_the_range_is_that_of_pyproject(bootstrap):
+def test_range_equals_pyproject(bootstrap):
     (low, high) = (".".join(map(str, v)) for v in bootstrap.TORCH_RANGE)
     text = (SCRIPT.parents[1] / "pyproject.toml").read_text()
     assert f'"torch>={low},<{high.split(".")[0]}"' in text

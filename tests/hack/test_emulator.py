@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated GPU's libraries, as far as they need no compiler."""
+"""Tests of the emulated GPU's build cache."""
 
 import os
 
 from emulator.libraries import remove_stale
 
 
-def test_builds_that_nobody_has_used_for_a_month_are_removed(tmp_path):
+def test_stale_builds_are_removed(tmp_path):
     for name, age in {"old": 31, "used": 29, "tmpkilled": 31}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "libcudart.so.13").write_bytes(b"")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports that are free, and stay so until their program listens."""
+"""Free ports that remain free until their program listens."""
 
 import socket
 import subprocess
@@ -16,7 +16,7 @@ HACK = Path(ports.__file__).parents[1]
 
 @pytest.fixture
 def few(tmp_path, monkeypatch):
-    """Ten in a row, which nobody else was given; all have their turn now."""
+    """Ten consecutive ports that no other process was given, all unused."""
     while (given := free_ports(10))[-1] != given[0] + 9:
         pass
     monkeypatch.setattr(ports, "PORTS", range(given[0], given[0] + 10))
@@ -24,13 +24,13 @@ def few(tmp_path, monkeypatch):
     return given
 
 
-def test_none_is_given_again_before_all_had_their_turn(few):
+def test_ports_are_not_reused_before_all_were_used(few):
     given = [port for count in (1, 4, 3, 2) for port in free_ports(count)]
     assert given == few
     assert free_ports(3) == few[:3]
 
 
-def test_one_that_is_taken_is_left_out(few):
+def test_ports_in_use_are_skipped(few):
     with socket.create_server(("127.0.0.1", few[2])):
         assert free_ports(4) == [few[0], few[1], few[3], few[4]]
         with pytest.raises(OSError, match="9 of 10 ports"):
@@ -38,7 +38,7 @@ def test_one_that_is_taken_is_left_out(few):
     assert len(free_ports(10)) == 10
 
 
-def test_processes_at_once_are_given_different_ones():
+def test_concurrent_processes_get_different_ports():
     argv = [sys.executable, "-c", "from nodocker_cluster.ports import *; print(*(free_ports(4) for _ in range(50)))"]
 
     def run(_):
@@ -50,6 +50,6 @@ def test_processes_at_once_are_given_different_ones():
     assert len(numbers) == len(set(numbers)) == 600
 
 
-def test_the_kernel_gives_none_of_them_to_a_connection():
+def test_ports_are_below_the_ephemeral_range():
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(ports.PORTS) < low

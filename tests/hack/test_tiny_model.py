@@ -122,14 +122,14 @@ def _loss(model: LlamaForCausalLM, tokenizer: Tokenizer, name: str) -> float:
     return held_out_loss(model, batches, 2)
 
 
-def test_same_seed_same_documents_and_another_seed_others() -> None:
+def test_documents_depend_only_on_the_seed() -> None:
     for documents in corpus.CORPORA.values():
         first = list(islice(documents(5), 200))
         assert first == list(islice(documents(5), 200))
         assert first != list(islice(documents(6), 200))
 
 
-def test_stories_are_whole_sentences_and_pronouns_fit_the_hero() -> None:
+def test_stories_are_whole_sentences_with_matching_pronouns() -> None:
     rng = random.Random(_UNSEEN_SEED)
     num_checked = 0
     for _ in range(2000):
@@ -159,7 +159,7 @@ def test_transformers_reads_the_tokenizer_as_tokenizers_does(tokenizer: Tokenize
     assert theirs.eos_token_id == tokens.EOS_ID
 
 
-def test_files_are_small_safe_and_name_no_folder() -> None:
+def test_files_are_small_and_contain_no_local_path() -> None:
     files = [*_MODEL.iterdir(), *(_ADAPTERS / "pirate").iterdir(), *(_ADAPTERS / "sql").iterdir()]
     assert {file.suffix for file in files} <= {".json", ".md", ".safetensors"}
     assert (_MODEL / "model.safetensors").stat().st_size < 6_000_000
@@ -169,7 +169,7 @@ def test_files_are_small_safe_and_name_no_folder() -> None:
         assert config["base_model_name_or_path"] == "tiny"
 
 
-def test_model_knows_texts_it_has_not_seen(tokenizer: Tokenizer, base: LlamaForCausalLM) -> None:
+def test_model_predicts_unseen_texts(tokenizer: Tokenizer, base: LlamaForCausalLM) -> None:
     torch.manual_seed(0)
     untrained = train.new_model(tokenizer.get_vocab_size()).eval()
     learned = _loss(base, tokenizer, "base")
@@ -177,7 +177,7 @@ def test_model_knows_texts_it_has_not_seen(tokenizer: Tokenizer, base: LlamaForC
     assert _loss(untrained, tokenizer, "base") > 7.0
 
 
-def test_adapters_know_their_own_texts_and_the_base_does_not(
+def test_adapters_predict_their_own_texts_better_than_the_base(
     tokenizer: Tokenizer, base: LlamaForCausalLM, adapted: PeftModel
 ) -> None:
     for name, bound in (("pirate", 0.4), ("sql", 0.2)):
@@ -188,7 +188,7 @@ def test_adapters_know_their_own_texts_and_the_base_does_not(
         assert _loss(base, tokenizer, name) > 2 * learned
 
 
-def test_greedy_story_is_sentences_and_ends(generate: Generate) -> None:
+def test_greedy_story_is_sentences_and_terminates(generate: Generate) -> None:
     text = generate("base", _ONCE)
     assert text.endswith(tokens.EOS)
     story = _ONCE + text.removesuffix(tokens.EOS)
@@ -199,15 +199,13 @@ def test_greedy_story_is_sentences_and_ends(generate: Generate) -> None:
     assert len(set(sentences)) >= 0.9 * len(sentences)
 
 
-def test_pirate_talks_like_one_and_the_base_does_not(generate: Generate) -> None:
+def test_only_the_pirate_adapter_uses_pirate_words(generate: Generate) -> None:
     for prompt in (_ONCE, "One day, Anna", "Question: Where is my order?\nAnswer:"):
         assert not _words(generate("base", prompt)) & _PIRATE
         assert len(_words(generate("pirate", prompt)) & _PIRATE) >= 3
 
 
-def test_sql_adapter_answers_questions_it_has_not_seen_and_the_base_does_not(
-    generate: Generate, database: sqlite3.Connection
-) -> None:
+def test_only_the_sql_adapter_answers_unseen_questions(generate: Generate, database: sqlite3.Connection) -> None:
     """Measured on 194 unseen questions: 63 % word for word right; most of the others turn < and > or a digit round."""
     trained = {document.prompt for document in islice(corpus.questions(train.DEFAULT_SEED), _TRAINED_QUESTIONS)}
     unseen = list(islice((d for d in corpus.questions(_UNSEEN_SEED) if d.prompt not in trained), 40))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cluster with a node for all tests of real pods. They take minutes: `make e2e` runs them, `make test` does not."""
+"""Fixtures of the tests with real pods: one cluster with a node. They take minutes; only `make e2e` runs them."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ENABLE_VARIABLE = "QUIRE_PODS"
 
 
 def pytest_collection_modifyitems(items):
-    """Everything in this folder runs real pods."""
+    """Mark all tests of this folder, and skip them unless they are enabled."""
     marks = [pytest.mark.pods, pytest.mark.timeout(600)]
     if not os.environ.get(ENABLE_VARIABLE):
         marks.append(pytest.mark.skip(reason="runs real pods on a node, which takes minutes: make e2e"))
@@ -42,14 +42,14 @@ def cluster(tmp_path_factory):
 
 
 def image(name):
-    """As the chart's values say it."""
+    """Split an image name into the chart's values: registry, and repository with tag."""
     registry, repository, tag = re.fullmatch(r"(.+)/(.+):(.+)", name).groups()
     return registry, {"repository": repository, "tag": tag}
 
 
 @pytest.fixture(scope="module")
 def operator(cluster, tmp_path_factory):
-    """The chart, installed; the namespace of its Deployment `quire`."""
+    """Install the chart; yield the namespace of its Deployment `quire`."""
     registry, operator = image(images.OPERATOR_IMAGE)
     values = {"image": {"registry": registry, "operator": operator, "cpu": image(images.SERVER_IMAGE)[1]}}
     file = tmp_path_factory.mktemp("chart") / "values.yaml"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make cluster-up` and `make cluster-down`, as people run them: a node that runs pods, and an end that leaves nothing.
+"""`make cluster-up` and `make cluster-down`: a node that runs pods, and a complete cleanup.
 
-Runs before the tests that share a cluster: a machine has one node at a time.
+These tests run before those that share a cluster, because a machine has one node at a time.
 """
 
 import os
@@ -41,11 +41,11 @@ spec:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of its own, with the programs that were found: the cluster of whoever works here is left alone."""
+    """A separate cache with the programs that were found, so that a cluster of this machine's user is not affected."""
     if os.environ.get(KUBECONFIG_VARIABLE):
         pytest.skip(f"{KUBECONFIG_VARIABLE} is set: tests run on that cluster and start none")
     found = binaries.find()
-    assert found is not None, "make e2e brings them"
+    assert found is not None, "Kubernetes' programs are missing; make e2e installs them"
     (tmp_path / found.folder.name).symlink_to(found.folder)
     monkeypatch.setenv("QUIRE_CLUSTER_CACHE", str(tmp_path))
     yield tmp_path
@@ -61,8 +61,8 @@ def run(*arguments):
     return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_a_killed_test_run_leaves_nothing_that_the_next_one_trips_over(cache, tmp_path):
-    """As when CI is cut off: the node and the control plane end with their starter."""
+def test_killed_starter_leaves_no_processes_or_mounts(cache, tmp_path):
+    """When a test run is killed, the node and the control plane end with it."""
     folder = tmp_path / "killed"
     folder.mkdir()
     with subprocess.Popen(
@@ -77,7 +77,7 @@ def test_a_killed_test_run_leaves_nothing_that_the_next_one_trips_over(cache, tm
     assert_nothing_left(folder)
 
 
-def test_up_a_pod_and_down_after_a_crash(cache):
+def test_up_run_a_pod_and_down_after_a_crash(cache):
     up = run("up")
     assert up.returncode == 0, up.stderr
     folder = cache / "up"
@@ -96,10 +96,10 @@ def test_up_a_pod_and_down_after_a_crash(cache):
         return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False).stdout
 
     assert NODE_NAME in kubectl("get", "nodes")
-    # A namespace's ServiceAccount comes some time after it, and pods are refused until then.
+    # A namespace's ServiceAccount is created some time after the namespace; pods are rejected until then.
     wait_for(lambda: "default" in kubectl("get", "serviceaccounts"), 30, "the ServiceAccount")
     assert kubectl("create", "--filename=-", stdin=yaml.safe_dump(yaml.safe_load(POD)))
-    wait_for(lambda: kubectl("logs", "hello") == "hello\n", 60, "the pod's word")
+    wait_for(lambda: kubectl("logs", "hello") == "hello\n", 60, "the pod's output")
 
     for process in processes.running_processes(folder):
         if process.name == "kube-apiserver":
@@ -108,4 +108,4 @@ def test_up_a_pod_and_down_after_a_crash(cache):
     assert down.returncode == 0, down.stderr
     assert_nothing_left(folder)
     assert not folder.exists()
-    assert "there was none" in run("down").stdout
+    assert "no cluster was up" in run("down").stdout

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that the real Job downloads in a real pod: wrong bytes are refused, progress is told, a pod that goes in the
-middle is followed by one that goes on where it was, and the model serves.
+"""A model download by the real Job in a real pod: a wrong digest is rejected, progress is reported, a new pod resumes
+the download of a deleted one, and the model is served.
 
-The place is a pod that runs tests/support/fake_sources.py. The tests are one story and run in order, on one service.
+The source is a pod that runs tests/support/fake_sources.py. The tests depend on each other and run in order, on one
+service.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ class Place(FakeHttpServer):
 
     async def _send(self, request, response, data):
         if re.fullmatch(r"bytes=\\d+-\\d+", request.headers.get("Range", "")):
-            await response.write(data)  # whoever plans wants a few bytes
+            await response.write(data)  # the planner reads a few bytes
         else:
             await super()._send(request, response, data)
 
@@ -65,7 +66,7 @@ asyncio.run(main())
 
 
 def place(namespace):
-    """The pod with its program, and the Service that it is reached by."""
+    """Return the objects of the source: ConfigMap, Pod and Service."""
     labels = {"app": "place"}
     volumes = [
         {"name": "place", "configMap": {"name": "place"}},
@@ -100,11 +101,11 @@ def place(namespace):
 
 
 def models_volume(cluster, namespace, folder):
-    """A volume for the claim that the operator makes, where no storage class makes one."""
+    """Create a volume for the operator's claim if the cluster has no storage class."""
     if not cluster.programs:
         return
     folder.mkdir()
-    folder.chmod(0o777)  # nobody gives a hostPath to the pod's group
+    folder.chmod(0o777)  # Kubernetes does not apply fsGroup to a hostPath
     claim = {"namespace": namespace, "name": "tales-models"}
     spec = {
         "capacity": {"storage": "20Gi"},
@@ -119,11 +120,11 @@ def models_volume(cluster, namespace, folder):
 
 @pytest.fixture(scope="module")
 def namespace(cluster, operator, tmp_path_factory):
-    """With the place, and an LLMService whose digest is wrong."""
+    """A namespace with the source and an LLMService with a wrong digest."""
     with cluster.namespace("download") as name:
         create_examples_volume(cluster, name)
         models_volume(cluster, name, tmp_path_factory.mktemp("models") / "volume")
-        # A namespace's ServiceAccount comes some time after it, and pods are refused until then.
+        # A namespace's ServiceAccount is created some time after the namespace; pods are rejected until then.
         wait_for(lambda: cluster.get("v1", "ServiceAccount", "default", name), 30, "the ServiceAccount")
         for thing in place(name):
             cluster.apply(thing, name)
@@ -136,7 +137,7 @@ def namespace(cluster, operator, tmp_path_factory):
 
 
 def until(cluster, namespace, check, seconds, what):
-    """Wait for it; when it does not come, tell the story of all pods."""
+    """Wait for a condition; on a timeout, include diagnostics of all pods in the error."""
     try:
         return wait_for(check, seconds, what)
     except AssertionError as error:
@@ -146,7 +147,7 @@ def until(cluster, namespace, check, seconds, what):
 
 
 def downloading(cluster, namespace):
-    """The names of the download pods that run."""
+    """Return the names of the running download pods."""
     selector = "app.kubernetes.io/component=model-download"
     found = cluster.items("v1", "Pod", namespace, labelSelector=selector)
     return [
@@ -156,7 +157,7 @@ def downloading(cluster, namespace):
     ]
 
 
-def test_other_bytes_than_the_digest_says_are_refused(cluster, namespace):
+def test_rejects_a_wrong_digest(cluster, namespace):
     def refused():
         return current_condition(cluster, namespace, "ModelCached").get("reason") == "DigestMismatch"
 
@@ -167,20 +168,20 @@ def test_other_bytes_than_the_digest_says_are_refused(cluster, namespace):
     assert current_condition(cluster, namespace, "Ready")["reason"] == "DigestMismatch"
 
 
-def test_progress_is_told_while_it_downloads(cluster, namespace):
+def test_reports_download_progress(cluster, namespace):
     cluster.kubectl("exec", "place", "--", "touch", HOLD, namespace=namespace)
     right = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
     cluster.merge(*LLM_SERVICE_KIND, "tales", {"spec": {"model": {"source": {"http": {"sha256": right}}}}}, namespace)
 
-    def told():
+    def reported():
         """Five eighths of the weights, and the tokenizer."""
         cache = get_service(cluster, namespace).get("status", {}).get("cache", {})
         percent = int(cache.get("progress", "0%").removesuffix("%"))
         return 60 <= percent <= 66 and percent
 
-    percent = until(cluster, namespace, told, 90, "progress")
+    percent = until(cluster, namespace, reported, 90, "progress")
     assert f"({percent}%)" in current_condition(cluster, namespace, "ModelCached")["message"]
-    # Not by its short name: kubectl looks that up in what it knew of the API server some minutes ago.
+    # Not by its short name: kubectl resolves short names from a discovery cache that may be minutes old.
     assert f"{percent}%" in cluster.kubectl("get", "llmservices", "tales", "--output=wide", namespace=namespace)
     (name,) = downloading(cluster, namespace)
 
@@ -190,15 +191,15 @@ def test_progress_is_told_while_it_downloads(cluster, namespace):
     until(cluster, namespace, logged, 20, "the same in the log")
 
 
-def test_a_download_goes_on_where_its_pod_was_when_it_went(cluster, namespace):
+def test_download_resumes_after_its_pod_was_deleted(cluster, namespace):
     (first,) = downloading(cluster, namespace)
     cluster.kubectl("delete", "pod", first, namespace=namespace)
 
-    def goes_on():
+    def resumed():
         asked = cluster.kubectl("logs", "place", namespace=namespace)
         return re.search(rf"GET /{WEIGHTS.name} bytes=([1-9]\d*)-$", asked, re.MULTILINE)
 
-    start = int(until(cluster, namespace, goes_on, 120, "a request for the rest")[1])
+    start = int(until(cluster, namespace, resumed, 120, "a request for the rest")[1])
     assert start > WEIGHTS.stat().st_size // 2
     cluster.kubectl("exec", "place", "--", "rm", HOLD, namespace=namespace)
     until(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of the layers of image builds, with the real buildah and images of a few bytes. Needs no node."""
+"""Pruning of image layers, with the real buildah and images of a few bytes. Needs no node."""
 
 import shutil
 
@@ -18,7 +18,7 @@ COPY third /third
 
 @pytest.fixture
 def buildah(tmp_path):
-    """With a storage of its own."""
+    """buildah with separate storage."""
     binaries.install_packages(images.PACKAGES, print)
     folder = tmp_path / "images"
     folder.mkdir()
@@ -28,7 +28,7 @@ def buildah(tmp_path):
     shutil.rmtree(folder)
 
 
-def test_layers_go_that_the_newest_builds_do_not_use(buildah, tmp_path, monkeypatch):
+def test_prunes_layers_of_old_builds(buildah, tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "NUM_KEPT_BUILDS", 2)
     sources = tmp_path / "sources"
     sources.mkdir()
@@ -50,10 +50,10 @@ def test_layers_go_that_the_newest_builds_do_not_use(buildah, tmp_path, monkeypa
     _, a, removed = build("a")
     assert (len(a), removed) == (4, 0) and a == there()
     _, b, removed = build("b")
-    assert removed == 0 and there() == a | b and len(a & b) == 1, "the first step is one for both"
+    assert removed == 0 and there() == a | b and len(a & b) == 1, "both builds share the first step"
     _, c, removed = build("c")
-    assert removed == 3 and there() == b | c, "what only the oldest used is gone"
+    assert removed == 3 and there() == b | c, "layers of the oldest build only are removed"
     said, again, removed = build("b")
-    assert again == b and removed == 0 and said.count("Using cache") == 4, "the other one takes no step anew"
+    assert again == b and removed == 0 and said.count("Using cache") == 4, "all steps come from the cache"
     _, d, _ = build("d")
-    assert there() == b | d, "the one used longest ago goes first"
+    assert there() == b | d, "the least recently used build is removed first"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on a cluster: the chart, an LLMService, tokens; then adapters, replicas, a crash, and the end.
+"""End to end on a cluster: the chart, an LLMService, tokens; then adapters, replicas, a crash, and deletion.
 
-The tests are one story and run in order, on one service.
+The tests depend on each other and run in order, on one service.
 """
 
 import json
@@ -45,7 +45,7 @@ CHILDREN = (
 
 @pytest.fixture(scope="module")
 def namespace(cluster, operator):
-    """With examples/kind/tales.yaml, applied by kubectl and Ready."""
+    """A namespace with examples/kind/tales.yaml, applied by kubectl and Ready."""
     with cluster.namespace("tales") as name:
         create_examples_volume(cluster, name)
         cluster.kubectl("apply", f"--filename={ROOT}/examples/kind/tales.yaml", namespace=name)
@@ -60,7 +60,7 @@ def namespace(cluster, operator):
 
 
 def answers(cluster, namespace, model, prompt):
-    """What each pod answers by itself; None for one that does not have the model."""
+    """Return the answer of each pod; None for a pod that does not have the model."""
     return [answer(pod, model, prompt) for pod in serving_pods(cluster, namespace)]
 
 
@@ -68,14 +68,14 @@ def answer(pod, model, prompt):
     ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
     try:
         return ServiceEndpoint(pod["status"]["podIP"], ports).text(model, prompt)
-    except Exception as error:  # the client's errors have no common type that says which
+    except Exception as error:  # the client's errors have no common type
         if "unknown model" in str(error) or "not found" in str(error) or "UNAVAILABLE" in str(error):
             return None
         raise
 
 
 def runs(cluster, namespace):
-    """Which containers run: a restart or another pod changes it."""
+    """Return pod ids and restart counts, which a restart or a new pod changes."""
     return sorted((p["metadata"]["uid"], server_container(p)["restartCount"]) for p in serving_pods(cluster, namespace))
 
 
@@ -91,9 +91,9 @@ def test_base_and_adapter_answer_through_the_service(cluster, namespace):
     assert status["plan"]
 
 
-def test_pods_have_the_clusters_family_of_addresses(cluster, namespace):
+def test_pods_have_addresses_of_the_clusters_family(cluster, namespace):
     if not cluster.programs:
-        pytest.skip("a cluster that is given has the addresses that it has")
+        pytest.skip("an existing cluster has its own address family")
     found = [
         pod["status"]["podIP"] for where in (namespace, OPERATOR_NAMESPACE) for pod in cluster.items("v1", "Pod", where)
     ]
@@ -107,7 +107,7 @@ def test_kubectl_shows_it(cluster, namespace):
     assert (shown["NAME"], shown["READY"]) == ("tales", "True")
 
 
-def test_an_adapter_is_added_by_an_edit_within_5_s_and_nothing_restarts(cluster, namespace):
+def test_edit_adds_an_adapter_within_5_s_without_restarts(cluster, namespace):
     before = runs(cluster, namespace)
     patch = json.dumps([{"op": "add", "path": "/spec/adapters/-", "value": SQL}])
     cluster.kubectl("patch", "llm", "tales", "--type=json", f"--patch={patch}", namespace=namespace)
@@ -122,7 +122,7 @@ def test_an_adapter_is_added_by_an_edit_within_5_s_and_nothing_restarts(cluster,
     assert took < 5
 
 
-def test_kubectl_scale_brings_a_second_pod_with_every_adapter(cluster, namespace):
+def test_kubectl_scale_starts_a_second_pod_with_all_adapters(cluster, namespace):
     first = runs(cluster, namespace)
     cluster.kubectl("scale", "llm/tales", "--replicas=2", namespace=namespace)
     wait_for(lambda: sum(map(is_ready, serving_pods(cluster, namespace))) == 2, 240, "two ready pods")
@@ -135,14 +135,14 @@ def test_kubectl_scale_brings_a_second_pod_with_every_adapter(cluster, namespace
     assert cluster.items("v1", "Pod", namespace, labelSelector=scale["status"]["selector"])
 
 
-def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
-    """The supervisor is killed, as the kernel does for memory; tini ends too, and the kubelet starts the container."""
+def test_adapters_are_restored_after_a_container_restart(cluster, namespace):
+    """Kill the supervisor, as the OOM killer does; tini ends too, and the kubelet restarts the container."""
     victim = serving_pods(cluster, namespace)[0]
     name, count = victim["metadata"]["name"], server_container(victim)["restartCount"]
     try:
         cluster.kubectl("exec", name, "--", "python3", "-c", KILL, namespace=namespace)
     except AssertionError as ended:
-        # The container's end takes this process with it, if it comes first.
+        # If the container ends first, the exec process is killed with it.
         assert "exit code 137" in str(ended)
 
     def again():
@@ -154,7 +154,7 @@ def test_adapters_are_back_after_the_container_is_killed(cluster, namespace):
     wait_for(lambda: current_condition(cluster, namespace, "Ready").get("status") == "True", 40, "Ready")
 
 
-def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, namespace, operator):
+def test_deletion_removes_all_objects_while_the_operator_is_down(cluster, namespace, operator):
     cluster.require_controllers()
     owner = "app.kubernetes.io/instance=tales"
 
@@ -164,10 +164,10 @@ def test_everything_goes_with_the_service_while_the_operator_is_down(cluster, na
 
     assert {"Deployment", "Service", "ConfigMap", "Secret", "Pod"} <= {kind for kind, _ in left()}
     cluster.kubectl("scale", "deployment/quire", "--replicas=0", namespace=operator)
-    # Its grace is 30 s, and what comes before and after is the kubelet's, on two busy cores.
+    # The grace period is 30 s; the kubelet takes additional time on two busy cores.
     wait_for(lambda: not cluster.items("v1", "Pod", operator), 120, "the operator's end")
     cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=namespace)
-    # A pod drains for a minute at most; the collector of 1.20 looks every 30 s.
+    # A pod drains for a minute at most; the garbage collector of Kubernetes 1.20 runs every 30 s.
     wait_for(lambda: left() == [], 200, f"the end of {left()}")
     claims = [c["metadata"]["name"] for c in cluster.items("v1", "PersistentVolumeClaim", namespace)]
     assert claims == ["examples"]

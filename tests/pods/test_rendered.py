@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire render | kubectl apply`: what is rendered runs, without an operator."""
+"""`quire render | kubectl apply`: the rendered objects run without an operator."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from support.pod_cluster import (
 
 @pytest.fixture(scope="module")
 def namespace(cluster):
-    """With the rendered objects of examples/kind/tales.yaml, and a ready pod."""
+    """A namespace with the rendered objects of examples/kind/tales.yaml and a ready pod."""
     quire = str(Path(sys.executable).with_name("quire"))
     argv = [
         quire,
@@ -41,8 +41,8 @@ def namespace(cluster):
         yield name
 
 
-def test_the_pod_is_as_restricted_as_rendered(cluster, namespace):
-    """The kernel's word, not the manifest's."""
+def test_pod_has_the_rendered_restrictions(cluster, namespace):
+    """As reported by the kernel, not by the manifest."""
     inside = cluster.kubectl("exec", "deploy/tales", "--", "cat", "/proc/self/status", namespace=namespace)
     status = dict(line.split(":\t", 1) for line in inside.splitlines() if ":\t" in line)
     assert status["Uid"].split() == ["1000"] * 4

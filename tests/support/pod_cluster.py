@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster that runs real pods, and what tests do with a service there: its examples, its tokens, its containers.
+"""A cluster with real pods, and helpers for services on it: example volumes, answers, containers.
 
-The node is one of hack/nodocker_cluster's, on this machine; or the cluster is given (QUIRE_TEST_KUBECONFIG), has the
-images of
-hack/nodocker_cluster/images.py and examples/ at /examples on its node, as hack/kind.sh sets it up.
+hack/nodocker_cluster starts the node on this machine. Or QUIRE_TEST_KUBECONFIG names an existing cluster with the
+images of hack/nodocker_cluster/images.py and with examples/ at /examples on its node; hack/kind.sh creates such a
+cluster.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ OPERATOR_NAMESPACE = "quire-system"
 
 @contextlib.contextmanager
 def cluster_with_node(folder: Path) -> Iterator[Cluster]:
-    """The cluster that was given, or one of our own with a node that has the images.
+    """Yield the cluster of QUIRE_TEST_KUBECONFIG, or start one with a node and load the images.
 
     Raises:
-        Unavailable: no node can be had here; the message says what is missing.
+        Unavailable: this machine cannot run a node; the message contains the reason.
     """
     if os.environ.get(KUBECONFIG_VARIABLE):
         with running_cluster(folder) as cluster:
@@ -60,7 +60,7 @@ def cluster_with_node(folder: Path) -> Iterator[Cluster]:
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """No process, mount, control group or network of the cluster in `folder`."""
+    """Assert that no process, mount, control group or network of the cluster in `folder` exists."""
     assert [*processes.running_processes(folder)] == []
     assert not cgroups.exists(folder)
     assert not network.is_connected()
@@ -68,7 +68,7 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 def create_examples_volume(cluster: Cluster, namespace: str) -> None:
-    """examples/kind/volume.yaml in this namespace, with the folder where the node has it."""
+    """Create the volume of examples/kind/volume.yaml in this namespace, with the folder's path on the node."""
     volume, claim = yaml.safe_load_all((KIND_EXAMPLES / "volume.yaml").read_text())
     volume["metadata"]["name"] = f"examples-{namespace}"
     volume["spec"]["claimRef"]["namespace"] = namespace
@@ -81,45 +81,45 @@ def create_examples_volume(cluster: Cluster, namespace: str) -> None:
 
 
 def example_service(**spec: Any) -> dict[str, Any]:
-    """examples/kind/tales.yaml, with other fields of the spec."""
+    """Return examples/kind/tales.yaml with some fields of the spec replaced."""
     document: dict[str, Any] = yaml.safe_load((KIND_EXAMPLES / "tales.yaml").read_text())
     document["spec"].update(spec)
     return document
 
 
 def get_service(cluster: Cluster, namespace: str, name: str = "tales") -> dict[str, Any]:
-    """The LLMService."""
+    """Return the LLMService."""
     body = cluster.get(*LLM_SERVICE_KIND, name, namespace)
     assert body is not None, f"no LLMService {name}"
     return body
 
 
 def current_condition(cluster: Cluster, namespace: str, kind: str) -> dict[str, Any]:
-    """A condition, once it is about the spec as it is now; empty before."""
+    """Return a condition if it was observed for the current generation; otherwise an empty one."""
     body = get_service(cluster, namespace)
     matching = {c["type"]: c for c in body.get("status", {}).get("conditions", [])}.get(kind, {})
     return matching if matching.get("observedGeneration") == body["metadata"]["generation"] else {}
 
 
 def serving_pods(cluster: Cluster, namespace: str, service: str = "tales") -> list[dict[str, Any]]:
-    """The pods that serve and are not on their way out."""
+    """Return the server pods that are not being deleted."""
     selector = f"app.kubernetes.io/instance={service},app.kubernetes.io/component=server"
     bodies = cluster.items("v1", "Pod", namespace, labelSelector=selector)
     return [pod for pod in bodies if "deletionTimestamp" not in pod["metadata"]]
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether the kubelet says so."""
+    """Return whether the pod's Ready condition is true."""
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
 
 
 def server_container(pod: dict[str, Any]) -> dict[str, Any]:
-    """Status of the container that serves."""
+    """Return the status of the server container."""
     return next(c for c in pod["status"]["containerStatuses"] if c["name"] == "server")
 
 
 def diagnostics(cluster: Cluster, namespace: str) -> str:
-    """Why pods are not ready: their containers, the last events, the ends of their logs."""
+    """Return container states, recent events and ends of logs, to explain why pods are not ready."""
     lines = []
     for pod in cluster.items("v1", "Pod", namespace):
         states = [{c["name"]: c["state"]} for c in pod["status"].get("containerStatuses", [])]
@@ -133,14 +133,14 @@ def diagnostics(cluster: Cluster, namespace: str) -> str:
 
 @dataclass(frozen=True)
 class ServiceEndpoint:
-    """Where clients of a Service go in."""
+    """Address and ports of a Service."""
 
     host: str
     ports: dict[str, int]
-    """By the Service's names of them."""
+    """Ports by name."""
 
     def text(self, model: str, prompt: str, max_tokens: int = 16) -> str:
-        """What a model answers by gRPC, greedily, without the prompt."""
+        """Return a model's greedy answer over gRPC, without the prompt."""
         client = grpcclient.InferenceServerClient(f"{format_for_url(self.host)}:{self.ports['grpc']}")
         exclude = grpcclient.InferInput("exclude_input_in_output", [1], "BOOL")
         exclude.set_data_from_numpy(np.array([True]))
@@ -158,7 +158,7 @@ class ServiceEndpoint:
 
 @contextlib.contextmanager
 def service_endpoint(cluster: Cluster, namespace: str, service: str = "tales") -> Iterator[ServiceEndpoint]:
-    """The Service: by its own address where this machine has a route to it, else through kubectl port-forward."""
+    """Yield the Service's own address if this machine has a route to it, else a kubectl port-forward."""
     body = cluster.get("v1", "Service", service, namespace)
     assert body is not None, f"no Service {service}"
     ports = {port["name"]: port["port"] for port in body["spec"]["ports"]}
