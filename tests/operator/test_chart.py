@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart, rendered by Helm: what its objects say, and what its values' schema refuses. No cluster is needed."""
+"""The chart, rendered by Helm without a cluster: its objects, and values that its schema rejects."""
 
 import re
 
@@ -27,21 +27,21 @@ def objects(folder):
 
 
 @pytest.fixture(scope="module")
-def named(folder):
+def custom(folder):
     return render_chart(folder, ALL_VALUES, "demo")
 
 
-def container(found):
-    (only,) = only_of_kind(found, "Deployment")["spec"]["template"]["spec"]["containers"]
+def container(objects):
+    (only,) = only_of_kind(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     return only
 
 
-def option(found, name):
-    return [a.partition("=")[2] for a in container(found)["args"] if a.startswith(f"--{name}=")]
+def option(objects, name):
+    return [a.partition("=")[2] for a in container(objects)["args"] if a.startswith(f"--{name}=")]
 
 
 def rules(role):
-    """Every (group, resource, verb) of a role."""
+    """Return every (group, resource, verb) of a role."""
     return {
         (group, resource, verb)
         for rule in role["rules"]
@@ -51,15 +51,15 @@ def rules(role):
     }
 
 
-def test_it_is_linted_strictly():
+def test_helm_lint_strict():
     helm("lint", CHART, "--strict")
 
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
-def test_the_api_servers_schemas_hold(folder, values):
-    found = render_chart(folder, values)
+def test_objects_match_the_schemas_of_kubernetes(folder, values):
+    objects = render_chart(folder, values)
     seen = set()
-    for thing in found:
+    for thing in objects:
         key = (thing["kind"], thing["metadata"].get("namespace"), thing["metadata"]["name"])
         assert key not in seen
         seen.add(key)
@@ -71,17 +71,17 @@ def test_the_api_servers_schemas_hold(folder, values):
 
 
 def test_every_value_reaches_an_object(folder):
-    """Driven by values.yaml: all of it is changed at once, and each change has to be seen."""
+    """Driven by values.yaml: all values are changed together, and each change must appear in an object."""
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     text = "\n".join(map(str, render_chart(folder, ALL_VALUES)))
     for path in leaves(defaults):
-        value = reached(ALL_VALUES, path)
+        value = value_at(ALL_VALUES, path)
         assert value is not None, f"{'.'.join(path)}: NAMED has no other value for it"
         if path[-1] != "tag":  # a digest goes before
             assert all(str(word) in text for word in words(value)), f"{'.'.join(path)}: changes nothing"
 
 
-def test_every_switch_switches(folder):
+def test_switches_add_and_remove_objects(folder):
     kinds = {"crds": "CustomResourceDefinition", "rbac": "ClusterRole", "serviceAccount": "ServiceAccount"}
     kinds |= {"networkPolicy": "NetworkPolicy"}
     on = [o["kind"] for o in render_chart(folder)]
@@ -91,14 +91,14 @@ def test_every_switch_switches(folder):
         assert kind not in off, value
 
 
-def reached(values, path):
+def value_at(values, path):
     for part in path:
         values = values.get(part) if isinstance(values, dict) else None
     return values
 
 
 def words(value):
-    """Every text and number in a value, and the names of a map's entries."""
+    """Return every string and number in a value, and the keys of maps."""
     if isinstance(value, dict):
         return [word for key, inner in value.items() for word in (key, *words(inner))]
     if isinstance(value, list):
@@ -115,7 +115,7 @@ def leaves(values, path=()):
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "said"),
+    ("values", "path", "message"),
     [
         ({"replicaCount": 2}, "", "replicaCount"),
         ({"operator": {"loglevel": "info"}}, "operator", "loglevel"),
@@ -130,29 +130,29 @@ def leaves(values, path=()):
         ({"operator": {"env": [{"name": "A", "value": 1}]}}, "operator.env.0.value", "string"),
     ],
 )
-def test_wrong_values_are_refused_by_name(folder, values, path, said):
+def test_rejects_invalid_values_with_their_path(folder, values, path, message):
     file = folder / "wrong.yaml"
     file.write_text(yaml.safe_dump(values))
-    done = helm("template", "quire", CHART, "-f", file, check=False)
-    assert done.returncode != 0
-    # Helm 3 says operator.workers, Helm 4 '/operator/workers'.
-    assert path in done.stderr or path.replace(".", "/") in done.stderr
-    assert said in done.stderr
+    result = helm("template", "quire", CHART, "-f", file, check=False)
+    assert result.returncode != 0
+    # The path is operator.workers in Helm 3 and '/operator/workers' in Helm 4.
+    assert path in result.stderr or path.replace(".", "/") in result.stderr
+    assert message in result.stderr
 
 
-def test_the_definition_is_the_repositorys_and_outlives_the_release(folder, objects):
+def test_crd_is_the_one_of_the_repository_and_is_kept(folder, objects):
     assert (CHART / "files/llmservices.yaml").resolve() == ROOT / "crds/llmservices.yaml"
     definition = only_of_kind(objects, "CustomResourceDefinition")
     assert definition["spec"] == CRD["spec"]
     assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    assert len(yaml.safe_dump(definition)) < 200_000, "kubectl apply without --server-side carries it in an annotation"
+    assert len(yaml.safe_dump(definition)) < 200_000, "kubectl apply without --server-side stores it in an annotation"
     assert not only_of_kind(render_chart(folder, DISABLED_VALUES), "CustomResourceDefinition")["metadata"].get(
         "annotations"
     )
     assert not (CHART / "crds").exists(), "Helm never upgrades that folder"
 
 
-def test_one_operator_at_a_time_closed_down(objects):
+def test_deployment_has_one_restricted_replica(objects):
     deployment = only_of_kind(objects, "Deployment")["spec"]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
     spec = deployment["template"]["spec"]
@@ -176,18 +176,18 @@ def test_one_operator_at_a_time_closed_down(objects):
     }
 
 
-def test_images_are_of_the_release(folder, objects, named):
+def test_default_images_have_the_version_of_the_release(folder, objects, custom):
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert version == re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     assert container(objects)["image"] == f"quire-operator:{version}"
     assert option(objects, "gpu-image") == [f"quire:{version}-gpu"]
     assert option(objects, "cpu-image") == [f"quire:{version}-cpu"]
-    assert container(named)["image"] == f"registry.example/team/manager@sha256:{'1' * 64}"
+    assert container(custom)["image"] == f"registry.example/team/manager@sha256:{'1' * 64}"
     tagged = render_chart(folder, {"image": {"registry": "registry.example", "cpu": {"tag": "edge"}}})
     assert option(tagged, "cpu-image") == ["registry.example/quire:edge"]
 
 
-def test_rbac_names_verbs_and_resources(objects):
+def test_rbac_rules_are_explicit(objects):
     roles = [o for o in objects if o["kind"] in ("ClusterRole", "Role")]
     for group, resource, verb in set().union(*map(rules, roles)):
         assert "*" not in (group, resource, verb)
@@ -205,7 +205,7 @@ def test_rbac_names_verbs_and_resources(objects):
     assert binding["roleRef"]["name"] == "quire"
 
 
-def test_every_kind_that_is_rendered_may_be_applied(objects):
+def test_rbac_allows_every_rendered_kind(objects):
     granted = rules(only_of_kind(objects, "ClusterRole", "quire"))
     for file in (ROOT / "tests/operator/golden").glob("*.yaml"):
         for thing in yaml.safe_load_all(file.read_text()):
@@ -217,24 +217,24 @@ def test_every_kind_that_is_rendered_may_be_applied(objects):
                 assert (group, resource, verb) in granted, (file.name, thing["kind"], verb)
 
 
-def test_named_namespaces_get_roles_and_nothing_else(named, objects):
-    roles = [o for o in named if o["kind"] == "Role"]
-    bindings = [o for o in named if o["kind"] == "RoleBinding"]
+def test_watch_namespaces_get_roles_instead_of_a_cluster_role(custom, objects):
+    roles = [o for o in custom if o["kind"] == "Role"]
+    bindings = [o for o in custom if o["kind"] == "RoleBinding"]
     assert [o["metadata"]["namespace"] for o in roles] == ["team-a", "team-b"]
     assert {o["metadata"]["namespace"] for o in bindings} == {"team-a", "team-b"}
     assert {o["subjects"][0]["name"] for o in bindings} == {"of-mine"}
-    assert not [o for o in named if o["kind"].startswith("Cluster")]
-    assert option(named, "namespace") == ["team-a", "team-b"]
+    assert not [o for o in custom if o["kind"].startswith("Cluster")]
+    assert option(custom, "namespace") == ["team-a", "team-b"]
     for role in roles:
         assert rules(role) == rules(only_of_kind(objects, "ClusterRole", "quire"))
 
 
-def test_the_lease_value_of_older_releases_is_accepted_and_ignored(named):
-    assert not option(named, "lease")
-    assert not [o for o in named if "lease" in o["metadata"]["name"]]
+def test_the_lease_value_of_older_releases_is_accepted_and_ignored(custom):
+    assert not option(custom, "lease")
+    assert not [o for o in custom if "lease" in o["metadata"]["name"]]
 
 
-def test_people_get_at_llmservices_by_their_usual_roles(objects):
+def test_view_and_edit_roles_include_llmservices(objects):
     view, edit = (only_of_kind(objects, "ClusterRole", f"quire-{role}") for role in ("view", "edit"))
     assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
     assert {verb for *_, verb in rules(view)} == {"get", "list", "watch"}
@@ -243,7 +243,7 @@ def test_people_get_at_llmservices_by_their_usual_roles(objects):
     assert not {rule for rule in rules(edit) if rule[1] == "llmservices/status"}, "only the operator writes the status"
 
 
-def test_what_finds_the_operator_finds_its_pods(objects):
+def test_selectors_match_the_operator_pod(objects):
     labels = only_of_kind(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
     for selector in (
         only_of_kind(objects, "Deployment")["spec"]["selector"]["matchLabels"],
@@ -256,27 +256,27 @@ def test_what_finds_the_operator_finds_its_pods(objects):
     assert {port["targetPort"] for port in only_of_kind(objects, "Service")["spec"]["ports"]} <= ports
 
 
-def test_only_prometheus_reaches_the_operator(objects, named):
+def test_network_policy_allows_only_prometheus(objects, custom):
     (ingress,) = only_of_kind(objects, "NetworkPolicy")["spec"]["ingress"]
     assert ingress["from"] == [
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
     ]
-    (ingress,) = only_of_kind(named, "NetworkPolicy")["spec"]["ingress"]
+    (ingress,) = only_of_kind(custom, "NetworkPolicy")["spec"]["ingress"]
     assert ingress["from"] == ALL_VALUES["networkPolicy"]["ingressFrom"]
-    assert only_of_kind(named, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
+    assert only_of_kind(custom, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
 
 
-def test_monitoring_is_found_by_its_labels(named):
-    monitor = only_of_kind(named, "PodMonitor")
+def test_monitoring_objects_have_their_labels(custom):
+    monitor = only_of_kind(custom, "PodMonitor")
     assert monitor["metadata"]["labels"]["release"] == "monitoring"
     assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "health", "path": "/metrics", "interval": "1m"}]
     assert (
-        only_of_kind(named, "ConfigMap")["metadata"]["labels"].items()
+        only_of_kind(custom, "ConfigMap")["metadata"]["labels"].items()
         >= {"grafana_dashboard": "1", "folder": "x"}.items()
     )
 
 
-def test_notes_tell_a_next_command_that_works(folder):
+def test_notes_contain_a_valid_llmservice(folder):
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump({"watchNamespaces": ["team-a"], "rbac": {"readNodes": False}}))
     notes = helm("install", "quire", CHART, "-n", "q", "-f", file, "--dry-run=client").stdout.partition("NOTES:")[2]
@@ -289,8 +289,8 @@ def test_notes_tell_a_next_command_that_works(folder):
     assert body["metadata"]["namespace"] == "team-a"
 
 
-def test_it_can_be_packaged_and_used_from_its_package(folder, objects):
+def test_packaged_chart_renders_the_same_objects(folder, objects):
     helm("package", CHART, "-d", folder)
     (archive,) = folder.glob("quire-*.tgz")
-    done = helm("template", "quire", archive, "-n", "quire-system")
-    assert parse_documents(done.stdout) == objects
+    result = helm("template", "quire", archive, "-n", "quire-system")
+    assert parse_documents(result.stdout) == objects

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dockerfiles and the compose file, as far as they can be checked where no container engine runs.
+"""Dockerfiles and the compose file, checked without a container engine.
 
-Nothing is built here: that every path, module, extra, port and flag in them exists is what can be known without.
+Nothing is built. The tests check that every path, module, extra, port and option exists.
 """
 
 import importlib.util
@@ -27,22 +27,22 @@ PORTS = [constants.HTTP_PORT, constants.GRPC_PORT, constants.SERVER_METRICS_PORT
 
 
 def stages(file):
-    """Stage name to its instructions, each (word, arguments), with continued lines joined."""
+    """Map each stage name to its instructions (word, arguments), with continued lines joined."""
     text = "\n".join(line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#"))
-    found, name = {}, None
+    result, name = {}, None
     for line in text.replace("\\\n", " ").splitlines():
         word, _, arguments = line.strip().partition(" ")
         if word == "FROM":
             name = arguments.partition(" AS ")[2]
             assert name, f"{file}: a stage without a name: {line}"
-            found[name] = []
+            result[name] = []
         if word:
-            found.setdefault(name, []).append((word, arguments.strip()))
-    return found
+            result.setdefault(name, []).append((word, arguments.strip()))
+    return result
 
 
-def said(stage, word):
-    return [arguments for found, arguments in stage if found == word]
+def arguments_of(stage, word):
+    return [arguments for name, arguments in stage if name == word]
 
 
 @pytest.fixture(params=["backend/Dockerfile", "operator/Dockerfile"])
@@ -51,96 +51,96 @@ def dockerfile(request):
 
 
 def final(dockerfile):
-    """The stages that are images: no other one copies from them."""
-    sources = {arguments.split()[0] for stage in dockerfile.values() for arguments in said(stage, "COPY")}
+    """Return the stages that no other stage copies from: the images."""
+    sources = {arguments.split()[0] for stage in dockerfile.values() for arguments in arguments_of(stage, "COPY")}
     return {n: stage for n, stage in dockerfile.items() if n is not None and f"--from={n}" not in sources}
 
 
-def sent():
-    """What .dockerignore lets through."""
+def build_context():
+    """Return the paths that .dockerignore includes."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     return {line.removeprefix("!") for line in lines if line.startswith("!")}
 
 
-def test_everything_copied_exists_and_is_sent_to_the_builder(dockerfile):
+def test_copied_files_exist_and_are_in_the_build_context(dockerfile):
     for name, stage in dockerfile.items():
-        for arguments in said(stage, "COPY"):
+        for arguments in arguments_of(stage, "COPY"):
             *sources, _ = shlex.split(arguments)
             if sources[0].startswith("--from="):
                 assert sources[0].removeprefix("--from=") in dockerfile, name
                 continue
             for source in sources:
                 assert (ROOT / source).exists(), source
-                assert source in sent(), source
+                assert source in build_context(), source
 
 
-def test_the_wheel_gets_all_it_is_built_from(dockerfile):
-    copied = {source for arguments in said(dockerfile["wheel"], "COPY") for source in arguments.split()[:-1]}
+def test_wheel_stage_copies_all_sources_of_the_wheel(dockerfile):
+    copied = {source for arguments in arguments_of(dockerfile["wheel"], "COPY") for source in arguments.split()[:-1]}
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = [PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], *wheel["packages"]]
     assert {path.partition("/")[0] for path in [*needed, *wheel["force-include"], "pyproject.toml"]} <= copied
 
 
-def test_the_crd_is_in_the_wheel_where_the_command_looks_for_it():
+def test_wheel_contains_the_crd():
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     (source,) = [source for source, place in included.items() if place == "quire_operator/llmservices.yaml"]
     assert (ROOT / source) == crd.find_crd_file()
 
 
 @pytest.mark.parametrize("file", ["backend/Dockerfile", "operator/Dockerfile"])
-def test_dockerfiles_and_the_shell_in_them_are_linted(file):
-    # DL3008 wants versions of apt's packages, which the base image's release decides. DL3059 wants fewer, longer RUNs.
+def test_dockerfiles_pass_hadolint(file):
+    # DL3008 requires pinned versions of apt packages, but the base image defines them. DL3059 requires fewer RUNs.
     check = [str(Path(sys.executable).with_name("hadolint")), "--no-color", "--ignore=DL3008", "--ignore=DL3059", file]
-    done = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_operators_image_has_no_installer_and_runs_what_the_chart_asks_for():
+def test_operator_image_has_only_the_installed_package():
     image = final(stages("operator/Dockerfile"))["operator"]
-    assert said(image, "COPY") == ["--from=installed /opt/quire /opt/quire"]
-    assert not said(image, "RUN")
-    assert yaml.safe_load(said(image, "ENTRYPOINT")[0]) == ["quire"]
+    assert arguments_of(image, "COPY") == ["--from=installed /opt/quire /opt/quire"]
+    assert not arguments_of(image, "RUN")
+    assert yaml.safe_load(arguments_of(image, "ENTRYPOINT")[0]) == ["quire"]
 
 
-def test_images_run_without_root_as_the_user_of_the_crd(dockerfile):
+def test_images_run_as_the_default_user_of_the_crd(dockerfile):
     user = crd.load_schema()["properties"]["spec"]["properties"]["security"]["properties"]["runAsUser"]["default"]
     for stage in final(dockerfile).values():
-        assert said(stage, "USER")[-1] == f"{user}:{user}"
+        assert arguments_of(stage, "USER")[-1] == f"{user}:{user}"
         after = [word for word, _ in stage][[word for word, _ in stage].index("USER") :]
         assert "RUN" not in after
 
 
 def test_entry_points_exist(dockerfile):
     for stage in final(dockerfile).values():
-        (entry,) = said(stage, "ENTRYPOINT")
+        (entry,) = arguments_of(stage, "ENTRYPOINT")
         program, *rest = yaml.safe_load(entry)
         if program == "tini":
-            assert any("install --yes --no-install-recommends tini" in run for run in said(stage, "RUN"))
+            assert any("install --yes --no-install-recommends tini" in run for run in arguments_of(stage, "RUN"))
             assert rest[:3] == ["--", "python3", "-m"]
             assert importlib.util.find_spec(rest[3]) is not None
         else:
             assert program in PROJECT["project"]["scripts"]
 
 
-def test_the_gpu_image_has_what_the_kernel_language_builds_with():
-    """triton/runtime/build.py: without a compiler no kernel can be launched, and no pod starts."""
-    installed = " ".join(said(stages("backend/Dockerfile")["gpu"], "RUN")).split()
+def test_gpu_image_has_a_compiler_for_triton():
+    """triton/runtime/build.py compiles a launcher for each kernel, so no pod starts without a compiler."""
+    installed = " ".join(arguments_of(stages("backend/Dockerfile")["gpu"], "RUN")).split()
     assert {"gcc", "libc6-dev", "libpython3-dev"} <= set(installed)
     assert "purge" not in installed
 
 
 def test_extras_exist(dockerfile):
-    text = " ".join(run for stage in dockerfile.values() for run in said(stage, "RUN"))
+    text = " ".join(run for stage in dockerfile.values() for run in arguments_of(stage, "RUN"))
     extras = {extra for group in re.findall(r"\.whl\)\[([\w,]+)\]", text) for extra in group.split(",")}
     extras |= set(re.findall(r"extras\['(\w+)'\]", text))
     assert extras
     assert extras <= set(PROJECT["project"]["optional-dependencies"])
 
 
-def test_the_gpu_image_takes_no_server_from_pypi(tmp_path):
-    """The command in the Dockerfile is run as it is, but for the folder, on the real pyproject.toml."""
-    (command,) = said(stages("backend/Dockerfile")["requirements"], "RUN")
+def test_gpu_image_does_not_install_the_server_from_pypi(tmp_path):
+    """Run the command of the Dockerfile with another output folder on the real pyproject.toml."""
+    (command,) = arguments_of(stages("backend/Dockerfile")["requirements"], "RUN")
     *_, program, flag, script = shlex.split(command)
     assert (program, flag) == ("python3", "-c")
     script = script.replace("/requirements/", f"{tmp_path}/")
@@ -154,10 +154,10 @@ def test_the_gpu_image_takes_no_server_from_pypi(tmp_path):
     assert not any(line.startswith("numpy") and "<2" in line for line in needs["gpu"])
 
 
-def test_base_images_are_named_without_a_registry(dockerfile):
-    arguments = dict(pair.partition("=")[::2] for pair in said(dockerfile[None], "ARG"))
+def test_base_images_have_no_registry(dockerfile):
+    arguments = dict(pair.partition("=")[::2] for pair in arguments_of(dockerfile[None], "ARG"))
     for name, stage in final(dockerfile).items():
-        base = said(stage, "FROM")[0].partition(" AS ")[0]
+        base = arguments_of(stage, "FROM")[0].partition(" AS ")[0]
         variable = re.fullmatch(r"\$\{(\w+)(:-[a-z-]+)?\}", base)
         assert variable, name
         assert "/" not in arguments[variable[1]], name
@@ -165,34 +165,36 @@ def test_base_images_are_named_without_a_registry(dockerfile):
             assert arguments["SERVER_IMAGE"] == ""
 
 
-def test_all_ports_are_declared():
+def test_images_expose_all_ports():
     for stage in final(stages("backend/Dockerfile")).values():
-        assert [int(port) for port in said(stage, "EXPOSE")[0].split()] == PORTS
+        assert [int(port) for port in arguments_of(stage, "EXPOSE")[0].split()] == PORTS
 
 
-def test_the_compose_file_keeps_to_the_specification():
+def test_compose_file_is_valid():
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yaml"]
-    done = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def default(text):
-    """A text of the compose file with the defaults of its variables."""
+    """Replace the variables in a text of the compose file by their defaults."""
     return re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda match: match[1] or "", text)
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_compose_service_runs_what_exists(profile):
+def test_compose_service_uses_existing_targets_and_options(profile):
     service = COMPOSE["services"][profile]
     assert service["profiles"] == [profile]
     build = service["build"]
     built = stages(build["dockerfile"])
     assert build["target"] in final(built)
-    assert set(build["args"]) <= {a.partition("=")[0] for a in said(built[None] + built[build["target"]], "ARG")}
+    assert set(build["args"]) <= {
+        a.partition("=")[0] for a in arguments_of(built[None] + built[build["target"]], "ARG")
+    }
     assert service["entrypoint"] == ["tini", "--", "quire", "serve"]
     mounts = {target: default(source) for source, target in (split(volume) for volume in service["volumes"])}
     command = [default(argument) for argument in service["command"]]
-    # The claim's folder is made by its mount.
+    # The mount creates the folder of the claim.
     command = [argument.replace("=/srv/models", f"={ROOT}") for argument in command]
     options = main._build_parser().parse_args(["serve", *command])
     folder, _, file = options.file.rpartition("/")
@@ -205,13 +207,13 @@ def test_a_compose_service_runs_what_exists(profile):
 
 
 def split(volume):
-    """Source and target of a short volume, whose source may hold a default with a colon."""
+    """Return source and target of a volume in short syntax; the source can contain a default with a colon."""
     source, target = re.fullmatch(r"(\$\{.*?\}|[^:]+):([^:]+)(?::ro)?", volume).groups()
     return source, target
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_compose_service_is_closed_and_watched(profile):
+def test_compose_service_is_restricted_and_has_a_healthcheck(profile):
     service = COMPOSE["services"][profile]
     published = [default(port).split(":") for port in service["ports"]]
     assert [int(port[-1]) for port in published] == PORTS
@@ -222,7 +224,7 @@ def test_a_compose_service_is_closed_and_watched(profile):
     assert service["shm_size"] == "1gb"
 
 
-def test_only_the_gpu_service_asks_for_a_gpu():
+def test_only_the_gpu_service_reserves_a_gpu():
     (device,) = COMPOSE["services"]["gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
     assert "deploy" not in COMPOSE["services"]["cpu"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs drawn from the CRD's own schema, every field of it, through checks, planner and renderer: the same each time,
-no error but one in words, and objects that the operator finds again.
+"""Random specs from the CRD's schema through validation, planner and renderer.
 
-What the CRD leaves open is drawn from below: texts that its patterns let through and that are no URLs, overrides of
-pods that are no lists, labels of others. `FUZZ_SPECS=20000` draws more.
+Results must be deterministic, errors must be ConfigErrors, and objects must have the labels that the operator selects
+by. Values that the CRD does not restrict are chosen from the lists below: invalid URLs that match the patterns, pod
+overrides that are not lists, labels of other programs. `FUZZ_SPECS=20000` runs more.
 """
 
 import functools
@@ -50,8 +50,8 @@ OVERRIDES = [{"$patch": "replace"}, {"securityContext": None}, {"nodeSelector": 
 OVERRIDES += [{field: entries} for field in ("containers", "volumes") for entries in ENTRIES]
 
 
-def drawn(rng, schema, path=()):
-    """A value for a schema, most often a valid one."""
+def random_value(rng, schema, path=()):
+    """Return a random value for a schema, usually a valid one."""
     if path == ("podTemplate", "spec"):
         return rng.choice(OVERRIDES)
     if "enum" in schema:
@@ -64,26 +64,26 @@ def drawn(rng, schema, path=()):
     if schema["type"] == "string":
         return rng.choice(texts(schema.get("pattern"), schema.get("minLength", 0), schema["maxLength"]))
     if schema["type"] == "array":
-        return [drawn(rng, schema["items"], (*path, 0)) for _ in range(rng.randrange(4))]
+        return [random_value(rng, schema["items"], (*path, 0)) for _ in range(rng.randrange(4))]
     if "properties" not in schema:
-        return {key: drawn(rng, schema["additionalProperties"]) for key in rng.sample(KEYS, rng.randrange(3))}
+        return {key: random_value(rng, schema["additionalProperties"]) for key in rng.sample(KEYS, rng.randrange(3))}
     fields = schema["properties"]
     if {"huggingFace", "s3"} <= set(fields):
         kind = rng.choice([*fields])
-        return {kind: drawn(rng, fields[kind], (*path, kind))}
+        return {kind: random_value(rng, fields[kind], (*path, kind))}
     full = rng.choice([0.1, 0.3, 0.6])
     wanted = [name for name in fields if name in schema.get("required", ()) or rng.random() < full]
-    return {name: drawn(rng, fields[name], (*path, name)) for name in wanted}
+    return {name: random_value(rng, fields[name], (*path, name)) for name in wanted}
 
 
 @functools.cache
 def texts(pattern, least, most):
-    """Those that a schema lets through."""
+    """Return the sample texts that a schema accepts."""
     return [t for t in TEXTS if least <= len(t) <= most and re.search((pattern or "").replace("$", r"\Z"), t)]
 
 
 def valid(body):
-    """The body without the fields that rules between fields refuse; None when that leaves none."""
+    """Return the body without the fields that rules reject, or None if that is not possible."""
     for _ in range(40):
         problems = crd.validate(body).problems
         if not problems:
@@ -98,29 +98,29 @@ def valid(body):
     return None
 
 
-def test_every_pattern_has_texts_to_draw():
+def test_every_pattern_has_sample_texts():
     for pattern in schema_messages.PATTERN_MESSAGES:
         assert texts(pattern, 1, 64), pattern
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_any_spec_is_planned_and_rendered_or_refused_in_words(block):
+def test_random_specs_are_rendered_or_rejected_with_a_message(block):
     rng = random.Random(block)
     num_rendered = 0
     for _ in range(NUM_SPECS // 4):
-        spec = drawn(rng, crd.load_schema()["properties"]["spec"])
+        spec = random_value(rng, crd.load_schema()["properties"]["spec"])
         body = {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": spec}
-        if (kept := valid(body)) is None:
+        if (accepted := valid(body)) is None:
             continue
         try:
-            num_rendered += rendered(rng, kept)
+            num_rendered += rendered(rng, accepted)
         except Exception as error:
-            raise AssertionError(json.dumps(kept)) from error
+            raise AssertionError(json.dumps(accepted)) from error
     assert num_rendered > NUM_SPECS // 16
 
 
 def rendered(rng, body):
-    """Whether a valid body could be planned and rendered, after looking at what came of it."""
+    """Plan and render a valid body, check the results, and return whether it could be rendered."""
     service, again = (LLMService.from_body(crd.validate(json.loads(json.dumps(body))).body) for _ in range(2))
     gpu = (
         None
@@ -138,19 +138,19 @@ def rendered(rng, body):
         pinned = getattr(service.spec.engine, name)
         assert pinned in (None, getattr(plan, name).value) or plan.inputsHash == LIGHT_HASH, name
     try:
-        made = render_objects(service, plan, CLUSTER)
+        objects = render_objects(service, plan, CLUSTER)
     except (ConfigError, UnsupportedByEngine):
         return False
-    assert made == render_objects(again, plan, CLUSTER)
-    for manifest in json.loads(json.dumps(made.manifests, allow_nan=False)):
-        check_found_again(manifest["metadata"])
+    assert objects == render_objects(again, plan, CLUSTER)
+    for manifest in json.loads(json.dumps(objects.manifests, allow_nan=False)):
+        check_selectable(manifest["metadata"])
         if manifest["kind"] == "Deployment":
-            check_found_again(manifest["spec"]["template"]["metadata"] | {"name": "pod"})
+            check_selectable(manifest["spec"]["template"]["metadata"] | {"name": "pod"})
     return True
 
 
-def check_found_again(meta):
-    """The operator sees what has these labels and no more."""
+def check_selectable(meta):
+    """Check that an object has the labels that the operator selects by."""
     assert len(meta["name"]) <= 63
     assert (meta["labels"][object_names.MANAGED_BY], meta["labels"][object_names.INSTANCE]) == (
         object_names.MANAGER,

@@ -21,7 +21,7 @@ from quire_spec.model import capabilities
 
 
 def rules():
-    """Every CEL rule: its path, schema and rule."""
+    """Return path, schema and rule of every CEL rule."""
     return [
         (path, node, CelRule.from_crd(entry))
         for path, node in walk(OPENAPI)
@@ -56,7 +56,7 @@ def test_printer_columns_and_scale_show_fields_that_exist():
             assert re.sub(r"\[\?.*?\]", "[]", path) in fields
 
 
-def test_every_string_list_map_and_number_is_bounded():
+def test_all_fields_are_bounded():
     unbounded = [
         (format_path(path), node["type"])
         for path, node in walk(OPENAPI)
@@ -77,7 +77,7 @@ def test_every_string_list_map_and_number_is_bounded():
     assert not endless
 
 
-def test_every_field_is_described_with_a_sentence():
+def test_every_field_has_a_description():
     poor = [
         format_path(path)
         for path, node in walk(OPENAPI)
@@ -88,15 +88,15 @@ def test_every_field_is_described_with_a_sentence():
     assert not poor
 
 
-def test_every_default_is_said_and_every_said_default_is_true():
+def test_descriptions_contain_the_default():
     for path, node in walk(OPENAPI["properties"]["spec"]):
         default = node.get("default", "")
         if default != "" and not isinstance(default, dict):
-            said = json.dumps(default) if isinstance(default, bool) else str(default)
-            assert f"Default {said}" in node["description"], format_path(path)
+            text = json.dumps(default) if isinstance(default, bool) else str(default)
+            assert f"Default {text}" in node["description"], format_path(path)
 
 
-def test_optional_fields_without_a_default_say_what_omitting_them_means():
+def test_descriptions_of_optional_fields_state_the_default():
     silent = [
         format_path((*path, name))
         for path, node in walk(OPENAPI["properties"]["spec"])
@@ -110,7 +110,7 @@ def test_optional_fields_without_a_default_say_what_omitting_them_means():
     }  # fmt: skip
 
 
-def test_only_keywords_that_a_structural_schema_may_have():
+def test_schema_is_structural():
     allowed = {
         "type", "description", "properties", "required", "items", "additionalProperties", "enum", "default", "format",
         "pattern", "minLength", "maxLength", "minimum", "maximum", "minItems", "maxItems", "maxProperties",
@@ -126,7 +126,7 @@ def test_only_keywords_that_a_structural_schema_may_have():
             assert name in node["properties"], format_path(path)
 
 
-def test_every_default_is_valid_itself():
+def test_defaults_are_valid():
     for path, node in walk(OPENAPI):
         if "default" in node:
             assert not list(openapi_schema.iter_problems(node, openapi_schema.with_defaults(node, node["default"]))), (
@@ -134,19 +134,19 @@ def test_every_default_is_valid_itself():
             )
 
 
-def test_rules_hold_on_defaults_as_they_stand():
-    """An API server tries them when the CRD is made, before it fills in the defaults of fields inside."""
+def test_rules_accept_defaults():
+    """An API server evaluates rules on defaults when the CRD is created, before it fills in nested defaults."""
     for path, node in walk(OPENAPI):
         if "default" in node:
             assert not list(evaluate(node, node["default"], node["default"])), format_path(path)
 
 
-def test_metadata_is_left_to_the_api_server():
-    """One that finds anything but a type there refuses the CRD."""
+def test_metadata_has_no_schema():
+    """An API server rejects a CRD with anything except a type for metadata."""
     assert OPENAPI["properties"]["metadata"] == {"type": "object"}
 
 
-def test_the_api_servers_schema_of_a_crd_holds():
+def test_crd_is_a_valid_custom_resource_definition():
     for version in ("1.37", "1.33"):
         kubernetes_validate.validate(CRD, version, strict=True)
 
@@ -155,12 +155,12 @@ def test_small_enough_for_the_annotation_of_kubectl_apply():
     assert len(json.dumps(CRD)) < 200_000
 
 
-def test_patterns_have_words():
+def test_every_pattern_has_a_message():
     used = {node["pattern"] for _, node in walk(crd.load_schema()) if "pattern" in node}
     assert used == set(schema_messages.PATTERN_MESSAGES)
 
 
-def test_sources_are_those_of_the_catalogue():
+def test_sources_match_the_adapter_catalog():
     spec = OPENAPI["properties"]["spec"]["properties"]
     assert set(spec["adapters"]["items"]["properties"]) == {
         f.name for f in dataclasses.fields(adapter_catalog.AdapterSpec)
@@ -177,7 +177,7 @@ def test_sources_are_those_of_the_catalogue():
             assert set(source[kind]["properties"]) == {field.name for field in dataclasses.fields(cls)}
 
 
-def test_choices_are_those_of_the_engine():
+def test_enums_match_the_engine():
     spec = OPENAPI["properties"]["spec"]["properties"]
     engine = spec["engine"]["properties"]
     assert tuple(engine["blockSize"]["enum"]) == capabilities.BLOCK_SIZES
@@ -196,7 +196,7 @@ def test_choices_are_those_of_the_engine():
 # The rules as data.
 
 
-def test_messages_name_the_field_say_must_and_end_with_what_to_do():
+def test_rule_messages_have_field_requirement_and_fix():
     for path, node, rule in rules():
         must, fix = rule.requirement, rule.fix
         assert re.search(r"\bmust\b", must) and fix and fix[0].islower(), must
@@ -213,11 +213,12 @@ def test_rules_read_fields_that_exist():
             assert (*path, *field) in fields, rule.expression
 
 
-def test_rules_cost_less_than_an_api_server_allows():
-    """An upper bound of the API server's own estimate, by its documented factors: 10 million a rule, 100 in all.
+def test_rule_cost_is_below_the_limit_of_an_api_server():
+    """Compute an upper bound of the API server's estimate. Limits: 10 million for a rule, 100 million in total.
 
-    A step costs 1 (a list literal 10), a comparison of texts 0.1 a byte of the shorter, a match 0.1 a byte times 0.25 a
-    byte of the pattern; a character may be 4 bytes; what is in a list counts once for each possible entry.
+    Documented factors: a step costs 1 (a list literal 10), a string comparison 0.1 for each byte of the shorter string,
+    a match 0.1 for each byte times 0.25 for each byte of the pattern. A character can have 4 bytes. Rules in a list
+    count once for each possible entry.
     """
     costs = {rule.expression: _cost(path, rule) for path, _, rule in rules()}
     assert max(costs.values()) < 10e6, max(costs, key=costs.get)
@@ -228,7 +229,7 @@ def _cost(path, rule):
     by_path = dict(walk(OPENAPI))
     longest = {p: node.get("maxLength", 3 * 2**20 / 4) * 4 for p, node in by_path.items()}
     runs = math.prod(by_path[path[:i]].get("maxItems", 1) for i in range(len(path)))
-    # The shared source schema stands in the model and in every adapter.
+    # The source schema is shared by the model and every adapter.
     for list_path in re.findall(r"self\.([\w.]+)\.(?:all|filter|exists)\(", rule.expression):
         runs *= by_path[(*path, *list_path.split("."))]["maxItems"]
     steps = 10 * len(re.findall(r"\w+|[^\w\s]", rule.expression))
@@ -240,13 +241,13 @@ def _cost(path, rule):
     return runs * (steps + comparisons + matches)
 
 
-# Each rule, kept and broken. The first words of the message tell which rule is meant.
+# A valid and an invalid value for each rule. The first words of the message identify the rule.
 
 
 @pytest.mark.parametrize(
     ("words", "good", "bad", "path"), CEL_RULE_CASES, ids=[f"{r[0]}-{i}" for i, r in enumerate(CEL_RULE_CASES)]
 )
-def test_a_rule_keeps_to_what_is_right_and_refuses_what_is_wrong(words, good, bad, path):
+def test_rule_accepts_valid_and_rejects_invalid_values(words, good, bad, path):
     assert validation_problems(good) == []
     (problem,) = crd.validate(service_with(bad)).problems
     assert format_path(problem.path) == path
@@ -254,7 +255,7 @@ def test_a_rule_keeps_to_what_is_right_and_refuses_what_is_wrong(words, good, ba
 
 
 @pytest.mark.parametrize(("words", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
-def test_rules_about_changes_are_judged_against_the_stored_object(words, good, bad):
+def test_transition_rules_compare_with_the_stored_object(words, good, bad):
     for old, new in good:
         assert not crd.validate(service_with({"spec.cache": new}), service_with({"spec.cache": old})).problems
     for old, new in bad:
@@ -263,7 +264,7 @@ def test_rules_about_changes_are_judged_against_the_stored_object(words, good, b
         assert validation_problems({"spec.cache": new}) == []
 
 
-def test_every_rule_of_the_crd_has_a_case():
+def test_every_rule_has_a_test_case():
     words = [case[0] for case in (*CEL_RULE_CASES, *CEL_UPDATE_CASES)]
     for _, _, rule in rules():
         assert any(rule.requirement.startswith(w) for w in words), rule.requirement

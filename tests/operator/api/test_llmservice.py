@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLMService as values: nothing of the CRD is lost on the way, and the catalogue that a pod gets."""
+"""LLMService dataclasses: they have all fields of the CRD, and build the adapter catalog of a pod."""
 
 import dataclasses
 import types
@@ -24,30 +24,30 @@ def service(spec):
 
 
 def parts(hint):
-    """The dataclass in a type hint, through Optional and tuples; None when there is none."""
+    """Return the dataclass in a type hint, also within Optional and tuples, or None."""
     if dataclasses.is_dataclass(hint):
         return hint
     if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple):
-        return next((found for arg in typing.get_args(hint) if (found := parts(arg))), None)
+        return next((dataclass for arg in typing.get_args(hint) if (dataclass := parts(arg))), None)
     return None
 
 
 def pairs(cls, schema, where="spec"):
-    """Each dataclass with the schema that it reads."""
+    """Yield each dataclass with the schema of its field."""
     yield where, cls, schema
     for name, hint in typing.get_type_hints(cls).items():
         inner = schema["properties"][name]
-        found = parts(hint)
-        # The catalogue's classes are shared with adapters.json; test_crd.py compares their fields.
-        if found and found.__module__ == LLMServiceSpec.__module__:
-            yield from pairs(found, inner.get("items", inner), f"{where}.{name}")
+        dataclass = parts(hint)
+        # The classes of the catalog are shared with adapters.json; test_crd.py compares their fields.
+        if dataclass and dataclass.__module__ == LLMServiceSpec.__module__:
+            yield from pairs(dataclass, inner.get("items", inner), f"{where}.{name}")
 
 
 PAIRS = list(pairs(LLMServiceSpec, crd.load_schema()["properties"]["spec"]))
 
 
 @pytest.mark.parametrize(("where", "cls", "schema"), PAIRS, ids=[where for where, _, _ in PAIRS])
-def test_fields_are_those_of_the_crd(where, cls, schema):
+def test_fields_match_the_crd(where, cls, schema):
     fields = {field.name: field for field in dataclasses.fields(cls)}
     assert set(fields) == set(schema["properties"])
     for name, field in fields.items():
@@ -57,11 +57,11 @@ def test_fields_are_those_of_the_crd(where, cls, schema):
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_examples_are_read(example):
+def test_examples_can_be_read(example):
     for document in read_manifests(str(example)):
-        found = LLMService.from_body(crd.require_valid(document))
-        assert found.name == document.body["metadata"]["name"]
-        assert AdapterCatalog.from_json(found.build_catalog().to_json()) == found.build_catalog()
+        service = LLMService.from_body(crd.require_valid(document))
+        assert service.name == document.body["metadata"]["name"]
+        assert AdapterCatalog.from_json(service.build_catalog().to_json()) == service.build_catalog()
 
 
 def test_names_and_defaults():
@@ -74,11 +74,11 @@ def test_names_and_defaults():
     assert tales.spec.adapters == ()
 
 
-def test_a_served_name_goes_before_the_resource_name():
+def test_served_name_overrides_the_resource_name():
     assert service("{model: {source: {path: m}, servedName: tales-1.5}}").served_name == "tales-1.5"
 
 
-def test_hub_adapters_without_a_token_have_the_models():
+def test_hub_adapters_without_a_token_use_the_token_of_the_model():
     adapters = service(
         """
   model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hub}}}}

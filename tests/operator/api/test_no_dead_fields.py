@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of the resource does something: changing it changes the plan or an object, or is refused in words.
+"""Every field of the resource has an effect: changing it changes the plan or an object, or is rejected with a message.
 
-Driven by the CRD's schema, so that a field that nobody reads is found on the day that it is added.
+Driven by the CRD's schema, so that a new field without an effect is detected immediately.
 """
 
 import copy
@@ -75,32 +75,32 @@ def body(text, source, **more):
 
 
 def bases():
-    """Services that together have every field set."""
+    """Yield services that together set every field."""
     sources = yaml.safe_load(SOURCES)
     adapters = [
         {"name": f"a{i}", "source": source, "pinned": False, "expose": "Model"} for i, source in enumerate(sources)
     ]
     adapters[0]["limits"] = {"maxConcurrentRequests": 8, "maxTokensPerSecond": 500}
     for source in sources:
-        made = body(COMMON + GPU, source, adapters=adapters)
+        document = body(COMMON + GPU, source, adapters=adapters)
         if "pvc" in source:
-            del made["spec"]["cache"]
-        yield made
+            del document["spec"]["cache"]
+        yield document
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
     pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
     pins["schedulingPolicy"] = "fcfs"
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     for scaling in ({}, {"kind": "ScaledObject", "prometheusAddress": "http://p:9090"}):
-        whole = {"minReplicas": 2, "maxReplicas": 3, "requestsPerReplica": 8, "scaleDownSeconds": 60} | scaling
-        yield body(COMMON + GPU, sources[0], autoscaling=whole)
+        autoscaling = {"minReplicas": 2, "maxReplicas": 3, "requestsPerReplica": 8, "scaleDownSeconds": 60} | scaling
+        yield body(COMMON + GPU, sources[0], autoscaling=autoscaling)
     yield body(COMMON, sources[0], device="CPU")
     yield body(GPU, sources[0], cache={"mode": "PVC"}, rollout={"maxUnavailable": 1, "updatePolicy": "OnSpecChange"})
 
 
-def outputs(made):
-    """All that comes of a service, as text; or the words of its refusal. Digests of the inputs are left out."""
-    checked = crd.validate(made)
+def outputs(document):
+    """Return plan and objects of a service as text without the inputs' digest, or the error message, or None."""
+    checked = crd.validate(document)
     if checked.problems:
         return None
     service = LLMService.from_body(checked.body)
@@ -108,7 +108,7 @@ def outputs(made):
         gpu = None if service.spec.device is Device.CPU else resolve_gpu(service.spec.gpu, [], None)
         inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu, ANY_TP_SIZE)
         plan = make_plan(inputs)
-        found = render_objects(service, plan, CLUSTER)
+        objects = render_objects(service, plan, CLUSTER)
         upgraded = reuse_or_make_plan(
             plan, inputs, service.spec.rollout.updatePolicy == "Auto", {"GPU": "n", "CPU": "n"}
         )
@@ -116,7 +116,7 @@ def outputs(made):
         return str(error.problem)
     except ConfigError as error:
         return str(error)
-    text = json.dumps([plan.to_json(), list(found.manifests), upgraded is plan], sort_keys=True)
+    text = json.dumps([plan.to_json(), list(objects.manifests), upgraded is plan], sort_keys=True)
     return text.replace(inputs.digest, "")
 
 
@@ -131,7 +131,7 @@ TEXTS = {
 
 
 def candidates(path, node):
-    """Other values of a leaf."""
+    """Return other values for a field."""
     if "enum" in node:
         return node["enum"]
     if node["type"] == "boolean":
@@ -146,7 +146,7 @@ def candidates(path, node):
 
 
 def places(value, path):
-    """Every (container, key) in `value` that the schema's path leads to."""
+    """Yield every (container, key) in `value` at a path of the schema."""
     key, *rest = path
     if key == "[]":
         keys = range(len(value)) if isinstance(value, list) else ()
@@ -154,11 +154,11 @@ def places(value, path):
         keys = list(value) if isinstance(value, dict) else ()
     else:
         keys = [key] if isinstance(value, dict) and (key in value or not rest) else ()
-    for found in keys:
+    for key_found in keys:
         if not rest:
-            yield value, found
-        elif not isinstance(value, dict) or found in value:
-            yield from places(value[found], rest)
+            yield value, key_found
+        elif not isinstance(value, dict) or key_found in value:
+            yield from places(value[key_found], rest)
 
 
 def leaves():
@@ -168,24 +168,24 @@ def leaves():
             yield path, node
 
 
-# Fields that must go when another one changes; a source has one kind.
+# Fields that must be removed when another field changes.
 WITHOUT = {("autoscaling", "kind"): ["prometheusAddress"]}
 
-# What only the reconciler reads: it leaves everything of a paused service as it is.
+# Fields that only the controller reads: it does not change the objects of a paused service.
 ELSEWHERE = {("paused",)}
 LEAVES = [(path, node) for path, node in leaves() if path not in ELSEWHERE]
-BASES = json.loads(json.dumps(list(bases())))  # no part is shared: changing one place changes one place
+BASES = json.loads(json.dumps(list(bases())))  # copied, so that a change affects only one place
 
 
 @pytest.fixture(scope="module")
 def before():
-    found = [outputs(made) for made in BASES]
-    for made, text in zip(BASES, found, strict=True):
-        assert text is not None and text.startswith("["), (text, list(map(str, crd.validate(made).problems)))
-    return found
+    texts = [outputs(document) for document in BASES]
+    for document, text in zip(BASES, texts, strict=True):
+        assert text is not None and text.startswith("["), (text, list(map(str, crd.validate(document).problems)))
+    return texts
 
 
-def test_the_api_servers_schemas_hold_for_all_bases(before):
+def test_rendered_objects_are_valid(before):
     kinds = set()
     for text in before:
         for manifest in json.loads(text)[1]:
@@ -196,34 +196,34 @@ def test_the_api_servers_schemas_hold_for_all_bases(before):
 
 
 @pytest.mark.parametrize(("path", "node"), LEAVES, ids=[".".join(path) for path, _ in LEAVES])
-def test_a_field_does_something(path, node, before):
-    tried = []
-    for made, text in zip(BASES, before, strict=True):
-        for changed, value in variants(made, path, node):
-            found = outputs(changed)
-            if found is not None and found != text:
+def test_every_field_has_an_effect(path, node, before):
+    attempts = []
+    for document, text in zip(BASES, before, strict=True):
+        for changed, value in variants(document, path, node):
+            output = outputs(changed)
+            if output is not None and output != text:
                 return
-            tried.append((value, found is not None))
-    pytest.fail(f"{'.'.join(path)}: changes nothing and is not refused; tried (value, whether valid): {tried}")
+            attempts.append((value, output is not None))
+    pytest.fail(f"{'.'.join(path)}: changes nothing and is not refused; tried (value, whether valid): {attempts}")
 
 
-def test_what_restarts_pods_is_what_the_reference_says(before):
-    said = generated.restart_note
+def test_reference_states_which_fields_restart_pods(before):
+    note = generated.restart_note
     wrong = {}
     for path, node in LEAVES:
-        whole = "spec." + ".".join(path).replace(".[]", "[]").removesuffix(".*")
-        if whole in generated.RESTART_EXCEPTIONS:
+        full_path = "spec." + ".".join(path).replace(".[]", "[]").removesuffix(".*")
+        if full_path in generated.RESTART_EXCEPTIONS:
             continue
         rendered = (
-            pod_template(found) != pod_template(text)
-            for made, text in zip(BASES, before, strict=True)
-            for changed, _ in islice(variants(made, path, node), 2)
-            if (found := outputs(changed)) not in (None, text) and found.startswith("[")
+            pod_template(output) != pod_template(text)
+            for document, text in zip(BASES, before, strict=True)
+            for changed, _ in islice(variants(document, path, node), 2)
+            if (output := outputs(changed)) not in (None, text) and output.startswith("[")
         )
-        # What is refused in every one of these services restarts nothing here.
+        # A value that is rejected in all services restarts nothing.
         first = next(rendered, None)
-        if first is not None and (first or any(rendered)) != (said(whole) == "yes"):
-            wrong[whole] = first
+        if first is not None and (first or any(rendered)) != (note(full_path) == "yes"):
+            wrong[full_path] = first
     assert wrong == {}, f"hack/generated.py says otherwise of these: {wrong}"
 
 
@@ -232,11 +232,11 @@ def pod_template(text):
     return deployment["spec"]["template"]
 
 
-def variants(made, path, node):
-    """The service with another value at one place of the path, for each place and value."""
-    for i in range(len(list(places(made["spec"], path)))):
+def variants(document, path, node):
+    """Yield copies of the service with another value at one place of the path, for each place and value."""
+    for i in range(len(list(places(document["spec"], path)))):
         for value in candidates(path, node):
-            changed = copy.deepcopy(made)
+            changed = copy.deepcopy(document)
             container, key = list(places(changed["spec"], path))[i]
             if isinstance(container, dict) and container.get(key) == value:
                 continue
@@ -246,10 +246,10 @@ def variants(made, path, node):
             yield changed, value
 
 
-def test_a_dead_field_would_be_found(before):
+def test_a_field_without_effect_is_detected(before):
     node = {"type": "string", "maxLength": 9}
-    made = copy.deepcopy(BASES[0])
-    for changed, _ in variants(made, ("podTemplate", "dead"), node):
-        assert outputs(changed) is None, "the CRD does not know it, so nothing could come of it"
+    document = copy.deepcopy(BASES[0])
+    for changed, _ in variants(document, ("podTemplate", "dead"), node):
+        assert outputs(changed) is None, "the CRD does not have the field, so it is rejected"
     with pytest.raises(pytest.fail.Exception, match="changes nothing"):
-        test_a_field_does_something(("paused",), {"type": "boolean"}, before)
+        test_every_field_has_an_effect(("paused",), {"type": "boolean"}, before)

@@ -11,7 +11,7 @@ def only(text):
     return document
 
 
-def test_each_field_and_entry_has_its_line():
+def test_every_field_and_entry_has_a_line():
     document = only("# a comment\na: 1\nb:\n  c:\n  - x: 1\n  - {x: 2,\n     y: 3}\n")
     assert document.body == {"a": 1, "b": {"c": [{"x": 1}, {"x": 2, "y": 3}]}}
     assert document.location(()) == "f.yaml:2"

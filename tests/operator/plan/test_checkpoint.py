@@ -29,15 +29,15 @@ def test_size_comes_from_index_then_header_then_configuration():
     [
         ([], None, None, "config.json: expected an object"),
         ({"architectures": ["X"]}, None, None, "'X' is not supported"),
-        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "num_attention_heads: 0 is not a positive"),
+        (LLAMA_8B | {"num_attention_heads": 0}, None, None, "num_attention_heads: must be a positive integer, got 0"),
         (LLAMA_8B | {"hidden_size": "4096"}, None, None, "config.json: "),
-        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_hidden_layers: 1.5 is not a positive"),
-        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size: True is not a positive"),
+        (LLAMA_8B | {"num_hidden_layers": 1.5}, None, None, "num_hidden_layers: must be a positive integer, got 1.5"),
+        (LLAMA_8B | {"vocab_size": True}, None, None, "vocab_size: must be a positive integer, got True"),
         (LLAMA_8B, {"metadata": {}}, None, "total_size must be the bytes of all tensors, got None"),
         (LLAMA_8B, [], None, "total_size must be the bytes of all tensors, got None"),
         (LLAMA_8B, {"metadata": {"total_size": -1}}, None, "total_size must be the bytes of all tensors, got -1"),
-        (LLAMA_8B, None, {}, "names no tensors"),
-        (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "names no tensors"),
+        (LLAMA_8B, None, {}, "contains no tensors"),
+        (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "contains no tensors"),
     ],
 )
 def test_rejects_invalid_files(config, index, header, words):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's arithmetic against published capacities and hand-computed tables: GPUs from 24 to 141 GB, 8B and 70B.
+"""The planner's formulas against published capacities and hand-computed tables: GPUs from 24 to 141 GB, 8B and 70B.
 
-The published figures are KV tokens that vLLM logs at its start with Llama 3.1 8B in bfloat16. They are of another
-engine: the point is that the formulas hold within a few per cent and never promise more than there is.
+The published figures are KV tokens that vLLM logs at startup with Llama 3.1 8B in bfloat16. vLLM is another engine; the
+tests check that the formulas are within a few percent and never exceed the real capacity.
 """
 
 from pathlib import Path
@@ -18,7 +18,8 @@ from quire_spec.model.tensor_parallel import unsupported_reason
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Card, GiB that CUDA reports, gpu_memory_utilization, token budget, sequences: vLLM's defaults. Logged, predicted.
+# GPU, GiB that CUDA reports, vLLM's defaults of gpu_memory_utilization, token budget and sequences, logged and
+# predicted KV tokens.
 PUBLISHED = [
     ("RTX 3090", 23.56, 0.85, 2048, 256, 30_960, 30_438),
     ("RTX 4090", 23.53, 0.90, 2048, 256, 40_528, 39_867),
@@ -37,17 +38,18 @@ def test_published_capacities(case):
         + device_memory.activation_bytes(shape, tokens, seqs, 2, 1)
         + device_memory.non_torch_bytes(1)
     )
-    found = (visible * share * GIB - used) // device_memory.kv_bytes_per_token(shape, 2, 1)
-    assert found == pytest.approx(predicted, rel=0.002)
-    assert 0.975 * logged < found < logged
+    kv_tokens = (visible * share * GIB - used) // device_memory.kv_bytes_per_token(shape, 2, 1)
+    assert kv_tokens == pytest.approx(predicted, rel=0.002)
+    assert 0.975 * logged < kv_tokens < logged
 
 
 A10G, A100_40, A100_80 = "NVIDIA-A10G", "NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-SXM4-80GB"
 H100, H200, L4 = "NVIDIA-H100-80GB-HBM3", "NVIDIA-H200", "NVIDIA-L4"
 
-# All linears of all layers, embedding and output projection, rank 16; sums are in whole MiB.
+# All linear layers, embedding and output projection with LoRA rank 16; sums are in whole MiB.
 SLOT = 80 * 2**20 + 2 * 16 * 2 * (MODELS["8b"].shape.vocab_size + 4096)
-# GPU; GiB visible, share, token budget, sequences, GiB for a step, GiB for KV, KV tokens, context; with 8 slots r16.
+# GPU, visible GiB, utilization, token budget, sequences, GiB of a step, GiB of KV, KV tokens, context; KV tokens and
+# context with 8 adapter slots of LoRA rank 16.
 ONE_GPU = [
     (L4, 21.87, "0.90", 2048, 16, 0.29, 3.79, 31_028, 15_360, 25_391, 12_288),
     (A10G, 21.86, "0.90", 2048, 16, 0.29, 3.78, 30_985, 15_360, 25_348, 12_288),
@@ -61,33 +63,33 @@ ONE_GPU = [
 @pytest.mark.parametrize("row", ONE_GPU, ids=[row[0] for row in ONE_GPU])
 def test_llama_8b_on_one_gpu(row):
     gpu, visible, share, tokens, seqs, step, kv, kv_tokens, length, lora_tokens, lora_length = row
-    found = plan_for("8b", gpu)
-    assert found.gpu.visibleMiB / 1024 == pytest.approx(visible, abs=0.006)
-    assert found.gpuMemoryUtilization.value == share
-    assert (found.maxNumBatchedTokens.value, found.maxNumSeqs.value) == (tokens, seqs)
-    assert found.bytes.weights / GIB == pytest.approx(15.11, abs=0.005)
-    assert found.bytes.activations / GIB == pytest.approx(step, abs=0.01)
-    assert found.bytes.kv / GIB == pytest.approx(kv, abs=0.01)
-    assert found.kvTokens == pytest.approx(kv_tokens, abs=2)
-    assert found.maxModelLen.value == length
+    plan = plan_for("8b", gpu)
+    assert plan.gpu.visibleMiB / 1024 == pytest.approx(visible, abs=0.006)
+    assert plan.gpuMemoryUtilization.value == share
+    assert (plan.maxNumBatchedTokens.value, plan.maxNumSeqs.value) == (tokens, seqs)
+    assert plan.bytes.weights / GIB == pytest.approx(15.11, abs=0.005)
+    assert plan.bytes.activations / GIB == pytest.approx(step, abs=0.01)
+    assert plan.bytes.kv / GIB == pytest.approx(kv, abs=0.01)
+    assert plan.kvTokens == pytest.approx(kv_tokens, abs=2)
+    assert plan.maxModelLen.value == length
     slots = plan_for("8b", gpu, "lora: {maxLoaded: 8, maxRank: 16}")
     assert slots.bytes.lora == -(-8 * SLOT // 2**20) * 2**20
     assert slots.kvTokens == pytest.approx(lora_tokens, abs=2)
     assert slots.maxModelLen.value == lora_length
 
 
-def test_24_gb_are_tight_for_8b_and_two_gpus_are_the_advice():
-    found = plan_for("8b", L4)
-    assert found.fit is FitReason.LOW_CONCURRENCY
-    assert "spec.gpu.count 2 gives 179" in found.advice
-    assert "context of 32768" in found.advice
+def test_8b_on_24_gb_gets_advice_for_two_gpus():
+    plan = plan_for("8b", L4)
+    assert plan.fit is FitReason.LOW_CONCURRENCY
+    assert "spec.gpu.count 2 gives 179" in plan.advice
+    assert "context of 32768" in plan.advice
     two = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 2}")
     assert (two.tensorParallelSize.value, two.maxModelLen.value, two.fit) == (2, 32_768, FitReason.FITS)
     assert two.kvTokens == pytest.approx(179_000, rel=0.005)
 
 
-# GPU, number, model; share, GiB of weights and of KV for each GPU, KV tokens, context. With the token budget that
-# belongs to the GPU's size; None: does not fit.
+# GPU, count, model, utilization, GiB of weights and of KV on each GPU, KV tokens, context (None: does not fit), with
+# the token budget for the size of the GPU.
 MANY_GPUS = [
     (L4, 8, "70b", "0.89", 16.59, 1.68, 43_926, 21_504),
     (A10G, 8, "70b", "0.89", 16.59, 1.67, 43_789, 21_504),
@@ -115,29 +117,29 @@ def budget(gpu):
 def test_llama_70b_on_many_gpus(row):
     gpu, count, model, share, weights, kv, kv_tokens, length = row
     spec = f"lora: {{maxLoaded: 0}}\nengine: {{tensorParallelSize: {count}, maxNumBatchedTokens: {budget(gpu)}}}"
-    given = planner_inputs(model, gpu, spec)
+    inputs = planner_inputs(model, gpu, spec)
     if model == "70b-fp8":
-        assert candidates.limits.loaded_weights_bytes(given) == MODELS[model].weights_bytes
-    tried = list(candidates.generate_candidates(given))
-    found = candidates.best_candidate(given, tried) or tried[0]
-    assert f"{found.utilization / 1000:.2f}" == share
-    assert found.costs.weights / GIB == pytest.approx(weights, abs=0.006)
-    assert found.kv_bytes / GIB == pytest.approx(kv, abs=0.01)
-    assert found.max_model_len == (length or 0)
+        assert candidates.limits.loaded_weights_bytes(inputs) == MODELS[model].weights_bytes
+    attempts = list(candidates.generate_candidates(inputs))
+    best = candidates.best_candidate(inputs, attempts) or attempts[0]
+    assert f"{best.utilization / 1000:.2f}" == share
+    assert best.costs.weights / GIB == pytest.approx(weights, abs=0.006)
+    assert best.kv_bytes / GIB == pytest.approx(kv, abs=0.01)
+    assert best.max_model_len == (length or 0)
     if kv_tokens:
-        assert found.kv_tokens == pytest.approx(kv_tokens, abs=25)
+        assert best.kv_tokens == pytest.approx(kv_tokens, abs=25)
 
 
 @pytest.mark.parametrize(("gpu", "kv_tokens", "length"), [(A100_80, 38_413, 18_432), (H100, 36_288, 17_408)])
-def test_a_smaller_step_is_planned_where_it_makes_the_context_longer(gpu, kv_tokens, length):
-    found = plan_for("70b", gpu, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 2}")
-    assert found.maxNumBatchedTokens.value == 2048
-    assert found.kvTokens == pytest.approx(kv_tokens, abs=5)
-    assert found.maxModelLen.value == length
+def test_smaller_token_budget_is_used_for_a_longer_context(gpu, kv_tokens, length):
+    plan = plan_for("70b", gpu, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 2}")
+    assert plan.maxNumBatchedTokens.value == 2048
+    assert plan.kvTokens == pytest.approx(kv_tokens, abs=5)
+    assert plan.maxModelLen.value == length
 
 
-def test_numbers_of_gpus_are_those_that_the_model_divides_by():
-    """70B in bfloat16 needs the memory of 9 L4, 5 A100 of 40 GB, 3 of 80 GB: none of them is a number that works."""
+def test_tensor_parallel_size_divides_the_model():
+    """70B in bfloat16 needs 9 L4, 5 A100 of 40 GB or 3 of 80 GB, but none of these numbers divides the model."""
     for gpu, expected in ((L4, 8), (A100_40, 8), (A100_80, 4), (H100, 4), (H200, 2)):
         assert plan_for("70b", gpu, "lora: {maxLoaded: 0}\ngpu: {count: 8}").tensorParallelSize.value == expected
     assert [tp for tp in (1, 2, 4, 8, 16) if not unsupported_reason(MODELS["8b"].shape, tp)] == [1, 2, 4, 8, 16]
@@ -145,7 +147,7 @@ def test_numbers_of_gpus_are_those_that_the_model_divides_by():
 
 
 @pytest.mark.parametrize("gpu", [A100_80, H100])
-def test_adapters_on_70b_leave_too_little_on_two_gpus_of_80_gb(gpu):
+def test_adapter_slots_of_70b_do_not_fit_on_two_80_gb_gpus(gpu):
     slots = planner_inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}", ANY_TP_SIZE)
     assert candidates.evaluate(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.15, abs=0.05)
     assert candidates.evaluate(slots, 2, 8192, 16).max_model_len < 6_000
@@ -154,9 +156,11 @@ def test_adapters_on_70b_leave_too_little_on_two_gpus_of_80_gb(gpu):
     assert error.value.reason is UnplannableReason.DOES_NOT_FIT
 
 
-def test_the_documentation_shows_real_output():
-    shown = (ROOT / "docs/planning.md").read_text().partition("```")[2].partition("```")[0].strip().splitlines()[1:]
+def test_documented_output_is_current():
+    documented = (
+        (ROOT / "docs/planning.md").read_text().partition("```")[2].partition("```")[0].strip().splitlines()[1:]
+    )
     spec = "gpu: {product: NVIDIA-L4}\nlora: {maxLoaded: 8, maxRank: 16}"
     printed = list(render_lines(llm_service(spec), MODELS["8b"], plan_for("8b", L4, spec), 100, use_color=False))
-    assert len(shown) == 9
-    assert shown == printed[3:12]
+    assert len(documented) == 9
+    assert documented == printed[3:12]

@@ -51,7 +51,7 @@ def planned(model, memory, engine, lora, count=1):
     base = planner_inputs(model, 10_000 if memory > 0 else None)
     if "maxModelLen" in engine:
         engine["maxModelLen"] = min(engine["maxModelLen"], base.model.shape.max_position_embeddings)
-    made = dataclasses.replace(
+    inputs = dataclasses.replace(
         base,
         engine=dataclasses.replace(base.engine, **engine),
         lora=LoraSpec(**lora),
@@ -59,8 +59,8 @@ def planned(model, memory, engine, lora, count=1):
         gpu=GpuInfo("", memory, MemorySource.SPEC) if memory > 0 else None,
         memory_limit=None if memory > 0 else -memory * 2**20,
     )
-    best = candidates.best_candidate(made, candidates.generate_candidates(made))
-    return made, best, planner.make_plan(made) if best else None
+    best = candidates.best_candidate(inputs, candidates.generate_candidates(inputs))
+    return inputs, best, planner.make_plan(inputs) if best else None
 
 
 @settings(max_examples=150)
@@ -79,12 +79,12 @@ def test_more_memory_never_gives_a_worse_plan(model, less, more, count, engine, 
     if engine.get("maxNumBatchedTokens", 1 << 20) < engine.get("maxNumSeqs", 1):
         del engine["maxNumSeqs"]
     small, best_small, _ = planned(model, less, engine, lora, count)
-    large, best_large, made = planned(model, less + more, engine, lora, count)
+    large, best_large, plan = planned(model, less + more, engine, lora, count)
     if best_small is None:
         return
     assert best_large is not None
     assert candidates.sort_key(large, best_large) >= candidates.sort_key(small, best_small)
-    check(large, made)
+    check(large, plan)
 
 
 @settings(max_examples=60)
@@ -96,33 +96,33 @@ def test_more_memory_never_gives_a_worse_plan_on_a_cpu(model, less, more, engine
     if engine.get("maxNumBatchedTokens", 1 << 20) < engine.get("maxNumSeqs", 1):
         del engine["maxNumSeqs"]
     small, best_small, _ = planned(model, -less, engine, lora)
-    large, best_large, made = planned(model, -less - more, engine, lora)
+    large, best_large, plan = planned(model, -less - more, engine, lora)
     if best_small is None:
         return
     assert best_large is not None
     assert candidates.sort_key(large, best_large) >= candidates.sort_key(small, best_small)
-    check(large, made)
+    check(large, plan)
 
 
-def check(given, made):
+def check(inputs, plan):
     """Check the invariants of every plan."""
-    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
-    assert made.inputsHash == given.digest
-    assert made.kvTokens >= made.maxModelLen.value
-    assert made.maxNumBatchedTokens.value >= made.maxNumSeqs.value
-    assert made.blockSize.value in capabilities.BLOCK_SIZES
-    assert schema_problems(made.to_json()) == []
-    pinned = {k: v for k, v in dataclasses.asdict(given.engine).items() if v is not None}
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert plan.inputsHash == inputs.digest
+    assert plan.kvTokens >= plan.maxModelLen.value
+    assert plan.maxNumBatchedTokens.value >= plan.maxNumSeqs.value
+    assert plan.blockSize.value in capabilities.BLOCK_SIZES
+    assert schema_problems(plan.to_json()) == []
+    pinned = {k: v for k, v in dataclasses.asdict(inputs.engine).items() if v is not None}
     for name, value in pinned.items():
-        if hasattr(made, name):
-            assert getattr(made, name).value == value
-            assert getattr(made, name).origin == "Spec"
-    if given.gpu is not None:
-        assert made.bytes.total == made.gpu.visibleMiB * 2**20
-        assert made.bytes.reserve >= 0
+        if hasattr(plan, name):
+            assert getattr(plan, name).value == value
+            assert getattr(plan, name).origin == "Spec"
+    if inputs.gpu is not None:
+        assert plan.bytes.total == plan.gpu.visibleMiB * 2**20
+        assert plan.bytes.reserve >= 0
     else:
-        assert made.hostBytes.required <= made.hostBytes.total <= (given.memory_limit or made.hostBytes.total)
-        assert made.hostBytes.model == made.bytes.total
+        assert plan.hostBytes.required <= plan.hostBytes.total <= (inputs.memory_limit or plan.hostBytes.total)
+        assert plan.hostBytes.model == plan.bytes.total
 
 
 @given(
@@ -142,10 +142,10 @@ def test_more_or_larger_adapter_slots_never_give_a_better_plan(less, more):
 
 
 def test_plan_contains_origin_and_reason_of_each_value():
-    made = plan_for(
+    plan = plan_for(
         "8b", L4, "lora: {maxLoaded: 4, maxRank: 32}\nengine: {maxModelLen: 8192, gpuMemoryUtilization: '0.91'}"
     )
-    body = made.to_json()
+    body = plan.to_json()
     assert body["maxModelLen"] == {"value": 8192, "from": "Spec", "why": "set in the spec"}
     assert body["gpuMemoryUtilization"]["value"] == "0.91"
     assert body["maxNumSeqs"]["from"] == "Computed"
@@ -156,19 +156,19 @@ def test_plan_contains_origin_and_reason_of_each_value():
 
 def test_digest_does_not_change_between_releases():
     """Stored plans contain the digest. If it changed, an upgrade would plan all services again and restart them."""
-    given = planner_inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
-    assert given.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
-    assert dataclasses.replace(given, capabilities=EngineCapabilities()).digest == given.digest
+    inputs = planner_inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
+    assert inputs.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
+    assert dataclasses.replace(inputs, capabilities=EngineCapabilities()).digest == inputs.digest
 
 
 def test_stored_plan_is_kept_until_inputs_change():
-    given = planner_inputs("8b", L4)
-    stored = dataclasses.replace(planner.make_plan(given), plannerVersion=0, kvTokens=1)
-    assert planner.reuse_or_make_plan(stored, given) is stored
-    assert planner.reuse_or_make_plan(stored, given, replan=True).kvTokens > 1
+    inputs = planner_inputs("8b", L4)
+    stored = dataclasses.replace(planner.make_plan(inputs), plannerVersion=0, kvTokens=1)
+    assert planner.reuse_or_make_plan(stored, inputs) is stored
+    assert planner.reuse_or_make_plan(stored, inputs, replan=True).kvTokens > 1
     other = planner_inputs("8b", L4, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 4096}")
     assert planner.reuse_or_make_plan(stored, other).maxModelLen.value == 4096
-    assert planner.reuse_or_make_plan(None, given) == planner.make_plan(given)
+    assert planner.reuse_or_make_plan(None, inputs) == planner.make_plan(inputs)
 
 
 @pytest.mark.parametrize("text", ["engine: {prefixCaching: false}", "replicas: 4", "adapters: []", "paused: true"])
@@ -275,24 +275,24 @@ def test_from_json_rejects_invalid_plans():
 
 
 def test_high_pinned_utilization_is_reported():
-    made = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
-    assert made.fit is FitReason.UTILIZATION_RISK
-    assert made.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
+    plan = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
+    assert plan.fit is FitReason.UTILIZATION_RISK
+    assert plan.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
 
 
 def test_pinned_kv_cache_is_used_exactly_or_rejected():
-    made = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
-    assert (made.bytes.kv, made.kvTokens, made.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
-    assert made.maxModelLen.value == 16384
+    plan = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
+    assert (plan.bytes.kv, plan.kvTokens, plan.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
+    assert plan.maxModelLen.value == 16384
     assert (
         unplannable("8b", L4, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 8Gi}")[0] is UnplannableReason.DOES_NOT_FIT
     )
 
 
 def test_huge_sizes_stay_within_the_integers_of_a_status():
-    made = plan_for("tiny", None, f"{NO_LORA}\nengine: {{kvCacheMemory: 9999999999999Ti, swapSpace: 9999999999999Ti}}")
-    assert made.kvTokens < 2**63
-    assert schema_problems(made.to_json()) == []
+    plan = plan_for("tiny", None, f"{NO_LORA}\nengine: {{kvCacheMemory: 9999999999999Ti, swapSpace: 9999999999999Ti}}")
+    assert plan.kvTokens < 2**63
+    assert schema_problems(plan.to_json()) == []
 
 
 def test_fp8_kv_cache_has_twice_the_tokens():
@@ -310,15 +310,15 @@ def test_fp8_kv_cache_has_twice_the_tokens():
 
 
 def test_cpu_without_a_limit_gets_the_required_memory():
-    made = plan_for("tiny", None, "lora: {maxLoaded: 4}")
-    assert (made.gpu, made.gpuMemoryUtilization, made.dtype.value) == (None, None, "auto")
-    assert (made.maxModelLen.value, made.maxNumSeqs.value, made.maxNumBatchedTokens.value) == (512, 64, 512)
-    assert made.hostBytes.total == made.hostBytes.model + sum(
-        (made.hostBytes.processes, made.hostBytes.stubs, made.hostBytes.loraCopies, made.hostBytes.sharedMemory)
+    plan = plan_for("tiny", None, "lora: {maxLoaded: 4}")
+    assert (plan.gpu, plan.gpuMemoryUtilization, plan.dtype.value) == (None, None, "auto")
+    assert (plan.maxModelLen.value, plan.maxNumSeqs.value, plan.maxNumBatchedTokens.value) == (512, 64, 512)
+    assert plan.hostBytes.total == plan.hostBytes.model + sum(
+        (plan.hostBytes.processes, plan.hostBytes.stubs, plan.hostBytes.loraCopies, plan.hostBytes.sharedMemory)
     )
     # 64 sequences of 512 tokens, 2 x 6 layers x 2 heads x 32 numbers of 4 bytes each.
-    assert made.bytes.kv == 64 * 512 * 3072
-    assert schema_problems(made.to_json()) == []
+    assert plan.bytes.kv == 64 * 512 * 3072
+    assert schema_problems(plan.to_json()) == []
 
 
 def test_kv_cache_on_a_cpu_gets_the_rest_of_the_limit():
@@ -331,16 +331,19 @@ def test_kv_cache_on_a_cpu_gets_the_rest_of_the_limit():
     assert text.startswith(
         "spec.runtime.memory: 8192Mi: the model does not fit with a context of 4096 tokens; raise it"
     )
-    needed = int(text.partition("raise it to ")[2].partition("Mi")[0])
-    assert plan_for("qwen", None, f"runtime: {{memory: {needed}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value >= 4096
+    required_mib = int(text.partition("raise it to ")[2].partition("Mi")[0])
+    assert (
+        plan_for("qwen", None, f"runtime: {{memory: {required_mib}Mi}}\nlora: {{maxLoaded: 0}}").maxModelLen.value
+        >= 4096
+    )
 
 
 def test_rejects_a_too_small_kv_cache_on_a_cpu():
     why, text = unplannable("qwen", None, "engine: {kvCacheMemory: 1Mi}\nlora: {maxLoaded: 0}")
     assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith("spec.engine.kvCacheMemory: 1Mi: a context of 4096 tokens needs ")
-    needed = int(text.partition(" needs ")[2].partition("Mi")[0])
-    assert plan_for("qwen", None, f"engine: {{kvCacheMemory: {needed}Mi}}\nlora: {{maxLoaded: 0}}")
+    required_mib = int(text.partition(" needs ")[2].partition("Mi")[0])
+    assert plan_for("qwen", None, f"engine: {{kvCacheMemory: {required_mib}Mi}}\nlora: {{maxLoaded: 0}}")
 
 
 @pytest.mark.parametrize(
@@ -354,9 +357,9 @@ def test_rejects_a_too_small_kv_cache_on_a_cpu():
 )
 def test_suggested_memory_on_a_cpu_is_sufficient_and_minimal(text):
     spec = f"lora: {{maxLoaded: 4}}\nengine: {{{text}}}\nruntime: {{memory: %dMi}}"
-    needed = int(unplannable("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
-    assert plan_for("qwen", None, spec % needed).hostBytes.required <= needed * 2**20
-    assert unplannable("qwen", None, spec % (needed - 2))[0] is UnplannableReason.DOES_NOT_FIT
+    required_mib = int(unplannable("qwen", None, spec % 8192)[1].partition("raise it to ")[2].partition("Mi")[0])
+    assert plan_for("qwen", None, spec % required_mib).hostBytes.required <= required_mib * 2**20
+    assert unplannable("qwen", None, spec % (required_mib - 2))[0] is UnplannableReason.DOES_NOT_FIT
 
 
 @pytest.mark.parametrize(
@@ -386,15 +389,15 @@ def test_suggestions_for_more_requests_are_sufficient(pinned):
     gpus, larger, *shorter = advice.partition("To fit more: ")[2].split("; ")
     assert gpus.startswith("spec.gpu.count 2 with spec.engine.tensorParallelSize 2 gives ")
     shared = json.dumps(pinned | {"tensorParallelSize": 2})
-    tried = [plan_for("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
-    tried += [plan_for("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(pinned)}")]
-    for made, option in zip(tried, (gpus, larger), strict=True):
-        assert f" gives {made.kvTokens} KV tokens and a context of {made.maxModelLen.value}" in option
+    plans = [plan_for("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
+    plans += [plan_for("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(pinned)}")]
+    for plan, option in zip(plans, (gpus, larger), strict=True):
+        assert f" gives {plan.kvTokens} KV tokens and a context of {plan.maxModelLen.value}" in option
     for option in shorter:
         length = re.fullmatch(r"lower spec.engine.maxModelLen to (\d+).", option)[1]
-        tried.append(plan_for("qwen", L4, f"{NO_LORA}\nengine: {{maxModelLen: {length}}}"))
-    assert len(tried) == 2 + ("maxModelLen" in pinned)
-    assert all(made.kvTokens >= 4 * made.maxModelLen.value for made in tried)
+        plans.append(plan_for("qwen", L4, f"{NO_LORA}\nengine: {{maxModelLen: {length}}}"))
+    assert len(plans) == 2 + ("maxModelLen" in pinned)
+    assert all(plan.kvTokens >= 4 * plan.maxModelLen.value for plan in plans)
 
 
 def test_shorter_context_is_not_suggested_if_the_kv_cache_shrinks_too():

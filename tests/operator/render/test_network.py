@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reaches a service's pods, and whom they reach."""
+"""NetworkPolicies of a service: allowed peers and ports in both directions."""
 
 import dataclasses
 import re
@@ -12,9 +12,9 @@ from quire_spec.errors import ConfigError
 
 
 def test_network_policies():
-    of = llm_service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
-    found = rendered_objects(of)
-    ingress = found["NetworkPolicy", "s"]["spec"]["ingress"]
+    service = llm_service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
+    objects = rendered_objects(service)
+    ingress = objects["NetworkPolicy", "s"]["spec"]["ingress"]
     by_port = {port["port"]: rule["from"] for rule in ingress for port in rule["ports"]}
     assert by_port[8000] == by_port[8001] == [{"podSelector": {}}]
     assert OPERATOR_PEER in by_port[8003] and {"podSelector": {}} not in by_port[8003]
@@ -23,11 +23,13 @@ def test_network_policies():
     def egress(policy):
         return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
 
-    assert egress(found["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
-    assert egress(found["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
-    (asked,) = found["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
-    assert asked == {"from": [OPERATOR_PEER], "ports": [{"port": 8003, "protocol": "TCP"}]}, "how far it is"
-    unknown = rendered_objects(of, context=dataclasses.replace(RENDER_CONTEXT, operator_peer=None))
+    assert egress(objects["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
+    assert egress(objects["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
+    (ingress_rule,) = objects["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
+    assert ingress_rule == {"from": [OPERATOR_PEER], "ports": [{"port": 8003, "protocol": "TCP"}]}, (
+        "the operator reads the progress"
+    )
+    unknown = rendered_objects(service, context=dataclasses.replace(RENDER_CONTEXT, operator_peer=None))
     assert unknown["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
     closed = rendered_objects(llm_service(f"{GPU}lora: {{maxLoaded: 0}}"))
     assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
@@ -38,18 +40,20 @@ def test_network_policies():
     for name in ("https_proxy", "ALL_PROXY"):
         proxy = rendered_objects(llm_service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
         assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
-    picked = rendered_objects(llm_service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}"))
+    with_picker = rendered_objects(
+        llm_service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}")
+    )
     by_port = {
-        p["port"]: rule["from"] for rule in picked["NetworkPolicy", "s"]["spec"]["ingress"] for p in rule["ports"]
+        p["port"]: rule["from"] for rule in with_picker["NetworkPolicy", "s"]["spec"]["ingress"] for p in rule["ports"]
     }
-    assert {"podSelector": {}} in by_port[8003], "the picker reads metrics"
+    assert {"podSelector": {}} in by_port[8003], "the endpoint picker reads metrics"
     assert {"podSelector": {}} not in by_port[8002]
     off = rendered_objects(llm_service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
     assert "NetworkPolicy" not in {kind for kind, _ in off}
 
 
 @pytest.mark.parametrize("url", ["http://h:99999/a", "http://[h", "https://h:port"])
-def test_a_url_that_leads_to_no_port_is_said(url):
+def test_rejects_a_url_without_a_valid_port(url):
     for spec in (f"adapters: [{{name: a, source: {{http: {{url: '{url}'}}}}}}]",
                  f"runtime: {{env: [{{name: HF_ENDPOINT, value: '{url}'}}]}}"):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not a URL"):

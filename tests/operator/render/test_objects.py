@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendered objects: golden files, the API server's schemas, and that the pods would run what is there.
+"""Rendered objects: golden files, the schemas of Kubernetes, and arguments that the server and the download accept.
 
-After a change that is meant: UPDATE_GOLDEN=1 python -m pytest tests/operator/render/test_objects.py, and read the
+After an intended change run UPDATE_GOLDEN=1 python -m pytest tests/operator/render/test_objects.py, and check the
 difference.
 """
 
@@ -56,28 +56,28 @@ SERVICES = {
 
 @pytest.fixture(params=list(SERVICES))
 def rendered(request):
-    of, model = SERVICES[request.param]()
+    service, model = SERVICES[request.param]()
     return (
         request.param,
-        of,
-        plan_of_service(of, model),
-        render_objects(of, plan_of_service(of, model), RENDER_CONTEXT).manifests,
+        service,
+        plan_of_service(service, model),
+        render_objects(service, plan_of_service(service, model), RENDER_CONTEXT).manifests,
     )
 
 
 def test_golden(rendered):
-    name, of, plan, manifests = rendered
+    name, service, plan, manifests = rendered
     text = dump_yaml(manifests)
     file = GOLDEN / f"{name}.yaml"
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(text)
-    assert text == file.read_text(), f"UPDATE_GOLDEN=1 writes {file.name} anew, where the change is meant"
+    assert text == file.read_text(), f"if the change is intended, UPDATE_GOLDEN=1 writes {file.name} again"
     assert list(yaml.safe_load_all(text)) == json.loads(json.dumps(manifests))
-    assert render_objects(of, plan, RENDER_CONTEXT).manifests == manifests
+    assert render_objects(service, plan, RENDER_CONTEXT).manifests == manifests
 
 
-def test_the_api_servers_schemas_hold(rendered):
-    """Kinds that are CRDs have no schema there: PodMonitor, ScaledObject and InferencePool are not checked."""
+def test_objects_match_the_schemas_of_kubernetes(rendered):
+    """Optional kinds (PodMonitor, ScaledObject, InferencePool) are CRDs without a schema in Kubernetes."""
     _, _, _, manifests = rendered
     checked = [m for m in manifests if m["kind"] not in OPTIONAL_KINDS]
     assert len(checked) >= 8
@@ -86,32 +86,32 @@ def test_the_api_servers_schemas_hold(rendered):
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_wrong_object_would_not_pass():
+def test_schema_validation_rejects_an_invalid_object():
     manifest = only_of_kind(rendered_objects(example_service("cpu-cluster.yaml"), "qwen-0.5b"), "Deployment")
     manifest["spec"]["template"]["spec"]["activeDeadlineSecond"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
-def test_the_pod_runs_what_the_server_takes(rendered):
-    _, of, plan, manifests = rendered
+def test_server_parses_the_rendered_arguments(rendered):
+    _, service, plan, manifests = rendered
     template, container = server_container(manifests)
     args = quire_server.__main__._parse_args(container["args"])
     settings = quire_server.__main__._settings(args)
-    assert settings.served_name == of.served_name
+    assert settings.served_name == service.served_name
     assert settings.host == "0.0.0.0"
     assert {p["containerPort"] for p in container["ports"]} == set(settings.ports.values())
-    assert settings.drain_timeout_s == of.spec.rollout.drainSeconds
+    assert settings.drain_timeout_s == service.spec.rollout.drainSeconds
     assert template["terminationGracePeriodSeconds"] > pod_template.PROPAGATION_S + settings.drain_timeout_s + 30
-    # Files that it reads are in the maps that are mounted there.
+    # The files that the server reads are in the mounted ConfigMaps and Secrets.
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
     volumes = {v["name"]: v for v in template["volumes"]}
     mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
     engine = EngineConfig.from_json(
         json.loads(maps[mounts[str(settings.engine.parent)]["configMap"]["name"]]["engine.json"])
     )
-    catalogue = maps[mounts[str(settings.adapters.parent)]["configMap"]["name"]]["adapters.json"]
-    assert AdapterCatalog.from_json(json.loads(catalogue)) == of.build_catalog()
+    catalog = maps[mounts[str(settings.adapters.parent)]["configMap"]["name"]]["adapters.json"]
+    assert AdapterCatalog.from_json(json.loads(catalog)) == service.build_catalog()
     key = maps[mounts[str(settings.admin_key_file.parent)]["secret"]["secretName"]][settings.admin_key_file.name]
     assert base64.b64decode(key) == b"k"
     assert mounts[str(settings.secrets_dir)]["secret"]["optional"]
@@ -119,18 +119,18 @@ def test_the_pod_runs_what_the_server_takes(rendered):
         assert any(Path(folder).is_relative_to(path) for path in mounts), folder
     assert engine.max_model_len == plan.maxModelLen.value
     assert engine.max_num_seqs == plan.maxNumSeqs.value
-    assert engine.device == ("cpu" if of.spec.device is Device.CPU else "cuda")
+    assert engine.device == ("cpu" if service.spec.device is Device.CPU else "cuda")
     assert all("subPath" not in m for m in container["volumeMounts"])
 
 
-def test_everything_written_to_is_a_volume_and_nothing_is_privileged(rendered):
+def test_writable_folders_are_volumes_and_containers_are_unprivileged(rendered):
     name, _, _, manifests = rendered
     template, container = server_container(manifests)
     writable = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
-    # The folders of backend/Dockerfile, and those of every program.
+    # The folders that backend/Dockerfile creates, /tmp and /dev/shm.
     dockerfile = (ROOT / "backend/Dockerfile").read_text()
-    made = re.search(r"install --directory --owner=1000 --group=1000 (.*) *$", dockerfile, re.M)[1].split()
-    assert writable == {*made, "/tmp", "/dev/shm"}
+    engine_config = re.search(r"install --directory --owner=1000 --group=1000 (.*) *$", dockerfile, re.M)[1].split()
+    assert writable == {*engine_config, "/tmp", "/dev/shm"}
     assert container["securityContext"]["readOnlyRootFilesystem"] is (name != "everything")
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert not container["securityContext"]["allowPrivilegeEscalation"]
@@ -139,7 +139,7 @@ def test_everything_written_to_is_a_volume_and_nothing_is_privileged(rendered):
     assert template["automountServiceAccountToken"] is False
 
 
-def test_probes_ask_the_supervisor_and_a_large_model_has_time_to_load(rendered):
+def test_probes_use_the_supervisor_and_allow_time_for_a_large_model(rendered):
     _, _, _, manifests = rendered
     _, container = server_container(manifests)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -147,18 +147,18 @@ def test_probes_ask_the_supervisor_and_a_large_model_has_time_to_load(rendered):
     assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
     startup = container["startupProbe"]
     assert startup["httpGet"]["path"] == "/health/ready"
-    # 8B: 2 x (60 s + 16 s from a volume at 1 GB/s + 120 s for graphs); the tiny model hardly more than a minute twice.
+    # 8B: 2 x (60 s + 16 s from a volume at 1 GB/s + 120 s for CUDA graphs). Tiny model: slightly more than 2 x 60 s.
     seconds = startup["periodSeconds"] * startup["failureThreshold"]
     assert 120 <= seconds <= 420
     assert seconds < next(m for m in manifests if m["kind"] == "Deployment")["spec"]["progressDeadlineSeconds"]
 
 
-def test_names_and_selectors_fit(rendered):
-    _, of, _, manifests = rendered
+def test_names_and_selectors_are_consistent(rendered):
+    _, service, _, manifests = rendered
     for manifest in manifests:
         assert len(manifest["metadata"]["name"]) <= 63
         assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "quire-operator"
-        assert manifest["metadata"].get("namespace") == of.namespace
+        assert manifest["metadata"].get("namespace") == service.namespace
     deployment = next(m for m in manifests if m["kind"] == "Deployment")
     selector = deployment["spec"]["selector"]["matchLabels"]
     assert selector.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
@@ -167,41 +167,43 @@ def test_names_and_selectors_fit(rendered):
             assert manifest["spec"]["selector"] == selector
 
 
-def test_the_longest_name_still_fits():
-    of = dataclasses.replace(example_service("gpu-llama-3.1-8b.yaml"), name="a" * 48)
-    assert max(len(name) for _, name in rendered_objects(of)) <= 63
+def test_longest_service_name_gives_valid_object_names():
+    service = dataclasses.replace(example_service("gpu-llama-3.1-8b.yaml"), name="a" * 48)
+    assert max(len(name) for _, name in rendered_objects(service)) <= 63
 
 
-# What changes what.
+# Effects of changes.
 
 
 def changed(text, other, model="8b"):
-    """Names of objects that differ between two specs, and whether the pods would be replaced."""
+    """Return the keys of objects that differ between two specs, and whether the pod template differs."""
     left, right = rendered_objects(llm_service(text), model), rendered_objects(llm_service(other), model)
-    differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
-    return differ, only_of_kind(left, "Deployment")["spec"]["template"] != only_of_kind(right, "Deployment")["spec"][
-        "template"
-    ]
+    changed_objects = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
+    return changed_objects, only_of_kind(left, "Deployment")["spec"]["template"] != only_of_kind(right, "Deployment")[
+        "spec"
+    ]["template"]
 
 
 def test_adapters_never_restart_pods():
     hub = "{huggingFace: {repo: o/a, tokenSecretRef: {name: other}}}"
     http = "{http: {url: http://h:8080/a}}"
-    differ, restarted = changed(GPU, f"{GPU}adapters: [{{name: a, source: {hub}}}, {{name: b, source: {http}}}]")
+    changed_objects, restarted = changed(
+        GPU, f"{GPU}adapters: [{{name: a, source: {hub}}}, {{name: b, source: {http}}}]"
+    )
     assert not restarted
-    assert {kind for kind, _ in differ} == {"ConfigMap", "NetworkPolicy"}
+    assert {kind for kind, _ in changed_objects} == {"ConfigMap", "NetworkPolicy"}
     assert changed(GPU, f"{GPU}adapters: [{{name: a, source: {http}, pinned: true, expose: Parameter}}]")[1] is False
 
 
-def test_the_engine_and_the_model_do():
+def test_engine_and_model_changes_restart_pods():
     for other in ("engine: {maxNumQueuedReqs: 9}", "lora: {maxRank: 32}", "rollout: {drainSeconds: 5}"):
         assert changed(GPU, GPU + other)[1], other
-    differ, restarted = changed(GPU, f"{GPU}model: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
+    changed_objects, restarted = changed(GPU, f"{GPU}model: {{source: {{huggingFace: {{repo: o/m, revision: v2}}}}}}")
     assert restarted
-    assert {kind for kind, _ in differ} == {"ConfigMap", "Job", "Deployment"}
+    assert {kind for kind, _ in changed_objects} == {"ConfigMap", "Job", "Deployment"}
 
 
-def test_replicas_and_scaling_do_not():
+def test_replicas_and_autoscaling_do_not_restart_pods():
     for other in (
         "replicas: 3",
         "autoscaling: {maxReplicas: 3}",
@@ -211,29 +213,29 @@ def test_replicas_and_scaling_do_not():
         assert not changed(GPU, GPU + other)[1], other
 
 
-def test_pinning_what_was_planned_replaces_no_pod():
+def test_pinning_planned_values_does_not_restart_pods():
     plan = plan_of_service(llm_service(GPU))
     pinned = f"engine: {{maxModelLen: {plan.maxModelLen.value}, maxNumSeqs: {plan.maxNumSeqs.value}, blockSize: 16}}"
-    differ, restarted = changed(GPU, GPU + pinned)
+    changed_objects, restarted = changed(GPU, GPU + pinned)
     assert not restarted
-    assert differ == {("Deployment", "s")}, "its annotation says what the plan was made from"
+    assert changed_objects == {("Deployment", "s")}, "only the annotation with the plan's digest changes"
 
 
-def test_an_upgrade_of_the_operator_changes_nothing_that_was_planned():
-    """Neither new defaults of the engine's configuration nor a new image reach pods whose plan is kept."""
-    of = llm_service(GPU)
-    found = rendered_objects(of)
-    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+def test_operator_upgrade_does_not_change_planned_pods():
+    """engine.json contains no default values, and the image comes from the plan, so a new release changes neither."""
+    service = llm_service(GPU)
+    objects = rendered_objects(service)
+    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert set(config) < {field.name for field in dataclasses.fields(EngineConfig)}
     assert "seed" not in config and "swap_space" not in config
-    template, _ = server_container(found.values())
-    assert template["containers"][0]["image"] == plan_of_service(of).image.value
+    template, _ = server_container(objects.values())
+    assert template["containers"][0]["image"] == plan_of_service(service).image.value
 
 
 # Single objects.
 
 
-def test_the_deployment_never_surges():
+def test_deployment_does_not_surge_by_default():
     spec = only_of_kind(rendered_objects(llm_service(f"{GPU}replicas: 2")), "Deployment")["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
@@ -256,48 +258,54 @@ def test_memory_and_gpus_of_the_container():
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
 
 
-def test_limits_of_adapters_and_their_host_memory_reach_the_pod():
+def test_adapter_limits_and_cache_memory_reach_the_engine():
     adapters = "[{name: a, source: {huggingFace: {repo: o/a}}, limits: {maxTokensPerSecond: 500}}]"
-    found = rendered_objects(llm_service(f"{GPU}adapters: {adapters}\nlora: {{maxCachedMemory: 2Gi}}"))
-    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
-    made = EngineConfig.from_json(config)
-    assert (made.cpu_lora_memory_bytes, made.max_cpu_loras) == (2 * 2**30, None)
-    catalogue = json.loads(next(m for (k, n), m in found.items() if n == "s-adapters")["data"]["adapters.json"])
-    assert catalogue["adapters"][0]["limits"] == {"maxTokensPerSecond": 500}
+    objects = rendered_objects(llm_service(f"{GPU}adapters: {adapters}\nlora: {{maxCachedMemory: 2Gi}}"))
+    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    engine_config = EngineConfig.from_json(config)
+    assert (engine_config.cpu_lora_memory_bytes, engine_config.max_cpu_loras) == (2 * 2**30, None)
+    catalog = json.loads(next(m for (k, n), m in objects.items() if n == "s-adapters")["data"]["adapters.json"])
+    assert catalog["adapters"][0]["limits"] == {"maxTokensPerSecond": 500}
 
 
-def test_order_swap_and_log_probabilities_reach_the_engine():
-    found = rendered_objects(
+def test_scheduling_swap_and_logprobs_reach_the_engine():
+    objects = rendered_objects(
         llm_service(f"{GPU}engine: {{schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}}")
     )
-    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
-    made = EngineConfig.from_json(config)
-    assert (made.scheduling_policy, made.swap_space, made.max_logprobs) == ("priority", 1.5, 5)
+    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    engine_config = EngineConfig.from_json(config)
+    assert (engine_config.scheduling_policy, engine_config.swap_space, engine_config.max_logprobs) == (
+        "priority",
+        1.5,
+        5,
+    )
 
 
-def test_where_the_model_is():
-    found = rendered_objects(llm_service(GPU))
-    job = only_of_kind(found, "Job")["spec"]["template"]["spec"]
+def test_model_folder_and_volume():
+    objects = rendered_objects(llm_service(GPU))
+    job = only_of_kind(objects, "Job")["spec"]["template"]["spec"]
     (args,) = [c["args"] for c in job["containers"]]
     into = next(a for a in args if a.startswith("--into=")).removeprefix("--into=")
-    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert config["model"] == into
-    assert only_of_kind(found, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
-    # On the node's disk, by an init container; in place, by nobody.
-    found = rendered_objects(llm_service(f"{GPU}cache: {{mode: EmptyDir}}"))
-    template, _ = server_container(found.values())
+    assert only_of_kind(objects, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
+    # EmptyDir: an init container downloads the model. A claim source: nothing is downloaded.
+    objects = rendered_objects(llm_service(f"{GPU}cache: {{mode: EmptyDir}}"))
+    template, _ = server_container(objects.values())
     assert [c["args"] for c in template["initContainers"]] == [args]
-    assert not {"Job", "PersistentVolumeClaim"} & {kind for kind, _ in found}
-    found = rendered_objects(llm_service(f"{GPU}model: {{source: {{pvc: {{claimName: c, path: m/n}}}}}}"))
-    template, _ = server_container(found.values())
+    assert not {"Job", "PersistentVolumeClaim"} & {kind for kind, _ in objects}
+    objects = rendered_objects(llm_service(f"{GPU}model: {{source: {{pvc: {{claimName: c, path: m/n}}}}}}"))
+    template, _ = server_container(objects.values())
     assert "initContainers" not in template
-    config = json.loads(next(m for (k, n), m in found.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
     assert config["model"] == "/mnt/claims/c/m/n"
 
 
-def test_the_job_runs_what_the_download_takes(monkeypatch):
-    of = llm_service(f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}")
-    (container,) = only_of_kind(rendered_objects(of), "Job")["spec"]["template"]["spec"]["containers"]
+def test_download_parses_the_arguments_of_the_job(monkeypatch):
+    service = llm_service(
+        f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}"
+    )
+    (container,) = only_of_kind(rendered_objects(service), "Job")["spec"]["template"]["spec"]["containers"]
     assert container["command"][:4] == ["tini", "--", "python3", "-m"]
     assert importlib.util.find_spec(container["command"][4]) is not None
     pod_ip, port = container["env"]
@@ -305,15 +313,15 @@ def test_the_job_runs_what_the_download_takes(monkeypatch):
     monkeypatch.setenv(port["name"], port["value"])
     args = model_download._parser().parse_args(container["args"])
     assert [p["containerPort"] for p in container["ports"] if p["name"] == "health"] == [args.progress_port]
-    assert model_download._parse_source(args.source) == of.spec.model.source
+    assert model_download._parse_source(args.source) == service.spec.model.source
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
     assert mounts[str(args.into.parent)] is False
     assert mounts[str(args.secrets_dir)] is True
-    failing = only_of_kind(rendered_objects(of), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
+    failing = only_of_kind(rendered_objects(service), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
     assert failing["values"] == [model_download.EXIT_PERMANENT_FAILURE]
 
 
-def test_the_claim_is_kept_or_goes_with_the_service():
+def test_claim_ownership_follows_the_deletion_policy():
     assert (
         "ownerReferences" not in only_of_kind(rendered_objects(llm_service(GPU)), "PersistentVolumeClaim")["metadata"]
     )
@@ -324,33 +332,32 @@ def test_the_claim_is_kept_or_goes_with_the_service():
 
 
 def test_credentials_are_copied_and_never_in_arguments():
-    of = example_service("gpu-llama-3.1-8b.yaml")
-    found = rendered_objects(of)
-    data = found["Secret", "support-credentials"]["data"]
+    service = example_service("gpu-llama-3.1-8b.yaml")
+    objects = rendered_objects(service)
+    data = objects["Secret", "support-credentials"]["data"]
     assert {name: json.loads(base64.b64decode(value)) for name, value in data.items()} == {
         "adapter-store": {"AWS_ACCESS_KEY_ID": "a"}, "hf-token": {"token": "hf"}
     }  # fmt: skip
-    assert '"hf"' not in json.dumps([m for m in found.values() if m["kind"] != "Secret"])
-    none = rendered_objects(of, context=dataclasses.replace(RENDER_CONTEXT, credentials={}))
-    assert only_of_kind(none, "Deployment") == only_of_kind(found, "Deployment")
+    assert '"hf"' not in json.dumps([m for m in objects.values() if m["kind"] != "Secret"])
+    none = rendered_objects(service, context=dataclasses.replace(RENDER_CONTEXT, credentials={}))
+    assert only_of_kind(none, "Deployment") == only_of_kind(objects, "Deployment")
     assert ("Secret", "support-credentials") not in none
 
 
-def test_labels_that_the_operator_finds_its_objects_by_are_its_own():
-    stolen = "{app.kubernetes.io/managed-by: helm, app.kubernetes.io/instance: other, team: a}"
-    found = rendered_objects(
-        llm_service(f"{GPU}observability: {{metricsLabels: {stolen}}}\npodTemplate: {{metadata: {{labels: {stolen}}}}}")
-    )
+def test_user_labels_do_not_override_selector_labels():
+    user_labels = "{app.kubernetes.io/managed-by: helm, app.kubernetes.io/instance: other, team: a}"
+    overrides = f"podTemplate: {{metadata: {{labels: {user_labels}}}}}"
+    objects = rendered_objects(llm_service(f"{GPU}observability: {{metricsLabels: {user_labels}}}\n{overrides}"))
     for meta in (
-        only_of_kind(found, "PodMonitor")["metadata"],
-        only_of_kind(found, "Deployment")["spec"]["template"]["metadata"],
+        only_of_kind(objects, "PodMonitor")["metadata"],
+        only_of_kind(objects, "Deployment")["spec"]["template"]["metadata"],
     ):
         labels = meta["labels"]
         assert labels["app.kubernetes.io/managed-by"] == "quire-operator"
         assert (labels["app.kubernetes.io/instance"], labels["team"]) == ("s", "a")
 
 
-def test_a_budget_only_for_several_pods():
+def test_disruption_budget_only_for_several_pods():
     assert ("PodDisruptionBudget", "s") not in rendered_objects(llm_service(GPU))
     assert (
         only_of_kind(rendered_objects(llm_service(f"{GPU}replicas: 2")), "PodDisruptionBudget")["spec"][
@@ -366,7 +373,7 @@ def test_a_budget_only_for_several_pods():
     )
 
 
-def test_autoscalers_write_to_the_service_and_not_to_the_deployment():
+def test_autoscalers_scale_the_llmservice():
     hpa = only_of_kind(
         rendered_objects(llm_service(f"{GPU}autoscaling: {{maxReplicas: 4}}")), "HorizontalPodAutoscaler"
     )["spec"]
@@ -379,31 +386,31 @@ def test_autoscalers_write_to_the_service_and_not_to_the_deployment():
     assert scaled["triggers"][0]["metadata"]["serverAddress"] == "http://prometheus:9090"
 
 
-def test_optional_kinds_only_where_the_cluster_has_them():
+def test_optional_kinds_require_support_of_the_cluster():
     bare = dataclasses.replace(RENDER_CONTEXT, available_kinds=frozenset())
-    found = render_objects(llm_service(FULL_SPEC), plan_of_service(llm_service(FULL_SPEC)), bare)
-    assert found.unavailable_kinds == OPTIONAL_KINDS
-    assert not {m["kind"] for m in found.manifests} & set(OPTIONAL_KINDS)
+    objects = render_objects(llm_service(FULL_SPEC), plan_of_service(llm_service(FULL_SPEC)), bare)
+    assert objects.unavailable_kinds == OPTIONAL_KINDS
+    assert not {m["kind"] for m in objects.manifests} & set(OPTIONAL_KINDS)
     assert (
         render_objects(
             llm_service(FULL_SPEC), plan_of_service(llm_service(FULL_SPEC)), RENDER_CONTEXT
         ).unavailable_kinds
         == ()
     )
-    quiet = llm_service(f"{GPU}observability: {{podMonitor: None}}")
-    assert render_objects(quiet, plan_of_service(quiet), bare).unavailable_kinds == ()
+    without_optional = llm_service(f"{GPU}observability: {{podMonitor: None}}")
+    assert render_objects(without_optional, plan_of_service(without_optional), bare).unavailable_kinds == ()
 
 
-def test_a_kind_that_nobody_asked_for_is_not_missed():
-    around = ChildContext("u1", "key", {}, frozenset())
+def test_kinds_that_the_spec_does_not_require_are_not_reported():
+    context = ChildContext("u1", "key", {}, frozenset())
     two = llm_service(f"{GPU}replicas: 2")
-    quiet = build_child_objects(two, "digest", plan_of_service(two), around, LiveObjects())
-    assert quiet.unavailable_kinds == ()
-    assert not {m["kind"] for m in quiet.manifests} & {"PodMonitor", "PodDisruptionBudget"}
-    asked = build_child_objects(
-        llm_service(FULL_SPEC), "digest", plan_of_service(llm_service(FULL_SPEC)), around, LiveObjects()
+    without_optional = build_child_objects(two, "digest", plan_of_service(two), context, LiveObjects())
+    assert without_optional.unavailable_kinds == ()
+    assert not {m["kind"] for m in without_optional.manifests} & {"PodMonitor", "PodDisruptionBudget"}
+    all_kinds = build_child_objects(
+        llm_service(FULL_SPEC), "digest", plan_of_service(llm_service(FULL_SPEC)), context, LiveObjects()
     )
-    assert asked.unavailable_kinds == ("ScaledObject", "InferencePool")
+    assert all_kinds.unavailable_kinds == ("ScaledObject", "InferencePool")
 
 
 MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" for i in range(520)]
@@ -421,7 +428,7 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
         ),
     ],
 )  # fmt: skip
-def test_what_no_cluster_could_run_is_refused(text, words):
-    of = llm_service(GPU + text)
+def test_rejects_services_that_no_cluster_can_run(text, words):
+    service = llm_service(GPU + text)
     with pytest.raises(ConfigError, match=words):
-        render_objects(of, plan_of_service(of), RENDER_CONTEXT)
+        render_objects(service, plan_of_service(service), RENDER_CONTEXT)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's pods and those that it makes pass Kubernetes' Pod Security Standard `restricted`.
+"""The operator's pod and the pods that it creates meet Kubernetes' Pod Security Standard `restricted`.
 
-The rules are those of https://kubernetes.io/docs/concepts/security/pod-security-standards/, written down here because
-the API servers that tests can have are older than the admission plugin.
+The rules of https://kubernetes.io/docs/concepts/security/pod-security-standards/ are implemented here, because the API
+servers of the tests can be older than the admission plugin.
 """
 
 import pytest
@@ -13,10 +13,10 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 GOLDEN = sorted((ROOT / "tests/operator/golden").glob("*.yaml"))
 
 
-def faults(spec):
-    """What the standard forbids in a PodSpec."""
-    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
-    found += [f"volume {v['name']}" for v in spec.get("volumes", ()) if not (set(v) - {"name"}) <= VOLUMES]
+def violations(spec):
+    """Return the violations of the standard in a PodSpec."""
+    names = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    names += [f"volume {v['name']}" for v in spec.get("volumes", ()) if not (set(v) - {"name"}) <= VOLUMES]
     pod = spec.get("securityContext", {})
     for container in (*spec.get("initContainers", ()), *spec["containers"]):
         own = container.get("securityContext", {})
@@ -30,17 +30,17 @@ def faults(spec):
             "seccompProfile": seccomp not in ("RuntimeDefault", "Localhost"),
             "hostPort": any(port.get("hostPort") for port in container.get("ports", ())),
         }
-        found += [f"{container['name']}: {name}" for name, wrong in checks.items() if wrong]
-    return found
+        names += [f"{container['name']}: {name}" for name, wrong in checks.items() if wrong]
+    return names
 
 
-def test_the_operator_is_restricted(tmp_path):
+def test_operator_pod_meets_the_restricted_standard(tmp_path):
     (deployment,) = [o for o in render_chart(tmp_path) if o["kind"] == "Deployment"]
-    assert faults(deployment["spec"]["template"]["spec"]) == []
+    assert violations(deployment["spec"]["template"]["spec"]) == []
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
-def test_pods_that_it_makes_are_restricted(file):
+def test_server_pods_meet_the_restricted_standard(file):
     specs = {
         (thing["kind"], thing["metadata"]["name"]): thing["spec"]["template"]["spec"]
         for thing in parse_documents(file.read_text())
@@ -48,14 +48,14 @@ def test_pods_that_it_makes_are_restricted(file):
     }
     assert specs
     for key, spec in specs.items():
-        # A side-car of spec.podTemplate is as its author has it.
+        # A sidecar in spec.podTemplate is not changed by the operator.
         own = {**spec, "containers": [c for c in spec["containers"] if c["name"] != "side"]}
-        assert faults(own) == [], key
+        assert violations(own) == [], key
 
 
-def test_faults_are_found():
+def test_violations_are_detected():
     bare = yaml.safe_load("{hostNetwork: true, volumes: [{name: v, hostPath: {path: /}}], containers: [{name: c}]}")
-    assert faults(bare) == [
+    assert violations(bare) == [
         *("hostNetwork", "volume v", "c: allowPrivilegeEscalation", "c: capabilities", "c: runAsNonRoot"),
         "c: seccompProfile",
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spec.podTemplate: what it changes in the pods, and what it cannot."""
+"""spec.podTemplate: strategic merge into the pod template, and rejected overrides."""
 
 import json
 import re
@@ -26,15 +26,15 @@ from quire_spec.errors import ConfigError
         ("$patch: replace", "containers: must stay a list of objects with names"),
     ],
 )
-def test_an_override_that_leaves_no_pod_of_ours_is_said(override, message):
+def test_rejects_overrides_that_remove_required_parts(override, message):
     with pytest.raises(ConfigError, match=f"^spec.podTemplate.spec.{re.escape(message)}"):
         rendered_objects(llm_service(f"{GPU}podTemplate: {{spec: {{{override}}}}}"))
 
 
 @pytest.mark.parametrize("mode", ["PVC", "EmptyDir"])
-def test_whoever_downloads_has_the_files_and_the_environment_of_whoever_serves(mode):
-    """A private authority, and a proxy with its password. Not claims: two nodes may not have one at a time."""
-    given = """
+def test_download_container_gets_files_and_environment_of_the_server(mode):
+    """CA certificates and a proxy password reach the download; claims do not, because two nodes may not mount them."""
+    pod_template = """
 podTemplate:
   spec:
     containers:
@@ -48,26 +48,26 @@ podTemplate:
     - {name: authorities, configMap: {name: authorities}}
     - {name: plugins, persistentVolumeClaim: {claimName: plugins}}
 """
-    found = rendered_objects(llm_service(f"{GPU}cache: {{mode: {mode}}}{given}"))
-    pod = only_of_kind(found, "Deployment")["spec"]["template"]["spec"]
-    job = only_of_kind(found, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
-    (downloads,) = [c for c in job.get("initContainers", job["containers"]) if c["name"] == "download"]
-    assert {"name": "authorities", "mountPath": "/etc/quire-ca", "readOnly": True} in downloads["volumeMounts"]
+    objects = rendered_objects(llm_service(f"{GPU}cache: {{mode: {mode}}}{pod_template}"))
+    pod = only_of_kind(objects, "Deployment")["spec"]["template"]["spec"]
+    job = only_of_kind(objects, "Job")["spec"]["template"]["spec"] if mode == "PVC" else pod
+    (container,) = [c for c in job.get("initContainers", job["containers"]) if c["name"] == "download"]
+    assert {"name": "authorities", "mountPath": "/etc/quire-ca", "readOnly": True} in container["volumeMounts"]
     assert {"name": "authorities", "configMap": {"name": "authorities"}} in job["volumes"]
-    assert "HTTPS_PROXY" in [e["name"] for e in downloads["env"]] and "/plugins" not in str(downloads)
-    assert downloads["envFrom"] == [{"secretRef": {"name": "more"}}]
+    assert "HTTPS_PROXY" in [e["name"] for e in container["env"]] and "/plugins" not in str(container)
+    assert container["envFrom"] == [{"secretRef": {"name": "more"}}]
     assert mode == "EmptyDir" or "plugins" not in [v["name"] for v in job["volumes"]]
 
 
-def test_an_override_may_take_what_is_not_needed():
-    found = rendered_objects(
+def test_override_can_remove_optional_parts():
+    objects = rendered_objects(
         llm_service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}")
     )
-    assert "securityContext" not in only_of_kind(found, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    assert only_of_kind(found, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
+    assert "securityContext" not in only_of_kind(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert only_of_kind(objects, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
 
 
-def test_overrides_of_the_pod_are_merged_last():
+def test_pod_overrides_are_merged_last():
     template = only_of_kind(rendered_objects(llm_service(FULL_SPEC, "all")), "Deployment")["spec"]["template"]
     assert template["metadata"]["labels"]["team"] == "a"
     assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "all"
