@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A web server with the tiny model, which may ask for a header, or be away."""
+"""HTTP server with the tiny model; can require a header or be unavailable."""
 
 import threading
 from contextlib import suppress
@@ -11,11 +11,11 @@ from support.controller_harness import TINY
 
 
 class FakeModelServer:
-    """Begins to serve when it is made. The model is in each folder that somebody asks for."""
+    """Serves the same model under every folder, from its construction on."""
 
     def __init__(self) -> None:
         self.required_key = ""
-        """What X-Key has to be; empty: anything."""
+        """Required value of the header X-Key; empty: not required."""
         self.is_down = False
         model_server = self
 
@@ -27,7 +27,7 @@ class FakeModelServer:
                 elif model_server.required_key and self.headers.get("X-Key") != model_server.required_key:
                     self.send_error(401)
                 else:
-                    # Whoever has read enough closes the connection.
+                    # A client can close the connection before the end of the file.
                     with suppress(ConnectionError):
                         super().do_GET()
 
@@ -42,6 +42,6 @@ class FakeModelServer:
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Stop the server."""
         self.server.shutdown()
         self.server.server_close()

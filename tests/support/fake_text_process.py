@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text process that does what the prompt says: `fake_text_process.py SOCKET JOURNAL`.
+"""Fake text process that the words of a prompt control: `fake_text_process.py SOCKET JOURNAL`.
 
-Not the real one, because tests of the server's edge need what a model does not do on demand: silence, a flood, exact
-errors, exact events. It speaks the real protocol over a real socket. Each step gives every open request one token, one
-frame per connection, as the real one does. The journal gets a JSON line per message that came.
+Tests of the frontend need silence, floods, exact errors and exact deltas on demand. The fake uses the real protocol
+over a real socket. Like the real process, each step sends every open request one token, in one frame per connection. It
+writes a JSON line for each received message to the journal.
 
 Words of a prompt: `step=S` seconds per step (of the whole process, until no request is open), `wait=N` steps before the
-first token, `wide=N` characters more per token, `silent`, `error=CODE`, `submit` (answers with the Submit as JSON),
-`flood` (all tokens at once, one event each; with `fail=CODE` an error in place of the last). Without one of the last
-four, max_tokens tokens "t0 t1 t2 ..." come, one a step.
+first token, `wide=N` additional characters per token, `silent`, `error=CODE`, `submit` (returns the GenerateRequest as
+JSON), `flood` (all tokens at once, one delta each; with `fail=CODE` an error instead of the last). Without one of the
+last four, the output is max_tokens tokens "t0 t1 t2 ...", one per step.
 """
 
 import asyncio
@@ -59,15 +59,15 @@ class Connection(asyncio.Protocol):
         if "step" in words:
             self.process.step_s = float(words["step"])
         if "error" in words:
-            self.send([OutputDelta(request.id, error_code=words["error"], error="as asked")])
+            self.send([OutputDelta(request.id, error_code=words["error"], error="requested error")])
         elif "submit" in words:
             text = json.dumps(dataclasses.asdict(request))
             self.send([OutputDelta(request.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
         elif "flood" in words:
-            events = list(token_deltas(request, words))
+            deltas = list(token_deltas(request, words))
             if "fail" in words:
-                events[-1] = OutputDelta(request.id, error_code=words["fail"], error="as asked")
-            self.send(events)
+                deltas[-1] = OutputDelta(request.id, error_code=words["fail"], error="requested error")
+            self.send(deltas)
         elif "silent" in words:
             self.open_requests[request.id] = itertools.repeat(None)
         else:
@@ -77,20 +77,20 @@ class Connection(asyncio.Protocol):
         self.process.log_num_open()
 
     def step(self):
-        events = [event for event in map(next, self.open_requests.values()) if event is not None]
-        for event in events:
-            if event.final:
-                del self.open_requests[event.id]
+        deltas = [delta for delta in map(next, self.open_requests.values()) if delta is not None]
+        for delta in deltas:
+            if delta.final:
+                del self.open_requests[delta.id]
                 self.process.log_num_open()
-        if events:
-            self.send(events)
+        if deltas:
+            self.send(deltas)
 
-    def send(self, events):
-        self.transport.write(encode_frame(OutputDeltas(events)))
+    def send(self, deltas):
+        self.transport.write(encode_frame(OutputDeltas(deltas)))
 
 
 def token_deltas(request, words):
-    """Events of "t0 t1 ...": one each, or everything in one when not streaming."""
+    """Yield deltas of "t0 t1 ...": one per token, or a single one without streaming."""
     padding = "." * int(words.get("wide", 0))
     params = SamplingParams.from_mapping(request.params)
     count = params.max_tokens or 16

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's repository API and its probes, on loopback. The supervisor calls them; this knows no adapters.
+"""Client of the server's repository API and probes on loopback. The supervisor calls it; it is independent of adapters.
 
-Models are loaded over gRPC. Over HTTP the connection's thread does the loading, and nothing else meanwhile: the server
-has most HTTP connections on one thread, and their streams would stand still for as long.
+Models are loaded over gRPC. Over HTTP, the connection's thread would do the loading. The server serves most HTTP
+connections on one thread, so that their streams would stall for the duration.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from quire_spec.errors import Internal, Unavailable
 from quire_spec.net.addresses import format_for_url
 
 _LOAD_TIMEOUT_S = 150.0
-"""Longer than launch.ServerOptions.stub_timeout_s, so that the server's own message arrives first."""
+"""Longer than launch.ServerOptions.stub_timeout_s, so that the server's error message arrives first."""
 _PROBE_TIMEOUT_S = 5.0
 _NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
-"""No answer of the server's."""
-_NOT_OPEN = "ModelServerClient is an async context manager"
-_CONNECTION_CLOSED = "server: it is gone, and our connection to it closed"
+"""Statuses of gRPC itself, not responses of the server."""
+_NOT_OPEN = "ModelServerClient must be used as an async context manager"
+_CONNECTION_CLOSED = "server: ended, its connection is closed"
 _CHANNEL_ARGS = [("grpc.enable_http_proxy", 0)]
-"""A pod's proxy leads out of the cluster; gRPC would go to this very machine by it."""
+"""A pod's proxy is for destinations outside the cluster; gRPC would use it for loopback, too."""
 
 
 class ModelServerClient:
-    """One server, by its ports. Use it as an async context manager."""
+    """Client of one server. Use it as an async context manager."""
 
     def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
         host = format_for_url(host)
@@ -56,13 +56,13 @@ class ModelServerClient:
             await self._grpc_client.close()
 
     async def load_model(self, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Load a model that has no folder, or load it again; returns when it is ready.
+        """Load or reload a model without a folder; return when it is ready.
 
         `files` maps paths such as "1/model.py" to their content.
 
         Raises:
-            Internal: the server refused it; the message is the server's.
-            Unavailable: the server does not answer.
+            Internal: the server rejected it; the message is the server's.
+            Unavailable: the server does not respond.
         """
         file_parameters = {f"file:{path}": data for path, data in files.items()}
         await self._call(
@@ -70,24 +70,24 @@ class ModelServerClient:
         )
 
     async def load_from_disk(self, name: str) -> None:
-        """Load a model from its folder; raises as `load_model`."""
+        """Load a model from its folder in the repository; raises as `load_model`."""
         await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def unload_model(self, name: str) -> None:
-        """Unload a model: new requests are refused at once, those in flight end in their own time.
+        """Unload a model: new requests are rejected at once, requests in flight run to completion.
 
         Raises:
-            Internal: the server refused it.
-            Unavailable: the server does not answer.
+            Internal: the server rejected it.
+            Unavailable: the server does not respond.
         """
         await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def is_ready(self, name: str) -> bool:
-        """True when the server serves this model. It stays true when the model's stub has died."""
+        """Return True if the server serves this model. It stays true after the model's stub died."""
         return await self._probe(f"/models/{name}/ready")
 
     async def is_live(self) -> bool:
-        """True when the server answers."""
+        """Return True if the server responds."""
         return await self._probe("/health/live")
 
     async def _call(self, call: Awaitable[None]) -> None:
@@ -100,7 +100,7 @@ class ModelServerClient:
         except UsageError as error:
             raise Unavailable(_CONNECTION_CLOSED) from error
         except asyncio.CancelledError:
-            # So gRPC ends the calls of a channel that is closed, and nobody has cancelled the task that waits.
+            # gRPC cancels the calls of a closed channel. If the task itself was not cancelled, the connection was lost.
             if (task := asyncio.current_task()) is None or not task.cancelling():
                 raise Unavailable(_CONNECTION_CLOSED) from None
             raise

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Triton Inference Server is on this machine, and the command line and environment that start it.
+"""Discovery of Triton Inference Server on this machine, startup checks, and its command line and environment.
 
-Two installs are known: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel, whose binary is started
-directly. This module starts nothing; the supervisor does. It knows nothing of engines, adapters or sockets.
+Two installations are supported: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel, whose binary is
+started directly. The supervisor starts the process. This module is independent of engines, adapters and sockets.
 """
 
 import json
@@ -25,15 +25,16 @@ IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
 """HTTP header of the restricted APIs."""
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
-"""What the server makes of it over gRPC."""
+"""Name of this header over gRPC; the server adds the prefix."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
-"""APIs that only the supervisor may use. Metadata, config and statistics stay open: load tools read them."""
+"""APIs that require the key, so that only the supervisor can use them. Load tools need metadata, config and statistics,
+which stay open."""
 
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_MODEL = 2**20
-"""What each stub takes of /dev/shm at its start (the Python backend's default)."""
+"""Size of a stub's region in /dev/shm at its start (the Python backend's default)."""
 SHM_RESERVE_BYTES = 8 * 2**20
-"""For large prompts in flight: a region grows while it holds them."""
+"""Reserve for large prompts in flight, for which a region grows."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
@@ -41,7 +42,7 @@ _STUB_FILE = "triton_python_backend_stub"
 
 @dataclass(frozen=True, slots=True)
 class ServerInstall:
-    """A Triton Inference Server found on this machine."""
+    """An installation of Triton Inference Server."""
 
     kind: str
     """image or wheel."""
@@ -49,63 +50,63 @@ class ServerInstall:
     backend: Path
     """Folder with libtriton_python.so and triton_python_backend_utils.py."""
     stubs: dict[str, Path]
-    """Python version, such as '3.11', to its stub program."""
+    """Stub program by Python version, such as '3.11'."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """The Python whose packages the stubs see."""
+    """The Python interpreter whose packages the stubs use."""
 
     executable: Path
     version: str
     """Such as '3.11'."""
     libpython: Path | None
-    """Its shared library, which the stub loads; None when there is none."""
+    """Its shared library, which the stub loads; None if it does not exist."""
     numpy: str | None
-    """Version of its numpy; None when it has none."""
+    """Version of its numpy; None if not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What one start of the server is told."""
+    """Options of one start of the server."""
 
     repository: Path
-    """Model repository that holds `base`."""
+    """Model repository that contains `base`."""
     base: str
-    """The model to load at the start; the others come by the repository API."""
+    """Model to load at startup; the others are loaded through the repository API."""
     run_dir: Path
-    """Where the backend folder is made."""
+    """Folder in which the backend folder is created."""
     key: str
-    """Opens the restricted APIs; see `new_key`."""
+    """Key of the restricted APIs; see `new_key`."""
     shm_prefix: str
-    """Begins the names of this server's shared memory regions; see `new_shm_prefix`."""
+    """Prefix of the names of this server's shared memory regions; see `new_shm_prefix`."""
     host: str = "127.0.0.1"
     http_port: int = constants.HTTP_PORT
     grpc_port: int = constants.GRPC_PORT
     metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
-    """Off without a GPU: the server would log errors about missing NVIDIA libraries."""
+    """Must be False without a GPU, where the server logs errors about missing NVIDIA libraries."""
     exit_timeout_s: int = 30
-    """How long SIGTERM waits for requests in flight."""
+    """Time for requests in flight to finish after SIGTERM."""
     stub_timeout_s: int = 120
-    """How long a stub may take to start; the server's own 30 s is short on a busy machine."""
+    """Timeout of a stub's startup; the server's default of 30 s is too short on a busy machine."""
 
 
 def new_key() -> str:
-    """A fresh key for the restricted APIs."""
+    """Return a new random key for the restricted APIs."""
     return secrets.token_hex(16)
 
 
 def new_shm_prefix() -> str:
-    """A fresh prefix, so that servers that share /dev/shm do not meet and leftovers can be told apart."""
+    """Return a new random prefix, so that servers can share /dev/shm and leftovers can be attributed."""
     return f"quire-{secrets.token_hex(4)}-"
 
 
 def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
-    """The image's server where there is one, else the wheel's.
+    """Return the image's server if it exists, else the wheel's.
 
     Raises:
-        ConfigError: neither is installed, or a file is missing from it.
+        ConfigError: neither is installed, or a file of the installation is missing.
     """
     if (image_root / "bin/tritonserver").exists():
         backend = image_root / "backends/python"
@@ -116,7 +117,7 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
         root = Path(str(distribution("nvidia-pytriton").locate_file("pytriton/tritonserver")))
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"no Triton Inference Server: {image_root} does not exist and nvidia-pytriton is not installed; "
+            f"Triton Inference Server not found: {image_root} does not exist and nvidia-pytriton is not installed; "
             "run in NVIDIA's image or `pip install 'quire-llm[server]'`"
         ) from error
     backend = root / "backends/python"
@@ -126,10 +127,10 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
 
 
 def inspect_python(executable: Path) -> Interpreter:
-    """Ask an interpreter what the stub needs to know of it.
+    """Run an interpreter to get the properties that matter for the stub.
 
     Raises:
-        ConfigError: it does not run.
+        ConfigError: the interpreter does not run.
     """
     try:
         result = subprocess.run(
@@ -144,33 +145,33 @@ def inspect_python(executable: Path) -> Interpreter:
 
 
 def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> None:
-    """Refuse now what would fail later in a stub, less clearly.
+    """Reject a setup that would later fail in a stub with a less clear message.
 
     Raises:
-        ConfigError: no stub for this Python, no libpython, a numpy that the stub cannot read, another `python3` beside
-            the interpreter, or too little shared memory for `num_models` stubs.
+        ConfigError: the server has no stub for this Python version, libpython is missing, the numpy version is not
+            supported, `python3` beside the interpreter is another one, or shared memory is too small for `num_models`
+            stubs.
     """
     interpreter = f"python {str(python.executable)!r}"
     if python.version not in install.stubs:
         stub_versions = ", ".join(sorted(install.stubs, key=lambda v: int(v.split(".")[1]))) or "none"
         raise ConfigError(
-            f"{interpreter} is {python.version}, and the server at {str(install.binary)!r} has stubs for "
-            f"{stub_versions}; "
-            "make the environment with one of these"
+            f"{interpreter}: version {python.version} is not supported, the server at {str(install.binary)!r} has "
+            f"stubs for {stub_versions}; create the environment with one of these"
         )
     if python.libpython is None:
         raise ConfigError(
-            f"{interpreter} has no libpython{python.version}.so.1.0, which the server's stub loads; use a Python "
-            "built with "
-            f"--enable-shared (Debian, Ubuntu: apt install libpython{python.version})"
+            f"{interpreter}: libpython{python.version}.so.1.0 is missing, which the server's stub loads; use a Python "
+            f"built with --enable-shared (Debian, Ubuntu: apt install libpython{python.version})"
         )
     if python.numpy is None:
-        raise ConfigError(f"{interpreter} has no numpy, which the server's stub needs; pip install 'quire-llm[server]'")
+        raise ConfigError(
+            f"{interpreter}: numpy is not installed, which the server's stub requires; pip install 'quire-llm[server]'"
+        )
     if install.kind == "wheel" and int(python.numpy.split(".")[0]) >= 2:
         raise ConfigError(
-            f"{interpreter} has numpy {python.numpy}, and the stub of the server on PyPI reads garbage from numpy 2 "
-            "arrays; "
-            "pip install 'numpy<2' there"
+            f"{interpreter}: numpy {python.numpy} is not supported, the stub of the server on PyPI reads garbage from "
+            "numpy 2 arrays; pip install 'numpy<2' in this environment"
         )
     _check_sibling_python(python)
     _check_shm(num_models)
@@ -179,10 +180,10 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> N
 def server_command(
     install: ServerInstall, python: Interpreter, options: ServerOptions
 ) -> tuple[list[str], dict[str, str]]:
-    """The server's command line and its whole environment; makes its backend folder in `options.run_dir`."""
+    """Return the server's command line and environment; create its backend folder in `options.run_dir`."""
     backends = _link_backends(install, python, options.run_dir)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
-    # The server's HTTP library knows an address of IPv6 by a prefix.
+    # The server's HTTP library requires a prefix for an IPv6 address.
     http_host = f"ipv6:{options.host}" if is_ipv6(options.host) else options.host
     flags = {
         "model-repository": options.repository,
@@ -202,11 +203,11 @@ def server_command(
     }
     backend_config = {
         "shm-region-prefix-name": options.shm_prefix,
-        # The default is 32 threads a stub; ours answers from its own threads and needs hardly any.
+        # The default is 32 threads per stub. stub_model responds from its own threads and needs hardly any.
         "thread-pool-size": 2,
         "stub-timeout-seconds": options.stub_timeout_s,
     }
-    # Without this flag, which takes no value, the server starts a second stub per model only to ask it for a config.
+    # Without this flag, which has no value, the server starts a second stub per model only to generate its config.
     argv = [str(install.binary), "--disable-auto-complete-config"]
     argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
@@ -214,13 +215,13 @@ def server_command(
     if library := preload.find_or_build_library(backends):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
     if not options.gpu_metrics:
-        # The server does nothing on a GPU, but would take memory of each one that it sees.
+        # The server does not use GPUs, but would allocate memory on each visible one.
         env["CUDA_VISIBLE_DEVICES"] = ""
     return argv, env
 
 
 def clear_shared_memory(shm_prefix: str, shm: Path = SHM) -> int:
-    """Remove the regions that a killed server left behind; returns how many. Only when that server is gone."""
+    """Remove the shared memory regions of a server that has ended; return their number."""
     regions = list(shm.glob(f"{shm_prefix}*"))
     for region in regions:
         region.unlink(missing_ok=True)
@@ -247,21 +248,21 @@ print(json.dumps({
 def _require_files(*files: Path) -> None:
     for path in files:
         if not path.exists():
-            raise ConfigError(f"the server's installation is incomplete: {str(path)!r} is missing; install it again")
+            raise ConfigError(f"Triton Inference Server: {str(path)!r} is missing; install the server again")
 
 
 def _stub_version(stub: Path) -> str:
-    """The Python that a stub was linked with: its ELF names libpython3.X.so."""
+    """Return the Python version of a stub program: its ELF file contains the name libpython3.X.so."""
     match = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
     return match[1].decode() if match else "unknown"
 
 
 def _check_sibling_python(python: Interpreter) -> None:
-    """The stub takes the first `python3` on PATH: it must be this interpreter."""
+    """Check that `python3` beside the interpreter is the same one: the stub runs the first `python3` on PATH."""
     sibling = python.executable.parent / "python3"
     if not sibling.exists() or sibling.resolve() != python.executable.resolve():
         raise ConfigError(
-            f"python {str(python.executable)!r}: the server's stub takes {str(sibling)!r}, which is "
+            f"python {str(python.executable)!r}: the server's stub would run {str(sibling)!r}, which is "
             f"{'another interpreter' if sibling.exists() else 'missing'}; use a virtual environment"
         )
 
@@ -271,14 +272,15 @@ def _check_shm(num_models: int) -> None:
     free_bytes = shutil.disk_usage(SHM).free
     if free_bytes < required_bytes:
         raise ConfigError(
-            f"{SHM}: {free_bytes / 2**20:.0f} MiB free, {required_bytes / 2**20:.0f} MiB needed ({num_models} models x "
-            f"{SHM_BYTES_PER_MODEL / 2**20:.0f} MiB + {SHM_RESERVE_BYTES / 2**20:.0f} MiB for prompts); mount an "
-            "emptyDir with medium Memory there, or start the container with a larger --shm-size"
+            f"{SHM}: {required_bytes / 2**20:.0f} MiB required ({num_models} models x "
+            f"{SHM_BYTES_PER_MODEL / 2**20:.0f} MiB + {SHM_RESERVE_BYTES / 2**20:.0f} MiB for prompts), got "
+            f"{free_bytes / 2**20:.0f} MiB free; mount an emptyDir with medium Memory, or start the container with a "
+            "larger --shm-size"
         )
 
 
 def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path) -> Path:
-    """A backend folder of links. The wheel's own has no stub, and the server looks for one nowhere else."""
+    """Create a backend folder of links. The wheel's own folder has no stub, and the server searches only there."""
     folder = run_dir / "backends" / "python"
     folder.mkdir(parents=True, exist_ok=True)
     for source in (*(install.backend / f for f in _BACKEND_FILES), install.stubs[python.version]):
@@ -289,19 +291,19 @@ def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path) -
 
 
 def _environment(python: Interpreter) -> dict[str, str]:
-    """Ours, changed so that the stub finds this interpreter (by PATH alone) and the libpython that belongs to it.
+    """Return this process's environment, changed so that the stub uses `python` (through PATH) and its libpython.
 
-    With another libpython a stub starts and fails later: `import ssl` ends in an undefined symbol.
+    With another libpython a stub starts but fails later: `import ssl` raises an undefined symbol error.
     """
-    assert python.libpython is not None, "preflight was skipped"
+    assert python.libpython is not None, "preflight did not run"
     env = dict(os.environ)
     env["PATH"] = f"{python.executable.parent}:{env.get('PATH', os.defpath)}"
     env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(python.libpython.parent), env.get("LD_LIBRARY_PATH")]))
-    # numpy's OpenBLAS starts a thread per core and reserves memory for each; a stub multiplies nothing.
+    # numpy's OpenBLAS starts a thread per core and reserves memory for each. A stub does no matrix products.
     env["OPENBLAS_NUM_THREADS"] = "1"
     return env
 
 
 def current_interpreter() -> Interpreter:
-    """The interpreter that runs this code."""
+    """Return the interpreter of this process."""
     return inspect_python(Path(sys.executable))

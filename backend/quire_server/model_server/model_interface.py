@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model interface as data: its tensors and the parameters of a model's config.
+"""Model interface as data: its tensors and the parameters of a model's config.
 
-repository.py renders it for the server, frontend.py and wire.py read and answer by it. Names, types and shapes are
-those of NVIDIA's vllm_backend, as its auto_complete_config sets them; text_input is optional here because input_ids may
-stand in for it, and ids are INT64 because the server wraps larger numbers around silently when a tensor is INT32.
+repository.py renders it for the server; frontend/tensors.py and stub_model.py use it. Names, types and shapes are those
+of NVIDIA's vllm_backend (auto_complete_config), with two differences. text_input is optional, because input_ids can
+replace it. Ids are INT64, because the server silently wraps larger numbers in an INT32 tensor.
 
 Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
 """
@@ -21,7 +21,7 @@ FLAGS = (
     constants.RETURN_OUTPUT_IDS,
     constants.RETURN_PROMPT_LOGPROBS,
 )
-"""Inputs of one truth value."""
+"""Inputs with one boolean."""
 
 INPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.TEXT_INPUT, "TYPE_STRING", 1),
@@ -29,7 +29,7 @@ INPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
     *((flag, "TYPE_BOOL", 1) for flag in FLAGS),
 )
-"""Name, type and only dimension of each input; all are optional."""
+"""Name, type and single dimension of each input; all are optional."""
 
 OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.TEXT_OUTPUT, "TYPE_STRING", -1),
@@ -41,9 +41,9 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.OUTPUT_IDS, "TYPE_INT64", -1),
     (constants.PROMPT_LOGPROBS, "TYPE_STRING", 1),
 )
-"""Name, type and only dimension of each output."""
+"""Name, type and single dimension of each output."""
 
 PARAM_SOCKET = "quire_text_socket"
 """Config parameter: path of the text process's socket."""
 PARAM_BASE = "quire_base_model"
-"""Config parameter: name of the base model; a model of another name is an adapter."""
+"""Config parameter: name of the base model; a model with another name is an adapter."""

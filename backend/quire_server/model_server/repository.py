@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's model repository: what a model of ours looks like to it.
+"""Rendering of the server's models: config and program, and the base model's folder in the model repository.
 
-Rendering is pure; `write_base` and `clear_copies` touch the disk. Every model, base and adapter alike, is the same
-one-line program; what tells them apart is the name that the server gives them. The supervisor calls this.
+Only `write_base_model` and `remove_stale_copies` access the disk. Base and adapters are the same one-line program,
+which the server runs under different model names. The supervisor calls this module.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ MODEL_PY = "from quire_server.frontend.stub_model import TritonPythonModel  # no
 
 
 def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
-    """The config of model `name`, in the JSON form that the repository API takes.
+    """Return the config of model `name` in the JSON form of the repository API.
 
-    `base` is the served name of the base model; `name` is the same or an adapter's. `text_socket` is absolute.
+    `base` is the served name of the base model; `name` is the same or an adapter name. `text_socket` is absolute.
 
     Raises:
         InvalidArgument: `name` or `base` is not a model name.
@@ -36,7 +36,7 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
         "model_transaction_policy": {"decoupled": True},
         "input": [{"name": n, "data_type": t, "dims": [d], "optional": True} for n, t, d in model_interface.INPUTS],
         "output": [{"name": n, "data_type": t, "dims": [d]} for n, t, d in model_interface.OUTPUTS],
-        # A stub holds no device; the default would start one per GPU.
+        # A stub uses no device; the default would start one stub per GPU.
         "instance_group": [{"kind": "KIND_CPU", "count": 1}],
         "parameters": {
             model_interface.PARAM_SOCKET: {"string_value": str(text_socket)},
@@ -46,12 +46,12 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
 
 
 def model_files() -> dict[str, bytes]:
-    """The files of a model that the repository API is to load, by path."""
+    """Return the files of a model for the repository API, by path."""
     return {MODEL_FILE: MODEL_PY.encode()}
 
 
 def write_base_model(repository: Path, base: str, text_socket: Path) -> Path:
-    """Write the base model's folder into `repository`, over an older one; returns the folder.
+    """Write the base model's folder into `repository`, replacing an older one; return the folder.
 
     Raises:
         InvalidArgument: `base` is not a model name.
@@ -65,14 +65,14 @@ def write_base_model(repository: Path, base: str, text_socket: Path) -> Path:
 
 
 def remove_stale_copies(text_socket: Path, temporary: Path = Path("/tmp")) -> int:
-    """Remove the copies of models that a killed server left behind; returns how many. Only when that server is gone.
+    """Remove model copies of a server that has ended; return their number.
 
-    The server keeps each model that came by the repository API in a folder of its own in /tmp, wherever TMPDIR points;
-    whose it is, the socket in its config says. In a pod, /tmp outlives the container.
+    The server stores each model of the repository API in a separate folder in /tmp, regardless of TMPDIR. The socket in
+    its config identifies the server. In a pod, /tmp outlives the container.
     """
     marker, num_removed = json.dumps(str(text_socket)).encode(), 0
     for config in temporary.glob("folder??????/config.pbtxt"):
-        # Those of others may be closed to us, or go this moment.
+        # Folders of other servers can be unreadable or disappear.
         with contextlib.suppress(OSError):
             if marker in config.read_bytes():
                 shutil.rmtree(config.parent)
@@ -81,7 +81,7 @@ def remove_stale_copies(text_socket: Path, temporary: Path = Path("/tmp")) -> in
 
 
 def to_pbtxt(config: Mapping[str, Any]) -> str:
-    """The protobuf text form of a config, which is what the server reads from a folder."""
+    """Return the protobuf text form of a config, which the server reads from a model's folder."""
     return "".join(f"{line}\n" for key, value in config.items() for line in _field(key, value))
 
 

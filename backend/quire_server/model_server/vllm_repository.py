@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model repository of NVIDIA's vllm_backend, read as it is: arguments and adapters become our documents."""
+"""Reader of model repositories of NVIDIA's vllm_backend: converts them to engine.json and adapters.json."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ from quire_spec.errors import ConfigError
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
     """Read a model of NVIDIA's vllm_backend: `1/model.json` (vLLM's engine arguments) and `1/multi_lora.json`.
 
-    `folder` is the model's folder, or a repository that holds only this one. `device` is taken where model.json says
-    none. Values may be strings ("true", "16"), as that backend allows. Its config.pbtxt is not read: tensors are fixed.
+    `folder` is the model's folder, or a repository that contains only this model. `device` is used if model.json has
+    none. Values can be strings ("true", "16"), as in that backend. config.pbtxt is ignored, because tensors are fixed.
 
     Raises:
-        ConfigError: files are missing or not JSON, or ask for what this engine does not have; the message names it.
+        ConfigError: a file is missing or not JSON, or an argument is not supported; the message names it.
     """
     version_dir = version_folder(folder)
     path = version_dir / "model.json"
@@ -32,10 +32,10 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
 
 
 def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path]:
-    """Write engine.json and adapters.json of a vllm_backend model to `into`; returns their paths.
+    """Write engine.json and adapters.json of a vllm_backend model to `target`; return their paths.
 
     Raises:
-        ConfigError: as `read_vllm_repository`, or `into` cannot be written.
+        ConfigError: as `read_vllm_repository`, or `target` cannot be written.
     """
     config, catalog = read_vllm_repository(folder, device)
     engine, adapters = target / constants.ENGINE_FILE, target / constants.CATALOG_FILE
@@ -49,11 +49,12 @@ def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path
 
 
 def version_folder(folder: Path) -> Path:
-    """Folder `1` of the only model in `folder`, which is that model's or a repository; raises ConfigError."""
+    """Return folder `1` of the only model in `folder`, a model's folder or a repository; raises ConfigError."""
     model_files = sorted(folder.glob("1/model.json")) or sorted(folder.glob("*/1/model.json"))
     if len(model_files) != 1:
         raise ConfigError(
-            f"{str(folder)!r}: {len(model_files)} files 1/model.json found, one is needed; give the folder of one model"
+            f"{str(folder)!r}: exactly one file 1/model.json is required, got {len(model_files)}; give the folder of "
+            "one model"
         )
     return model_files[0].parent
 
@@ -61,7 +62,7 @@ def version_folder(folder: Path) -> Path:
 def _read_catalog(version_dir: Path) -> AdapterCatalog:
     path = version_dir / "multi_lora.json"
     if not path.exists():
-        raise ConfigError(f"{path}: missing, and model.json has enable_lora; write {{}} there for no adapters")
+        raise ConfigError(f"{path}: missing, but model.json has enable_lora; write {{}} to it for no adapters")
     adapters = [
         {"name": name, "source": {"path": str((version_dir / str(folder)).resolve())}}
         for name, folder in read_json_object(path).items()

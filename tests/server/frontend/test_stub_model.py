@@ -180,9 +180,9 @@ class TestErrors:
     @pytest.mark.parametrize("code", ["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL"])
     def test_http_status_is_400_with_the_code_in_the_body(self, running, code):
         response = running.generate(BASE, f"error={code}")
-        assert (response.status, response.body) == (400, {"error": f"{code}: as asked"})
+        assert (response.status, response.body) == (400, {"error": f"{code}: requested error"})
         (stream,) = run_concurrently(running.http_stream(BASE, f"error={code}"))
-        assert stream.error == f"{code}: as asked"
+        assert stream.error == f"{code}: requested error"
 
     @pytest.mark.parametrize(
         ("code", "status"),
@@ -199,13 +199,13 @@ class TestErrors:
             stream.send(BASE, [grpc_text(f"error={code}"), grpc_flag("stream", True)])
             _, error = stream.get()
         assert error.status() == f"StatusCode.{status}"
-        assert error.message() == f"{code}: as asked"
+        assert error.message() == f"{code}: requested error"
 
     def test_grpc_stream_stays_open_after_an_error_by_default(self, running):
         with GrpcStream(running) as stream:
             stream.send(BASE, [grpc_text("error=NOT_FOUND"), grpc_flag("stream", True)])
             _, error = stream.get()
-            assert "NOT_FOUND: as asked" in str(error)
+            assert "NOT_FOUND: requested error" in str(error)
             stream.send(BASE, [grpc_text("x"), grpc_flag("stream", True)], parameters={"max_tokens": 2})
             assert [r.as_numpy("text_output")[0] for r in stream.until_final()] == [b"t0 ", b"t1 "]
 
@@ -265,7 +265,7 @@ class TestErrors:
         call = running.http_stream if protocol == "http" else running.grpc_stream
         before = time.monotonic()
         (stream,) = run_concurrently(call(BASE, "flood fail=INTERNAL", max_tokens=5))
-        assert (stream.text, "as asked" in (stream.error or "")) == (scripted_text(4), True)
+        assert (stream.text, "requested error" in (stream.error or "")) == (scripted_text(4), True)
         assert stream.ended_at - before >= 0.1
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding and starting the server: what is refused before the start, and what a started one keeps closed."""
+"""Discovery of the server, startup checks, its command line, and the restricted APIs of a real server."""
 
 import asyncio
 import os
@@ -12,13 +12,12 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from support.frontend_harness import BASE, running_frontend, wait_until
+from support.quire_serve import is_alive
 
 from quire_server.model_server import launch, repository
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.launch import ServerOptions
 from quire_spec.errors import ConfigError, Internal, Unavailable
-
-"""The server puts this prefix before every key of --grpc-restricted-protocol."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def python():
 
 @pytest.fixture
 def image(tmp_path):
-    """The files of NVIDIA's image, with a stub for Python 3.12."""
+    """Create the files of NVIDIA's image, with a stub for Python 3.12."""
     backend = tmp_path / "backends/python"
     backend.mkdir(parents=True)
     (tmp_path / "bin").mkdir()
@@ -39,7 +38,7 @@ def image(tmp_path):
     return tmp_path
 
 
-def test_the_wheel_is_found():
+def test_finds_the_wheel():
     install = launch.find_server(image_root=Path("/nowhere"))
     assert install.kind == "wheel"
     assert os.access(install.binary, os.X_OK)
@@ -47,19 +46,19 @@ def test_the_wheel_is_found():
     assert {"3.11", "3.12"} <= install.stubs.keys()
 
 
-def test_the_image_comes_first(image):
+def test_prefers_the_image(image):
     install = launch.find_server(image)
     assert (install.kind, list(install.stubs)) == ("image", ["3.12"])
     assert install.binary == image / "bin/tritonserver"
 
 
-def test_an_incomplete_image_names_the_missing_file(image):
+def test_error_of_incomplete_image_names_the_missing_file(image):
     (image / "backends/python/triton_python_backend_utils.py").unlink()
     with pytest.raises(ConfigError, match=r"triton_python_backend_utils\.py' is missing"):
         launch.find_server(image)
 
 
-def test_this_python_passes(python):
+def test_preflight_accepts_this_python(python):
     assert python.version == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert python.libpython is not None
     assert python.libpython.exists()
@@ -71,47 +70,47 @@ def test_this_python_passes(python):
     [
         ({"version": "3.14"}, ("3.14", "3.8, 3.9, 3.10, 3.11, 3.12, 3.13")),
         ({"libpython": None}, ("libpython", "--enable-shared")),
-        ({"numpy": None}, ("no numpy",)),
+        ({"numpy": None}, ("numpy is not installed",)),
         ({"numpy": "2.1.0"}, ("numpy 2.1.0", "numpy<2")),
         ({"executable": Path("/nowhere/python")}, ("/nowhere/python3", "missing")),
     ],
 )
-def test_what_a_stub_would_choke_on_is_refused(python, change, words):
+def test_preflight_rejects_unusable_python(python, change, words):
     with pytest.raises(ConfigError) as caught:
         launch.preflight(launch.find_server(Path("/nowhere")), replace(python, **change), num_models=1)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_another_python3_beside_the_interpreter_is_refused(python, tmp_path):
+def test_preflight_rejects_another_python3_beside_the_interpreter(python, tmp_path):
     (tmp_path / "python").symlink_to(python.executable.resolve())
     (tmp_path / "python3").touch()
     with pytest.raises(ConfigError, match="another interpreter"):
         launch.preflight(launch.find_server(), replace(python, executable=tmp_path / "python"), num_models=1)
 
 
-def test_only_the_wheels_stub_needs_numpy_1(image, python):
+def test_preflight_accepts_numpy_2_with_the_image(image, python):
     launch.preflight(launch.find_server(image), replace(python, version="3.12", numpy="2.1.0"), num_models=1)
 
 
-def test_shared_memory_for_all_stubs_is_wanted(python):
-    with pytest.raises(ConfigError, match=r"/dev/shm: .* MiB needed \(9999999 models x 1 MiB"):
+def test_preflight_requires_shared_memory_for_all_stubs(python):
+    with pytest.raises(ConfigError, match=r"/dev/shm: .* MiB required \(9999999 models x 1 MiB"):
         launch.preflight(launch.find_server(), python, num_models=9999999)
 
 
-def test_a_python_that_does_not_run_is_refused():
+def test_rejects_python_that_does_not_run():
     with pytest.raises(ConfigError, match="does not run"):
         launch.inspect_python(Path("/nowhere/python"))
 
 
 def test_command_and_environment(python, tmp_path):
     options = ServerOptions(tmp_path / "models", "tales", tmp_path, "KEY", "prefix-", host="::1", http_port=1)
-    for _ in range(2):  # the folder of a former start is no obstacle
+    for _ in range(2):  # the folder of a previous start already exists
         argv, env = launch.server_command(launch.find_server(), python, options)
     flags = dict(arg.removeprefix("--").split("=", 1) for arg in argv[1:] if "=" in arg)
     assert flags["http-restricted-api"] == "model-repository,shared-memory,trace,logging:quire-server-key=KEY"
     assert flags["grpc-restricted-protocol"] == flags["http-restricted-api"]
     addresses = [flags[f"{kind}-address"] for kind in ("http", "grpc", "metrics")]
-    assert addresses == ["ipv6:::1", "[::1]", "ipv6:::1"], "as the real server takes them: test_supervisor.py"
+    assert addresses == ["ipv6:::1", "[::1]", "ipv6:::1"], "test_supervisor.py checks them with the real server"
     assert flags["load-model"] == "tales"
     backend = Path(flags["backend-directory"]) / "python"
     assert sorted(path.name for path in backend.iterdir() if path.resolve(strict=True)) == [
@@ -124,14 +123,14 @@ def test_command_and_environment(python, tmp_path):
     assert env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_leftover_shared_memory_is_cleared(tmp_path):
-    for name in ("mine-1", "mine-2", "other-1"):
+def test_clears_leftover_shared_memory(tmp_path):
+    for name in ("own-1", "own-2", "other-1"):
         (tmp_path / name).touch()
-    assert launch.clear_shared_memory("mine-", tmp_path) == 2
+    assert launch.clear_shared_memory("own-", tmp_path) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["other-1"]
 
 
-def test_keys_and_prefixes_are_fresh():
+def test_keys_and_prefixes_are_random():
     assert launch.new_key() != launch.new_key()
     assert launch.new_shm_prefix() != launch.new_shm_prefix()
 
@@ -157,31 +156,31 @@ OPEN = ["/v2", "/v2/health/ready", f"/v2/models/{BASE}", f"/v2/models/{BASE}/con
 
 @pytest.mark.server
 @pytest.mark.parametrize(("method", "path"), CLOSED)
-def test_http_control_apis_are_closed(running, method, path):
-    answer = running.request("http", path, b"" if method == "POST" else None)
-    assert answer.status == 403, answer
+def test_restricted_http_apis_require_the_key(running, method, path):
+    response = running.request("http", path, b"" if method == "POST" else None)
+    assert response.status == 403, response
     assert running.generate(BASE, "x").status == 200
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("path", OPEN)
-def test_what_load_tools_read_is_open(running, path):
+def test_http_apis_of_load_tools_are_open(running, path):
     assert running.request("http", path).status == 200
 
 
 @pytest.mark.server
-def test_it_listens_on_loopback_only(running):
-    listening = [c for c in psutil.Process(running.process.pid).net_connections("inet") if c.status == "LISTEN"]
-    assert {c.laddr.port for c in listening} == set(running.ports.values())
-    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+def test_listens_on_loopback_only(running):
+    listeners = [c for c in psutil.Process(running.process.pid).net_connections("inet") if c.status == "LISTEN"]
+    assert {c.laddr.port for c in listeners} == set(running.ports.values())
+    assert {c.laddr.ip.removeprefix("::ffff:") for c in listeners} == {"127.0.0.1"}
 
 
 @pytest.mark.server
-def test_grpc_control_protocols_are_closed(running):
+def test_restricted_grpc_protocols_require_the_key(running):
     calls = [
         lambda client, **kw: client.get_model_repository_index(**kw),
         lambda client, **kw: client.load_model(BASE, **kw),
-        lambda client, **kw: client.unload_model("nobody", **kw),
+        lambda client, **kw: client.unload_model("unknown", **kw),
         lambda client, **kw: client.get_system_shared_memory_status(**kw),
         lambda client, **kw: client.get_cuda_shared_memory_status(**kw),
         lambda client, **kw: client.get_trace_settings(**kw),
@@ -201,7 +200,7 @@ def test_grpc_control_protocols_are_closed(running):
 
 
 @pytest.mark.server
-async def test_the_key_loads_and_unloads(running):
+async def test_client_with_the_key_loads_and_unloads(running):
     config, files = repository.model_config("sql", BASE, running.socket), repository.model_files()
     async with ModelServerClient("127.0.0.1", running.ports["http"], running.ports["grpc"], "wrong") as client:
         with pytest.raises(Unavailable, match="restricted"):
@@ -211,8 +210,8 @@ async def test_the_key_loads_and_unloads(running):
         assert not await client.is_ready("sql")
         await client.load_model("sql", config, files)
         assert await client.is_ready("sql")
-        answer = await asyncio.to_thread(running.generate, "sql", "submit", exclude_input_in_output=True)
-        assert '"model": "sql"' in answer.body["text_output"]
+        response = await asyncio.to_thread(running.generate, "sql", "submit", exclude_input_in_output=True)
+        assert '"model": "sql"' in response.body["text_output"]
         await client.unload_model("sql")
         assert not await client.is_ready("sql")
         with pytest.raises(Internal, match="failed to load"):
@@ -220,7 +219,7 @@ async def test_the_key_loads_and_unloads(running):
 
 
 @pytest.mark.server
-async def test_a_proxy_for_the_world_outside_is_not_taken(running, unused_tcp_port, monkeypatch):
+async def test_client_ignores_proxies(running, unused_tcp_port, monkeypatch):
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{unused_tcp_port}")
     async with running.client() as client:
@@ -229,7 +228,7 @@ async def test_a_proxy_for_the_world_outside_is_not_taken(running, unused_tcp_po
         await client.unload_model("near")
 
 
-async def test_no_server_is_unavailable(unused_tcp_port):
+async def test_missing_server_is_unavailable(unused_tcp_port):
     async with ModelServerClient("127.0.0.1", unused_tcp_port, unused_tcp_port, "key") as client:
         assert not await client.is_live()
         with pytest.raises(Unavailable):
@@ -237,19 +236,12 @@ async def test_no_server_is_unavailable(unused_tcp_port):
 
 
 @pytest.mark.server
-def test_a_killed_server_takes_its_stubs_along(tmp_path):
-    with running_frontend(tmp_path) as own:
-        own.add_model("sql")
-        stubs = own.child_processes()
+def test_stubs_exit_after_the_server_is_killed(tmp_path):
+    with running_frontend(tmp_path) as frontend:
+        frontend.add_model("sql")
+        stubs = frontend.child_processes()
         assert len(stubs) == 2
-        os.kill(own.process.pid, signal.SIGKILL)
-        wait_until(lambda: not any(alive(stub) for stub in stubs), 20, "rid of stubs")
-        own.process.wait()
-        assert launch.clear_shared_memory(own.shm_prefix) == 2
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        os.kill(frontend.process.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(stub) for stub in stubs), 20, "without stubs")
+        frontend.process.wait()
+        assert launch.clear_shared_memory(frontend.shm_prefix) == 2

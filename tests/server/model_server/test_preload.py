@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is loaded into the server before its libraries: a send to a full queue waits, in the server, on local sockets;
-connections are not inherited. By itself, and in a real server."""
+"""The preload library, alone and in a real server.
+
+In the server, a send to a full local socket waits, and child processes do not inherit connections.
+"""
 
 import asyncio
 import base64
@@ -39,63 +41,61 @@ reader.start()
 for _ in range({messages}):
     out.send(b"x" * 17)
 reader.join(20)
-print("all came" if not reader.is_alive() else "lost")
+print("all received" if not reader.is_alive() else "lost")
 """
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    found = preload.find_or_build_library(tmp_path_factory.mktemp("library"))
-    assert found is not None, "there is a compiler here"
-    return found
+    path = preload.find_or_build_library(tmp_path_factory.mktemp("library"))
+    assert path is not None, "this test requires a C compiler"
+    return path
 
 
-def flood(library, called, local=True, messages=2000):
-    """What a process says that sends more at once than a queue holds; `called`: its name, as the system shows it."""
+def flood(library, name, local=True, messages=2000):
+    """Run a process with argv[0] `name` that sends more than a socket's queue can hold; return its result."""
     program = FLOOD.format(local=local, messages=messages)
     env = dict(os.environ, LD_PRELOAD=str(library or ""))
     return subprocess.run(
-        [called, "-c", program], executable=sys.executable, env=env, capture_output=True, text=True, timeout=60
+        [name, "-c", program], executable=sys.executable, env=env, capture_output=True, text=True, timeout=60
     )
 
 
-def test_the_server_waits_for_room(library):
+def test_send_waits_in_the_server(library):
     done = flood(library, "tritonserver")
-    assert (done.stdout, done.stderr) == ("all came\n", "")
+    assert (done.stdout, done.stderr) == ("all received\n", "")
 
 
-def test_without_it_a_send_fails():
+def test_send_fails_without_the_library():
     assert "BlockingIOError" in flood(None, "tritonserver").stderr
 
 
-def test_it_changes_nothing_in_other_programs(library):
+def test_send_fails_in_other_programs(library):
     assert "BlockingIOError" in flood(library, "stub").stderr
 
 
-def test_it_changes_nothing_for_connections_of_the_network(library):
+def test_send_fails_on_network_connections(library):
     assert "BlockingIOError" in flood(library, "tritonserver", local=False, messages=10**6).stderr
 
 
-def test_what_was_built_ahead_is_taken(library, tmp_path, monkeypatch):
+def test_uses_the_prebuilt_library(library, tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(library.parent))
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert preload.find_or_build_library(tmp_path) == library
     assert preload.main() == 0
 
 
-@pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "No such file"), ("false", "cannot be built")])
-def test_without_a_compiler_the_server_runs_and_the_log_says_what_may_come(
-    compiler, why, tmp_path, monkeypatch, caplog
-):
+@pytest.mark.parametrize(("compiler", "reason"), [("/nowhere/cc", "No such file"), ("false", "library not built")])
+def test_logs_a_warning_without_a_compiler(compiler, reason, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CC", compiler)
     monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
     assert preload.find_or_build_library(tmp_path) is None
     assert "HTTP streams may lose text" in caplog.text
-    assert why in caplog.text
+    assert reason in caplog.text
     assert not list(tmp_path.iterdir())
 
 
-def test_ahead_needs_a_place(monkeypatch, caplog):
+def test_prebuild_requires_the_cache_variable(monkeypatch, caplog):
     monkeypatch.delenv("QUIRE_NATIVE_CACHE", raising=False)
     assert preload.main() == 2
     assert "QUIRE_NATIVE_CACHE is not set" in caplog.text
@@ -108,8 +108,8 @@ def running(tmp_path_factory):
 
 
 @pytest.mark.server
-def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running):
-    """Here by a load over HTTP, which is done on such a thread; several times what its queue holds waits for it."""
+def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(running):
+    """A load over HTTP blocks such a thread; meanwhile several times the capacity of its queue is sent."""
     streams = [StreamedResponse() for _ in range(16)]
     files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
     config = json.dumps(repository.model_config("held", BASE, running.socket))
@@ -118,9 +118,9 @@ def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running
 
     async def scenario() -> None:
         async with aiohttp.ClientSession(headers=headers) as session:
-            # On a connection, and so a thread, that is there before the streams'.
-            async with session.get(f"{url}/health/live") as answer:
-                await answer.read()
+            # Open this connection, and thereby its thread, before the streams.
+            async with session.get(f"{url}/health/live") as response:
+                await response.read()
             tasks = [
                 asyncio.create_task(running.http_stream(BASE, "step=0.005", stream, max_tokens=200))
                 for stream in streams
@@ -128,8 +128,8 @@ def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running
             while not all(stream.pieces for stream in streams):
                 await asyncio.sleep(0.01)
             body = {"parameters": {"config": config, **files}}
-            async with session.post(f"{url}/repository/models/held/load", json=body) as answer:
-                assert answer.status == 200, await answer.text()
+            async with session.post(f"{url}/repository/models/held/load", json=body) as response:
+                assert response.status == 200, await response.text()
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
 
     asyncio.run(scenario())
@@ -138,8 +138,8 @@ def test_a_stream_loses_nothing_when_its_thread_in_the_server_is_held_up(running
 
 
 @pytest.mark.server
-def test_a_connection_ends_for_its_client_whatever_was_started_meanwhile(running):
-    """A stub that had inherited the connection would keep it open."""
+def test_connection_closes_although_a_stub_was_started_meanwhile(running):
+    """A stub that inherits the connection would keep it open."""
     with socket.create_connection(("127.0.0.1", running.ports["http"]), timeout=5) as connection:
         connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n")
         running.add_model("later")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model configs as the server reads them."""
+"""Model configs in the form that the server reads, and the base model's folder."""
 
 import pytest
 from google.protobuf import json_format, text_format
@@ -35,12 +35,12 @@ def config(tmp_path):
     return repository.model_config("sql", "tales", tmp_path / "text.sock")
 
 
-def test_tensors_are_vllm_backends_and_ids(config):
+def test_tensors_are_those_of_vllm_backend_and_token_ids(config):
     inputs = {t["name"]: (t["data_type"], t["dims"]) for t in config["input"]}
     outputs = {t["name"]: (t["data_type"], t["dims"]) for t in config["output"]}
     flag = ("TYPE_BOOL", [1])
-    ours = {"input_ids": ("TYPE_INT64", [-1]), "return_output_ids": flag, "return_prompt_logprobs": flag}
-    assert inputs == UPSTREAM_INPUTS | ours
+    additional = {"input_ids": ("TYPE_INT64", [-1]), "return_output_ids": flag, "return_prompt_logprobs": flag}
+    assert inputs == UPSTREAM_INPUTS | additional
     assert outputs == UPSTREAM_OUTPUTS | {
         "output_ids": ("TYPE_INT64", [-1]),
         "prompt_logprobs": ("TYPE_STRING", [1]),
@@ -48,7 +48,7 @@ def test_tensors_are_vllm_backends_and_ids(config):
     assert all(t["optional"] for t in config["input"])
 
 
-def test_the_server_reads_the_text_form_as_the_json_form(config, tmp_path):
+def test_text_form_equals_json_form(config, tmp_path):
     parsed = text_format.Parse(repository.to_pbtxt(config), ModelConfig())
     assert parsed == json_format.ParseDict(config, ModelConfig())
     assert (parsed.name, parsed.backend, parsed.max_batch_size) == ("sql", "python", 0)
@@ -60,13 +60,13 @@ def test_the_server_reads_the_text_form_as_the_json_form(config, tmp_path):
     }
 
 
-def test_text_form_escapes(tmp_path):
+def test_text_form_escapes_strings(tmp_path):
     odd = tmp_path / 'a "quoted" \\ path\n'
     parsed = text_format.Parse(repository.to_pbtxt(repository.model_config("m", "m", odd)), ModelConfig())
     assert parsed.parameters["quire_text_socket"].string_value == str(odd)
 
 
-def test_base_folder_is_written_over_an_older_one(tmp_path):
+def test_write_base_model_replaces_an_older_one(tmp_path):
     for socket in ("old.sock", "new.sock"):
         folder = repository.write_base_model(tmp_path, "tales", tmp_path / socket)
     assert folder == tmp_path / "tales"
@@ -78,12 +78,12 @@ def test_base_folder_is_written_over_an_older_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "\u00e9", "x" * 64])
-def test_a_name_that_the_server_would_refuse_is_refused(name, tmp_path):
+def test_rejects_invalid_model_name(name, tmp_path):
     with pytest.raises(InvalidArgument, match="not a model name"):
         repository.model_config(name, "tales", tmp_path)
 
 
-def test_copies_that_a_killed_server_left_are_cleared(config, tmp_path):
+def test_removes_stale_copies_of_this_server_only(config, tmp_path):
     def copy(name, config):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/model.py").touch()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repositories of NVIDIA's vllm_backend, read as they are."""
+"""Reading model repositories of NVIDIA's vllm_backend."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from quire_spec.errors import ConfigError, InvalidArgument
 
 @pytest.fixture
 def vllm(tmp_path):
-    """Writes a vllm_backend model into a repository, and returns the model's folder."""
+    """Return a function that writes a vllm_backend model into a repository and returns the model's folder."""
 
     def write(arguments, loras=None, name="vllm_model"):
         version = tmp_path / name / "1"
@@ -28,7 +28,7 @@ def vllm(tmp_path):
     return write
 
 
-def test_upstreams_sample_is_read(vllm):
+def test_reads_upstream_sample(vllm):
     folder = vllm(
         {
             "model": "facebook/opt-125m",
@@ -38,13 +38,13 @@ def test_upstreams_sample_is_read(vllm):
             "disable_log_stats": False,
         }
     )
-    for place in (folder, folder.parent):
-        config, catalogue = read_vllm_repository(place)
+    for path in (folder, folder.parent):
+        config, catalog = read_vllm_repository(path)
         assert (config.model, config.gpu_memory_utilization, config.device) == ("facebook/opt-125m", 0.5, "cuda")
-        assert catalogue.adapters == ()
+        assert catalog.adapters == ()
 
 
-def test_upstreams_multi_lora_tutorial_is_read_strings_and_all(vllm):
+def test_reads_upstream_multi_lora_tutorial_with_string_values(vllm):
     folder = vllm(
         {
             "model": "/weights/backbone/llama-7b-hf",
@@ -60,21 +60,21 @@ def test_upstreams_multi_lora_tutorial_is_read_strings_and_all(vllm):
         },
         {"alpaca": "/weights/loras/alpaca-lora-7b", "bactrian": "loras/bactrian"},
     )
-    config, catalogue = read_vllm_repository(folder)
+    config, catalog = read_vllm_repository(folder)
     assert (config.enable_lora, config.max_lora_rank, config.dtype, config.device) == (True, 16, "float16", "cpu")
-    assert {a.name: a.source.path for a in catalogue.adapters} == {
+    assert {a.name: a.source.path for a in catalog.adapters} == {
         "alpaca": "/weights/loras/alpaca-lora-7b",
         "bactrian": str((folder / "1/loras/bactrian").resolve()),
     }
 
 
-def test_a_model_folder_beside_the_file_is_found(vllm):
+def test_resolves_a_model_folder_beside_the_file(vllm):
     folder = vllm({"model": "weights"})
     (folder / "1/weights").mkdir()
     assert read_vllm_repository(folder)[0].model == str((folder / "1/weights").resolve())
 
 
-def test_adapters_are_not_read_without_enable_lora(vllm):
+def test_ignores_adapters_without_enable_lora(vllm):
     assert read_vllm_repository(vllm({"model": "m"}, {"alpaca": "/a"}))[1].adapters == ()
 
 
@@ -94,41 +94,41 @@ def test_adapters_are_not_read_without_enable_lora(vllm):
         ([], "expected an object"),
     ],
 )
-def test_what_the_engine_does_not_have_is_refused_by_name(vllm, arguments, words):
+def test_rejects_unsupported_arguments_by_name(vllm, arguments, words):
     with pytest.raises(ConfigError) as caught:
         read_vllm_repository(vllm(arguments))
     assert words in str(caught.value)
 
 
-def test_an_adapter_name_that_is_no_model_name_is_refused(vllm):
+def test_rejects_invalid_adapter_name(vllm):
     with pytest.raises(InvalidArgument, match="'my/lora' is not a model name"):
         read_vllm_repository(vllm({"model": "m", "enable_lora": True}, {"my/lora": "/a"}))
 
 
-def test_one_model_only(vllm, tmp_path):
-    with pytest.raises(ConfigError, match=r"0 files 1/model\.json"):
+def test_requires_exactly_one_model(vllm, tmp_path):
+    with pytest.raises(ConfigError, match=r"1/model\.json is required, got 0"):
         read_vllm_repository(tmp_path)
     vllm({"model": "a"}, name="a")
     vllm({"model": "b"}, name="b")
-    with pytest.raises(ConfigError, match=r"2 files 1/model\.json"):
+    with pytest.raises(ConfigError, match=r"1/model\.json is required, got 2"):
         read_vllm_repository(tmp_path)
 
 
-def test_broken_json_names_the_file(vllm):
+def test_error_of_invalid_json_names_the_file(vllm):
     folder = vllm({})
     (folder / "1/model.json").write_text("{")
     with pytest.raises(ConfigError, match=r"1/model\.json: "):
         read_vllm_repository(folder)
 
 
-def test_documents_are_written_for_the_other_processes(vllm, tmp_path):
+def test_write_documents(vllm, tmp_path):
     folder = vllm({"model": "m", "enable_lora": "true", "block_size": "32"}, {"My_lora": "/a"})
     engine, adapters = write_documents(folder, "cpu", tmp_path / "out")
     assert (EngineConfig.load(engine).block_size, EngineConfig.load(engine).device) == (32, "cpu")
     assert [a.name for a in AdapterCatalog.load(adapters).adapters] == ["My_lora"]
 
 
-def test_the_supervisor_wants_its_documents_or_a_repository():
+def test_supervisor_requires_documents_or_a_repository():
     done = subprocess.run(
         [sys.executable, "-m", "quire_server", "--served-name=a", "--run-dir=/nowhere", "--cache-dir=/nowhere"],
         capture_output=True,
