@@ -87,7 +87,7 @@ class RunnerStartup:
         self._run_step = run_step
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
-        self._num_extra_blocks = 1 if cuda_graphs.should_capture(factory.device) else 0
+        self._num_spare_blocks = 1 if cuda_graphs.should_capture(factory.device) else 0
 
     def load_model(self, folder: Path, *, progress: bool) -> None:
         """Load and pack the weights, and connect the tensor-parallel ranks."""
@@ -179,7 +179,7 @@ class RunnerStartup:
 
     def _capture_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
         """Capture the decoding steps over `kv_cache`, if this device captures graphs."""
-        if not self._num_extra_blocks:
+        if not self._num_spare_blocks:
             return None
         with torch.inference_mode():
             num_slots = self._config.max_loras if self._config.enable_lora else 0
@@ -219,8 +219,8 @@ class RunnerStartup:
                 future.result()
 
     def _create_cache(self, num_blocks: int) -> KVCache:
-        block_size, num_extra_blocks = self._config.block_size, self._num_extra_blocks
-        return KVCache(self._model.shape, num_blocks, block_size, self._cache_dtype, self._device, num_extra_blocks)
+        block_size, num_spare_blocks = self._config.block_size, self._num_spare_blocks
+        return KVCache(self._model.shape, num_blocks, block_size, self._cache_dtype, self._device, num_spare_blocks)
 
 
 def check_free_memory(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:

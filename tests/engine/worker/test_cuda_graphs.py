@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.random_adapter import random_adapter
-from support.tiny_checkpoints import VOCAB, make_checkpoint
+from support.tiny_checkpoints import VOCAB
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.device_cache import KVCache
@@ -87,11 +87,6 @@ def test_rows_of_sequences_that_do_not_run_are_reassigned():
     assert entries == [(new_row, 0, 2)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
 class _RerunCapture:
     """Replaces a capture: each replay runs the step again and is counted."""
 
@@ -106,7 +101,7 @@ class _RerunCapture:
         return replay
 
 
-def _generate(folder, monkeypatch, capture, adapters=(), steps=None, ahead=False):
+def _generate(llama_folder, monkeypatch, capture, adapters=(), steps=None, ahead=False):
     """Return the tokens of nine requests and the number of preemptions.
 
     The requests come in two waves and need more KV blocks than there are. They use `adapters` in turn. `steps` receives
@@ -115,7 +110,7 @@ def _generate(folder, monkeypatch, capture, adapters=(), steps=None, ahead=False
     # The default kernel needs groups of spans from the host, which a step of a graph does not have.
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     monkeypatch.setattr(RunnerStartup, "_capture_graphs", lambda self, kv_cache: None)
-    config = dataclasses.replace(CONFIG, model=str(folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
+    config = dataclasses.replace(CONFIG, model=str(llama_folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
     config = dataclasses.replace(config, async_scheduling=ahead)
     if adapters:
         config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=16)
@@ -160,20 +155,20 @@ def _generate(folder, monkeypatch, capture, adapters=(), steps=None, ahead=False
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_graphs_do_not_change_tokens(folder, monkeypatch, ahead):
+def test_graphs_do_not_change_tokens(llama_folder, monkeypatch, ahead):
     capture = _RerunCapture()
-    expected, _ = _generate(folder, monkeypatch, None)
-    tokens, num_preemptions = _generate(folder, monkeypatch, capture, ahead=ahead)
+    expected, _ = _generate(llama_folder, monkeypatch, None)
+    tokens, num_preemptions = _generate(llama_folder, monkeypatch, capture, ahead=ahead)
     assert tokens == expected
     assert capture.num_replays > 20
     assert num_preemptions > 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_graph_of_a_step_that_samples_nothing(folder, monkeypatch, ahead):
+def test_graph_of_a_step_that_samples_nothing(llama_folder, monkeypatch, ahead):
     """With one token per step, graphs also compute prompts, of which only the last token samples."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    config = dataclasses.replace(CONFIG, model=str(folder), max_num_seqs=1, async_scheduling=ahead)
+    config = dataclasses.replace(CONFIG, model=str(llama_folder), max_num_seqs=1, async_scheduling=ahead)
     outputs = []
     for num_tokens in (40, 1):
         monkeypatch.setattr(cuda_graphs, "should_capture", lambda device, enabled=num_tokens == 1: enabled)
@@ -189,29 +184,29 @@ def test_graph_of_a_step_that_samples_nothing(folder, monkeypatch, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_graphs_do_not_change_tokens_with_adapters(folder, monkeypatch, ahead):
+def test_graphs_do_not_change_tokens_with_adapters(llama_folder, monkeypatch, ahead):
     """Three adapters share two slots beside base sequences, so the content of a slot changes between replays."""
     adapters, steps = (None, "adapter 0", "adapter 1", "adapter 2"), []
-    expected, _ = _generate(folder, monkeypatch, None, adapters)
-    tokens, num_preemptions = _generate(folder, monkeypatch, _RerunCapture(), adapters, steps, ahead)
+    expected, _ = _generate(llama_folder, monkeypatch, None, adapters)
+    tokens, num_preemptions = _generate(llama_folder, monkeypatch, _RerunCapture(), adapters, steps, ahead)
     assert tokens == expected
     assert num_preemptions > 0
-    assert tokens != _generate(folder, monkeypatch, None)[0]
+    assert tokens != _generate(llama_folder, monkeypatch, None)[0]
     assert any({None, 0, 1} <= {slot for slot, _ in step} for step in steps)
     assert any(len(step) == 1 for step in steps)
     digests_by_slot = {slot: {digest for step in steps for s, digest in step if s == slot} for slot in (0, 1)}
     assert max(map(len, digests_by_slot.values())) > 1
 
 
-def test_step_without_adapters_launches_no_lora_kernels(folder, monkeypatch):
+def test_step_without_adapters_launches_no_lora_kernels(llama_folder, monkeypatch):
     """Such a step runs a graph that was captured without adapters."""
     routed, captured = [], []
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     monkeypatch.setitem(
         route_tokens.dispatch_table, "cpu", lambda *args: routed.append(args) or route_tokens.reference(*args)
     )
-    config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
-    runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
+    config = dataclasses.replace(CONFIG, model=str(llama_folder), enable_lora=True, max_loras=2)
+    runner = DeviceModelRunner(config, ModelConfig.load(llama_folder), llama_folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
     graphs = CudaGraphRunner(runner._model, kv, 6, 96, 2, capture=lambda step: captured.append(step) or step)
     assert len(captured) == len(graphs.sizes) + len(graphs.adapter_sizes)
@@ -226,10 +221,10 @@ def test_step_without_adapters_launches_no_lora_kernels(folder, monkeypatch):
     torch.testing.assert_close(adapted, base.expand(2, -1))
 
 
-def test_tensors_of_a_graph_stay_allocated_until_close(folder):
+def test_tensors_of_a_graph_stay_allocated_until_close(llama_folder):
     """A graph contains addresses and no tensors, so the captured step must stay alive."""
-    config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2)
-    runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
+    config = dataclasses.replace(CONFIG, model=str(llama_folder), enable_lora=True, max_loras=2)
+    runner = DeviceModelRunner(config, ModelConfig.load(llama_folder), llama_folder)
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
     captured = []
     graphs = CudaGraphRunner(runner._model, kv, 2, 96, 2, capture=lambda step: captured.append(weakref.ref(step)))
@@ -241,17 +236,19 @@ def test_tensors_of_a_graph_stay_allocated_until_close(folder):
     assert all(step() is None for step in captured)
 
 
-def test_rejects_attention_kernels_that_need_host_groups(folder, monkeypatch):
+def test_rejects_attention_kernels_that_need_host_groups(llama_folder, monkeypatch):
     """A captured step has no groups, so such a kernel would silently compute no attention."""
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.get("cuda", "torch"))
-    runner = DeviceModelRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
+    runner = DeviceModelRunner(
+        dataclasses.replace(CONFIG, model=str(llama_folder)), ModelConfig.load(llama_folder), llama_folder
+    )
     kv = KVCache(runner._model.shape, 20, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
     graphs = CudaGraphRunner(runner._model, kv, 2, 96, capture=lambda step: step)
     with pytest.raises(ConfigError, match="QUIRE_GRAPHS=0"):
         graphs.run(graphs.build_input(StepPlan([ScheduledSpan(_sequence([0]), 2, 1, None)])))
 
 
-def test_can_run_only_steps_of_single_tokens(folder):
+def test_can_run_only_steps_of_single_tokens(llama_folder):
     graphs = CudaGraphRunner.__new__(CudaGraphRunner)
     graphs.sizes, graphs._num_adapter_slots = (1, 2), 0
     graphs._model = type("Model", (), {"shape": type("Shape", (), {"long_rope_threshold": None})})
