@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NewType
 
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.sampling_params import SamplingParams
 
 BlockId = NewType("BlockId", int)
@@ -68,7 +69,7 @@ class Sequence:
     ignore_eos is set."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not occur in the output."""
-    adapter_digest: str | None = None
+    adapter_digest: AdapterDigest | None = None
     """Content digest."""
     cache_salt: str | None = None
     parent_id: int | None = None

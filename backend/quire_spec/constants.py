@@ -2,8 +2,14 @@
 """Names that more than one package uses: ports, file names, tensors, the form of a model name."""
 
 import re
+from typing import NewType
 
 from quire_spec.errors import InvalidArgument
+
+AdapterName = NewType("AdapterName", str)
+"""Alias of an adapter: clients use it, and it can point to new content at any time."""
+AdapterDigest = NewType("AdapterDigest", str)
+"""Identity of an adapter: `sha256:<64 hex digits>` of its content."""
 
 HTTP_PORT = 8000
 GRPC_PORT = 8001

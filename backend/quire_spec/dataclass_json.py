@@ -98,6 +98,8 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _convert_value(hint: Any, value: object, field_path: str, ignore_unknown: bool) -> Any:
+    # A NewType is checked as the type that it is made of.
+    hint = getattr(hint, "__supertype__", hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:
         return value

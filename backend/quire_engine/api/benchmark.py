@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from quire_engine.core.engine import Engine
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, error_from_code
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
@@ -40,7 +41,7 @@ class Workload:
     params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Sampling parameters of each request, by name."""
     seed: int = 0
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[AdapterDigest, ...] = ()
     """Digests of loaded adapters, used in turn; empty for the base model."""
 
     def __post_init__(self) -> None:

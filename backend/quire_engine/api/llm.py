@@ -23,6 +23,7 @@ from quire_engine.tokenization.chat_template import (
     load_chat_template,
 )
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import DigestCache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -200,7 +201,7 @@ class LLM:
         return template
 
     def _build_request(
-        self, prompt: Prompt, params: SamplingParams, adapter_digest: str | None, priority: int
+        self, prompt: Prompt, params: SamplingParams, adapter_digest: AdapterDigest | None, priority: int
     ) -> SequenceRequest:
         """Return the engine request for one output of a prompt, without parameters."""
         parsed_prompt = ParsedPrompt.from_prompt(prompt)
@@ -220,7 +221,7 @@ class LLM:
             sequence_id, token_ids, {}, adapter_digest, parsed_prompt.cache_salt, bad_word_ids, priority=priority
         )
 
-    def load_adapter(self, lora: LoRARequest) -> str:
+    def load_adapter(self, lora: LoRARequest) -> AdapterDigest:
         """Load the current content of an adapter's folder and return its digest. `generate` calls this when needed.
 
         Raises:

@@ -23,6 +23,7 @@ from quire_engine.step.plan import SlotLoad
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.interface import ModelRunner
+from quire_spec.constants import AdapterDigest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -193,7 +194,7 @@ class Engine:
         return self._runner.read_adapter(path)
 
     def add_adapter(
-        self, digest: str, path: Path, host_adapter: object, pinned: bool | None = None, read_s: float = 0.0
+        self, digest: AdapterDigest, path: Path, host_adapter: object, pinned: bool | None = None, read_s: float = 0.0
     ) -> None:
         """Register a result of `read_adapter` under its content digest.
 
@@ -216,12 +217,12 @@ class Engine:
             self._adapter_events.append(AdapterEvent("host", digest, read_s))
         self._scheduler.on_adapter_ready()
 
-    def remove_adapter(self, digest: str) -> None:
+    def remove_adapter(self, digest: AdapterDigest) -> None:
         """Reject new sequences of an adapter, and unload it after its last one; ignore unknown digests."""
         self._adapter_registry.remove(digest)
         self._discard_evicted_copies()
 
-    def pop_adapter_reads(self) -> list[tuple[str, Path]]:
+    def pop_adapter_reads(self) -> list[tuple[AdapterDigest, Path]]:
         """Return adapters to read again, because sequences wait for them. Answer with add_adapter or fail_adapter."""
         reads = self._adapter_registry.pop_reads()
         self._discard_evicted_copies()
@@ -237,7 +238,7 @@ class Engine:
             self._fail_waiting_sequences(slot_load.adapter_digest, error)
         self._scheduler.on_adapter_ready()
 
-    def fail_adapter(self, digest: str, error: QuireError) -> None:
+    def fail_adapter(self, digest: AdapterDigest, error: QuireError) -> None:
         """Called when an adapter could not be read again. The sequences that wait for it fail with `error`."""
         if self._adapter_registry.on_read_failed(digest):
             self._fail_waiting_sequences(digest, error)
@@ -260,7 +261,7 @@ class Engine:
             for digest, _ in reads:
                 self.fail_adapter(digest, Internal(f"adapter {digest!r}: reading was interrupted"))
 
-    def adapter_states(self) -> dict[str, str]:
+    def adapter_states(self) -> dict[AdapterDigest, str]:
         """Return the state of each registered adapter by digest: slot, host or disk."""
         return self._adapter_registry.adapter_states()
 
@@ -316,7 +317,7 @@ class Engine:
         finally:
             self.on_slot_loaded(slot_load, failure)
 
-    def _fail_waiting_sequences(self, digest: str, error: QuireError) -> None:
+    def _fail_waiting_sequences(self, digest: AdapterDigest, error: QuireError) -> None:
         sequences = self._scheduler.fail_adapter(digest)
         self._failed_results += [error_result(sequence, error.code, str(error)) for sequence in sequences]
         self._discard_evicted_copies()

@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 from quire_engine.core.engine import Engine
 from quire_engine.ipc import process
 from quire_engine.step.plan import SlotLoad
+from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
@@ -42,7 +43,7 @@ class EngineLoop:
         self,
         engine: Engine,
         publish: Callable[[int, StepResult], None],
-        on_adapter_needed: Callable[[str, Path], None],
+        on_adapter_needed: Callable[[AdapterDigest, Path], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
     ) -> None:
         """Create the loop. The callbacks run in its thread and must not block.

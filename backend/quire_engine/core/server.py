@@ -18,6 +18,7 @@ from quire_engine.core.engine_loop import EngineLoop
 from quire_engine.ipc.connection import Connection, listen
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
+from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.pod_status import utc_now
 from quire_spec.errors import Internal, InvalidArgument, QuireError
@@ -120,7 +121,7 @@ class CoreServer:
             )
             self._text_connection.abort()
 
-    def _on_adapter_needed(self, digest: str, path: Path) -> None:
+    def _on_adapter_needed(self, digest: AdapterDigest, path: Path) -> None:
         """Called in the engine's thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._reload_adapter(digest, path)))
 
@@ -151,7 +152,7 @@ class CoreServer:
             connection.send(ControlResponse(call.id, result))
 
     async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
-        digest, path = _required_string(args, "digest"), Path(_required_string(args, "path"))
+        digest, path = AdapterDigest(_required_string(args, "digest")), Path(_required_string(args, "path"))
         pinned = bool(args.get("pinned", False))
         host_adapter, read_s = await self._read_adapter(digest, path)
         await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, host_adapter, pinned, read_s))
@@ -159,7 +160,7 @@ class CoreServer:
         return {}
 
     async def _unload_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
-        digest = _required_string(args, "digest")
+        digest = AdapterDigest(_required_string(args, "digest"))
         await self._run_on_engine_thread(lambda: self._engine.remove_adapter(digest))
         logger.info("adapter unloaded digest=%s", digest)
         return {}
@@ -175,7 +176,7 @@ class CoreServer:
         await self._run_on_engine_thread(self._engine.check_integrity)
         return {}
 
-    async def _reload_adapter(self, digest: str, path: Path) -> None:
+    async def _reload_adapter(self, digest: AdapterDigest, path: Path) -> None:
         """Read an adapter that sequences wait for."""
         try:
             host_adapter, read_s = await self._read_adapter(digest, path)
@@ -197,7 +198,7 @@ class CoreServer:
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
 
-    async def _read_adapter(self, digest: str, path: Path) -> tuple[object, float]:
+    async def _read_adapter(self, digest: AdapterDigest, path: Path) -> tuple[object, float]:
         """Return the result of `Engine.read_adapter` and the seconds that it took."""
         started_at = self._event_loop.time()
         try:

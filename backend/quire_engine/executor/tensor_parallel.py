@@ -17,6 +17,7 @@ from quire_engine.step.input import max_elements
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
@@ -66,13 +67,13 @@ class TensorParallelRunner(ModelRunner):
         assert isinstance(packed_adapter, ShardedAdapter)
         return self._local_runner.host_bytes(packed_adapter.local_shard)
 
-    def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
+    def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
         assert isinstance(packed_adapter, ShardedAdapter)
         self._adapters_by_digest[adapter_digest] = packed_adapter
         self._local_runner.store_adapter(adapter_digest, packed_adapter.local_shard)
 
-    def discard_adapter(self, adapter_digest: str) -> None:
+    def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """See ModelRunner."""
         self._adapters_by_digest.pop(adapter_digest, None)
         self._local_runner.discard_adapter(adapter_digest)

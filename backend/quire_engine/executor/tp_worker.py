@@ -21,6 +21,7 @@ from quire_engine.sequence import SlotId
 from quire_engine.step.input import decode
 from quire_engine.step.plan import SlotLoad
 from quire_engine.worker.model_runner import DeviceModelRunner
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import Internal, QuireError
 from quire_spec.model.model_config import ModelConfig
@@ -105,7 +106,7 @@ class TensorParallelWorker:
     def _run_adapter_call(self, call: dict[str, Any]) -> None:
         """Read, load or discard an adapter; errors are sent to rank 0."""
         lower_thread_priority()
-        runner, key, failure = self._runner, str(call["key"]), None
+        runner, key, failure = self._runner, AdapterDigest(str(call["key"])), None
         assert runner is not None, "adapter calls come after the call serve"
         try:
             if call["call"] == "read_adapter":

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire_spec.constants import AdapterDigest
+
 LAYOUT_VERSION = 1
 """Increment this with every change to the bytes of a KV block: blocks of two versions must not get equal hashes."""
 
@@ -33,7 +35,7 @@ class BlockHasher:
         """Return whether a sequence of `num_tokens` tokens rotates its keys as long sequences do."""
         return self.long_rope_threshold is not None and num_tokens > self.long_rope_threshold
 
-    def root(self, adapter_digest: str | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
+    def root(self, adapter_digest: AdapterDigest | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
         """Return the hash of the empty prefix, 32 bytes.
 
         Each field is encoded with its presence and its length, so that the fields cannot run into each other.

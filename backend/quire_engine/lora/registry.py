@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quire_engine.lora.slot_table import SlotTable
 from quire_engine.sequence import SlotId
+from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Internal, InvalidArgument, NotFound
 
 
@@ -52,16 +53,16 @@ class AdapterRegistry:
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
         self._max_host_bytes = max_host_bytes
-        self._adapters: dict[str, _Adapter] = {}
-        self._on_host: set[str] = set()
-        self._active: set[str] = set()
+        self._adapters: dict[AdapterDigest, _Adapter] = {}
+        self._on_host: set[AdapterDigest] = set()
+        self._active: set[AdapterDigest] = set()
         # Queued to be read, because sequences wait for them or they are pinned; then being read.
-        self._read_queue: dict[str, None] = {}
-        self._reading: set[str] = set()
-        self._evicted_copies: list[str] = []
+        self._read_queue: dict[AdapterDigest, None] = {}
+        self._reading: set[AdapterDigest] = set()
+        self._evicted_copies: list[AdapterDigest] = []
         self._tick = 0
 
-    def add(self, digest: str, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
+    def add(self, digest: AdapterDigest, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
         """Register an adapter that was just read; `pinned` None only supplies the copy of a registered adapter again.
 
         Args:
@@ -83,14 +84,14 @@ class AdapterRegistry:
             return False
         return digest in self._on_host or self._add_host_copy(digest, adapter)
 
-    def remove(self, digest: str) -> None:
+    def remove(self, digest: AdapterDigest) -> None:
         """Reject new sequences of an adapter, and unregister it after its last one. Ignore unknown digests."""
         if adapter := self._adapters.get(digest):
             adapter.removed = True
             self.slot_table.set_pinned(digest, False)
             self._remove_if_unused(digest, adapter)
 
-    def on_read_failed(self, digest: str) -> bool:
+    def on_read_failed(self, digest: AdapterDigest) -> bool:
         """Called when an adapter from `pop_reads` could not be read. The next sequence requests it again.
 
         Returns:
@@ -100,11 +101,11 @@ class AdapterRegistry:
         adapter = self._adapters.get(digest)
         return adapter is not None and not self._remove_if_unused(digest, adapter) and digest not in self._on_host
 
-    def adapter_states(self) -> dict[str, str]:
+    def adapter_states(self) -> dict[AdapterDigest, str]:
         """Return the state of each registered adapter: slot, host or disk. Removed adapters are not included."""
         return {digest: self._state(digest) for digest, adapter in self._adapters.items() if not adapter.removed}
 
-    def add_sequence(self, digest: str) -> None:
+    def add_sequence(self, digest: AdapterDigest) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
 
         Raises:
@@ -120,7 +121,7 @@ class AdapterRegistry:
         self._mark_needed(digest, adapter)
         self._request_read(digest, adapter)
 
-    def can_run(self, digest: str, now: float, *, is_new: bool) -> bool:
+    def can_run(self, digest: AdapterDigest, now: float, *, is_new: bool) -> bool:
         """Return whether a sequence can run in this step; if not, record the wait. `is_new`: it was never preempted."""
         if digest in self._on_host and self.slot_table.can_start(digest, is_new=is_new):
             return True
@@ -130,24 +131,24 @@ class AdapterRegistry:
             adapter.starved_since = self._tick
         return False
 
-    def on_start(self, digest: str) -> None:
+    def on_start(self, digest: AdapterDigest) -> None:
         """Called when a sequence starts to run, after `can_run` returned True."""
         self.slot_table.on_start(digest)
         self._touch(self._adapters[digest])
         self._adapters[digest].needed_since = self._adapters[digest].starved_since = None
 
-    def get_slot(self, digest: str) -> SlotId:
+    def get_slot(self, digest: AdapterDigest) -> SlotId:
         """Return the slot of an adapter with running sequences."""
         adapter_slot = self.slot_table.lookup(digest)
         assert adapter_slot is not None
         return adapter_slot
 
-    def on_stop(self, digest: str) -> None:
+    def on_stop(self, digest: AdapterDigest) -> None:
         """Called when a running sequence finishes or is preempted. The adapter stays in its slot."""
         self.slot_table.on_stop(digest)
         self._mark_needed(digest, self._adapters[digest])
 
-    def remove_sequence(self, digest: str) -> None:
+    def remove_sequence(self, digest: AdapterDigest) -> None:
         """Called when a sequence that does not run is finished."""
         adapter = self._adapters[digest]
         adapter.num_sequences -= 1
@@ -167,7 +168,7 @@ class AdapterRegistry:
                 self.slot_table.assign_pinned(digest)
         self.slot_table.begin_step(now, self._is_on_host_or_reading)
 
-    def pop_reads(self) -> list[tuple[str, Path]]:
+    def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
         """Return adapters to read from disk, as many as fit in host memory.
 
         Each is returned once. The caller answers with `add` or `on_read_failed`.
@@ -192,20 +193,22 @@ class AdapterRegistry:
         """Adapters in host memory."""
         return len(self._on_host)
 
-    def pop_evicted_copies(self) -> list[str]:
+    def pop_evicted_copies(self) -> list[AdapterDigest]:
         """Return the adapters whose host copies were evicted since the last call."""
         evicted, self._evicted_copies = self._evicted_copies, []
         return evicted
 
-    def running_adapters(self) -> list[str]:
+    def running_adapters(self) -> list[AdapterDigest]:
         """Return the digests with running sequences."""
         return sorted(digest for digest in self._active if self.slot_table.num_running(digest))
 
-    def waiting_adapters(self) -> list[str]:
+    def waiting_adapters(self) -> list[AdapterDigest]:
         """Return the digests with sequences that do not run."""
         return sorted(d for d in self._active if self._adapters[d].num_sequences > self.slot_table.num_running(d))
 
-    def check_integrity(self, num_sequences: Mapping[str, int], num_running: Mapping[str, int]) -> None:
+    def check_integrity(
+        self, num_sequences: Mapping[AdapterDigest, int], num_running: Mapping[AdapterDigest, int]
+    ) -> None:
         """Raise Internal, with the counts, unless the registry is consistent with itself and with these counts."""
         adapters = self._adapters
         on_host = self._on_host
@@ -245,12 +248,12 @@ class AdapterRegistry:
                 f"{sum(num_sequences.values())} unfinished sequences, {sum(num_running.values())} running"
             )
 
-    def _state(self, digest: str) -> str:
+    def _state(self, digest: AdapterDigest) -> str:
         if self.slot_table.lookup(digest) is not None:
             return "slot"
         return "host" if digest in self._on_host else "disk"
 
-    def _register(self, digest: str, path: Path, pinned: bool) -> _Adapter:
+    def _register(self, digest: AdapterDigest, path: Path, pinned: bool) -> _Adapter:
         if pinned and len(self.slot_table.pinned_adapters - {digest}) >= len(self.slot_table):
             raise InvalidArgument(
                 f"adapter {digest!r} cannot be pinned: all {len(self.slot_table)} slots are pinned; "
@@ -264,7 +267,7 @@ class AdapterRegistry:
         self._touch(adapter)
         return adapter
 
-    def _add_host_copy(self, digest: str, adapter: _Adapter) -> bool:
+    def _add_host_copy(self, digest: AdapterDigest, adapter: _Adapter) -> bool:
         if not self._make_host_room(digest):
             self._request_read(digest, adapter)
             return False
@@ -272,24 +275,24 @@ class AdapterRegistry:
         self._on_host.add(digest)
         return True
 
-    def _needed_since(self, digest: str) -> float | None:
+    def _needed_since(self, digest: AdapterDigest) -> float | None:
         """Return the age of the need for a host copy: a tick, inf for an idle pinned adapter, None if not needed."""
         needed_since = self._adapters[digest].needed_since
         if needed_since is None and digest in self.slot_table.pinned_adapters:
             return math.inf
         return needed_since
 
-    def _is_on_host_or_reading(self, digest: str) -> bool:
+    def _is_on_host_or_reading(self, digest: AdapterDigest) -> bool:
         return digest in self._on_host or digest in self._reading
 
-    def _mark_needed(self, digest: str, adapter: _Adapter) -> None:
+    def _mark_needed(self, digest: AdapterDigest, adapter: _Adapter) -> None:
         if adapter.needed_since is None and self.slot_table.num_running(digest) == 0:
             # starved_since, because the sequences may have waited while others of the adapter still ran. So host copies
             # are granted in the same order as slots.
             self._tick += 1
             adapter.needed_since = adapter.starved_since or self._tick
 
-    def _request_read(self, digest: str, adapter: _Adapter) -> None:
+    def _request_read(self, digest: AdapterDigest, adapter: _Adapter) -> None:
         is_needed = adapter.num_sequences > 0 or digest in self.slot_table.pinned_adapters
         if is_needed and digest not in self._on_host and digest not in self._reading:
             self._read_queue.setdefault(digest)
@@ -298,7 +301,7 @@ class AdapterRegistry:
         self._tick += 1
         adapter.last_used = self._tick
 
-    def _copy_bytes(self, digest: str) -> int:
+    def _copy_bytes(self, digest: AdapterDigest) -> int:
         return self._adapters[digest].num_bytes
 
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
@@ -307,7 +310,7 @@ class AdapterRegistry:
             return False
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
-    def _make_host_room(self, digest: str) -> bool:
+    def _make_host_room(self, digest: AdapterDigest) -> bool:
         """Ensure that the host copy of an adapter fits. Evict copies with less need, if that is enough."""
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):
@@ -321,12 +324,12 @@ class AdapterRegistry:
                 return True
         return False
 
-    def _eviction_key(self, digest: str) -> tuple[bool, int, bool, int, str]:
+    def _eviction_key(self, digest: AdapterDigest) -> tuple[bool, int, bool, int, str]:
         """Return the sort key of a host copy; the lowest is evicted first."""
         adapter, in_slot = self._adapters[digest], self.slot_table.lookup(digest) is not None
         return adapter.needed_since is not None, -(adapter.needed_since or 0), in_slot, adapter.last_used, digest
 
-    def _is_evictable(self, digest: str, needed_since: float | None) -> bool:
+    def _is_evictable(self, digest: AdapterDigest, needed_since: float | None) -> bool:
         """Return whether a host copy can be evicted for one with the need `needed_since`."""
         adapter, is_pinned = self._adapters[digest], digest in self.slot_table.pinned_adapters
         if needed_since is None and (is_pinned or self.slot_table.lookup(digest) is not None):
@@ -335,14 +338,14 @@ class AdapterRegistry:
             return False
         return adapter.needed_since is None or (needed_since is not None and adapter.needed_since > needed_since)
 
-    def _evict_host_copy(self, digest: str) -> None:
+    def _evict_host_copy(self, digest: AdapterDigest) -> None:
         adapter = self._adapters[digest]
         self.slot_table.evict(digest, count_eviction=not adapter.removed)
         self._on_host.remove(digest)
         self._evicted_copies.append(digest)
         self._request_read(digest, adapter)
 
-    def _remove_if_unused(self, digest: str, adapter: _Adapter) -> bool:
+    def _remove_if_unused(self, digest: AdapterDigest, adapter: _Adapter) -> bool:
         """Unregister a removed adapter that has no sequences and is not being read."""
         if not adapter.removed or adapter.num_sequences or digest in self._reading:
             return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from quire_engine.sequence import SlotId
 from quire_engine.step.plan import SlotLoad
+from quire_spec.constants import AdapterDigest
 
 RESERVE_AFTER_S = 1.0
 """Seconds that an adapter waits for a slot before one is reserved for it.
@@ -22,7 +23,7 @@ one second as a hang, and a step or a copy into a slot takes milliseconds.
 
 @dataclass(slots=True)
 class _Slot:
-    digest: str | None = None
+    digest: AdapterDigest | None = None
     num_running: int = 0
     last_used: int = 0
     """Tick of the last arrival or start; the lowest is evicted first."""
@@ -59,40 +60,40 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._slot_by_digest: dict[str, SlotId] = {}
-        self._pinned: set[str] = set()
+        self._slot_by_digest: dict[AdapterDigest, SlotId] = {}
+        self._pinned: set[AdapterDigest] = set()
         self._tick = 0
         self._max_reserved = max(1, num_slots // 2)
         # Monotonic seconds since which an adapter waits, oldest first.
-        self._waiting_since: dict[str, float] = {}
-        self._reservations: dict[SlotId, str] = {}
+        self._waiting_since: dict[AdapterDigest, float] = {}
+        self._reservations: dict[SlotId, AdapterDigest] = {}
         # Adapters with a reserved slot that have a host copy or are being read.
-        self._usable_reservations: set[str] = set()
+        self._usable_reservations: set[AdapterDigest] = set()
         # Adapters for which the search failed in this step. A retry is useless: no slot becomes free during planning.
-        self._without_slot: set[str] = set()
+        self._without_slot: set[AdapterDigest] = set()
         self._pending_loads: list[SlotLoad] = []
         self.num_evictions = 0
         """Adapters that lost their slot, or the host copy it requires, to another adapter."""
-        self._evicted: list[str] = []
+        self._evicted: list[AdapterDigest] = []
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def lookup(self, digest: str) -> SlotId | None:
+    def lookup(self, digest: AdapterDigest) -> SlotId | None:
         """Return the slot of an adapter, or None."""
         return self._slot_by_digest.get(digest)
 
-    def resident_adapters(self) -> list[str]:
+    def resident_adapters(self) -> list[AdapterDigest]:
         """Return the adapters in slots, in the order of the slots."""
         return [slot.digest for slot in self._slots if slot.digest is not None]
 
-    def num_running(self, digest: str) -> int:
+    def num_running(self, digest: AdapterDigest) -> int:
         """Return the number of running sequences of an adapter."""
         slot = self._slot_by_digest.get(digest)
         return 0 if slot is None else self._slots[slot].num_running
 
     @property
-    def pinned_adapters(self) -> frozenset[str]:
+    def pinned_adapters(self) -> frozenset[AdapterDigest]:
         """Pinned adapters, with or without a slot."""
         return frozenset(self._pinned)
 
@@ -101,17 +102,17 @@ class SlotTable:
         """True if all slots are pinned, so that idle pinned adapters can be evicted."""
         return len(self._pinned) >= len(self._slots)
 
-    def set_pinned(self, digest: str, pinned: bool) -> None:
+    def set_pinned(self, digest: AdapterDigest, pinned: bool) -> None:
         """Set or clear an adapter's pin."""
         (self._pinned.add if pinned else self._pinned.discard)(digest)
 
-    def touch(self, digest: str) -> None:
+    def touch(self, digest: AdapterDigest) -> None:
         """Mark an adapter as recently used, because a sequence of it arrived."""
         if (slot := self._slot_by_digest.get(digest)) is not None:
             self._tick += 1
             self._slots[slot].last_used = self._tick
 
-    def begin_step(self, now: float, is_on_host_or_reading: Callable[[str], bool]) -> None:
+    def begin_step(self, now: float, is_on_host_or_reading: Callable[[AdapterDigest], bool]) -> None:
         """Called before the first `can_start` of a step. Reserve slots for adapters that have waited too long.
 
         `is_on_host_or_reading`: whether an adapter has a host copy or is being read. Such adapters come first.
@@ -121,13 +122,13 @@ class SlotTable:
             self._reserve_slots(now, is_on_host_or_reading)
         self._usable_reservations = {digest for digest in self._reservations.values() if is_on_host_or_reading(digest)}
 
-    def assign_pinned(self, digest: str) -> None:
+    def assign_pinned(self, digest: AdapterDigest) -> None:
         """Assign a slot to a pinned adapter before a sequence needs it, unless no slot is free."""
         slot = self._find_idle_slot(digest, can_evict_pinned=False)
         if slot is not None:
             self._assign(digest, slot)
 
-    def can_start(self, digest: str, *, is_new: bool) -> bool:
+    def can_start(self, digest: AdapterDigest, *, is_new: bool) -> bool:
         """Return whether the adapter is in a slot and a sequence can start. `is_new`: it was never preempted.
 
         An adapter without a slot gets one if possible, and can start in a later step.
@@ -147,7 +148,7 @@ class SlotTable:
                 self._assign(digest, idle_slot)
         return False
 
-    def on_start(self, digest: str) -> SlotId:
+    def on_start(self, digest: AdapterDigest) -> SlotId:
         """Called when a sequence starts to run, after `can_start` returned True."""
         slot = self._slot_by_digest[digest]
         self._tick += 1
@@ -158,24 +159,24 @@ class SlotTable:
         self.clear_waiting(digest)
         return slot
 
-    def on_stop(self, digest: str) -> None:
+    def on_stop(self, digest: AdapterDigest) -> None:
         """Called when a running sequence finishes or is preempted. The adapter stays in its slot."""
         state = self._slots[self._slot_by_digest[digest]]
         state.num_running -= 1
         assert state.num_running >= 0
 
-    def mark_waiting(self, digest: str, now: float) -> None:
+    def mark_waiting(self, digest: AdapterDigest, now: float) -> None:
         """Record that a sequence could not run because of its adapter."""
         self._waiting_since.setdefault(digest, now)
 
-    def clear_waiting(self, digest: str) -> None:
+    def clear_waiting(self, digest: AdapterDigest) -> None:
         """Record that no sequence waits for the adapter any more."""
         self._waiting_since.pop(digest, None)
         self._reservations = {slot: other for slot, other in self._reservations.items() if other != digest}
         if (slot := self._slot_by_digest.get(digest)) is not None:
             self._slots[slot].held_for_waiters = False
 
-    def evict(self, digest: str, *, count_eviction: bool = False) -> None:
+    def evict(self, digest: AdapterDigest, *, count_eviction: bool = False) -> None:
         """Empty the slot of an idle adapter, if any. `count_eviction`: another adapter needs the slot or the memory."""
         slot = self._slot_by_digest.pop(digest, None)
         if slot is not None:
@@ -195,7 +196,7 @@ class SlotTable:
         slot_loads, self._pending_loads = self._pending_loads, []
         return slot_loads
 
-    def pop_evicted(self) -> list[str]:
+    def pop_evicted(self) -> list[AdapterDigest]:
         """Return the adapters that lost their slot since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -209,7 +210,7 @@ class SlotTable:
         if not succeeded and state.digest is not None:
             self.evict(state.digest)
 
-    def integrity_errors(self, on_host: set[str], waiting: set[str]) -> list[str]:
+    def integrity_errors(self, on_host: set[AdapterDigest], waiting: set[AdapterDigest]) -> list[str]:
         """Return the violated invariants, given the adapters with host copies and those with waiting sequences."""
         digests = {s.digest: SlotId(i) for i, s in enumerate(self._slots) if s.digest is not None}
         violations = {
@@ -232,7 +233,7 @@ class SlotTable:
         }
         return [violation for violation, is_violated in violations.items() if is_violated]
 
-    def _reserve_slots(self, now: float, is_on_host_or_reading: Callable[[str], bool]) -> None:
+    def _reserve_slots(self, now: float, is_on_host_or_reading: Callable[[AdapterDigest], bool]) -> None:
         """Reserve slots for overdue adapters without one: those with host copies first, then the oldest."""
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [
@@ -247,13 +248,13 @@ class SlotTable:
                 return
             self._reservations[slot] = digest
 
-    def _reserved_for_other(self, slot: SlotId, digest: str) -> bool:
+    def _reserved_for_other(self, slot: SlotId, digest: AdapterDigest) -> bool:
         reserved_for = self._reservations.get(slot, digest)
         return reserved_for != digest and (
             reserved_for in self._usable_reservations or self._slots[slot].num_running > 0
         )
 
-    def _find_idle_slot(self, digest: str, *, can_evict_pinned: bool | None = None) -> SlotId | None:
+    def _find_idle_slot(self, digest: AdapterDigest, *, can_evict_pinned: bool | None = None) -> SlotId | None:
         """Return an empty slot, else the least recently used idle one, that the adapter can have; None if none."""
         can_evict_pinned = self.can_evict_pinned if can_evict_pinned is None else can_evict_pinned
         idle_slots = [
@@ -265,7 +266,7 @@ class SlotTable:
         ]
         return min(idle_slots)[3] if idle_slots else None
 
-    def _slot_to_reserve(self, digest: str) -> SlotId | None:
+    def _slot_to_reserve(self, digest: AdapterDigest) -> SlotId | None:
         """Return an idle slot, else that of the running adapter with the oldest last start; None if none is left."""
         unreserved = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reservations]
         candidates = [(s, i) for s, i in unreserved if self.can_evict_pinned or s.digest not in self._pinned]
@@ -274,7 +275,7 @@ class SlotTable:
             return slot
         return min(((s.last_started, i) for s, i in candidates if s.num_running), default=(0, None))[1]
 
-    def _assign(self, digest: str, slot: SlotId) -> None:
+    def _assign(self, digest: AdapterDigest, slot: SlotId) -> None:
         evicted_digest = self._slots[slot].digest
         if evicted_digest is not None:
             self.evict(evicted_digest, count_eviction=True)

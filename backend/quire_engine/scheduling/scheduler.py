@@ -26,6 +26,7 @@ from quire_engine.scheduling.request_queue import RequestQueue
 from quire_engine.sequence import FinishReason, Sequence, SequenceStatus
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 
@@ -271,7 +272,7 @@ class Scheduler:
         self._free_finished()
         return failed_sequences
 
-    def fail_adapter(self, adapter_digest: str) -> list[Sequence]:
+    def fail_adapter(self, adapter_digest: AdapterDigest) -> list[Sequence]:
         """Finish, and return, the sequences that wait for an adapter that cannot be loaded."""
         failed_sequences = [sequence for sequence in self._waiting if sequence.adapter_digest == adapter_digest]
         for sequence in failed_sequences:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire_engine.sequence import PLACEHOLDER_TOKEN, BlockId, Logprob, Sequence, SlotId
+from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Unavailable
 
 
@@ -53,7 +54,7 @@ class ScheduledSpan:
 class SlotLoad:
     """Copy an adapter from host memory into a device slot. No step uses the slot during the copy."""
 
-    adapter_digest: str
+    adapter_digest: AdapterDigest
     adapter_slot: SlotId
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.protocol.messages import AdapterEvent
 
 MAX_ADAPTER_LABELS = 100
@@ -33,8 +34,8 @@ class AdapterMetrics:
     def __init__(self, registry: CollectorRegistry, served_name: str, ttft_buckets: Iterable[float]) -> None:
         self._model_name = served_name
         self._labels = AdapterLabels()
-        self._names_by_digest: dict[str, list[str]] = {}
-        self._resident_digests: list[str] = []
+        self._names_by_digest: dict[AdapterDigest, list[AdapterName]] = {}
+        self._resident_digests: list[AdapterDigest] = []
         self._resident_names: set[str] = set()
         self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
         label_names = ["model_name", "adapter"]
@@ -81,17 +82,17 @@ class AdapterMetrics:
             "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", label_names, registry=registry
         )
 
-    def record_admitted(self, adapter_name: str | None) -> None:
+    def record_admitted(self, adapter_name: AdapterName | None) -> None:
         """Count an admitted request."""
         if adapter_name is not None:
             self._requests.labels(self._model_name, self._labels.label(adapter_name)).inc()
 
-    def record_rate_limited(self, adapter_name: str | None) -> None:
+    def record_rate_limited(self, adapter_name: AdapterName | None) -> None:
         """Count a request that was rejected because of a limit of its adapter."""
         if adapter_name is not None:
             self._rate_limited_requests.labels(self._model_name, self._labels.label(adapter_name)).inc()
 
-    def record_started(self, adapter_name: str | None, seconds: float) -> None:
+    def record_started(self, adapter_name: AdapterName | None, seconds: float) -> None:
         """Record that a request ran in a step for the first time, `seconds` after its arrival."""
         if adapter_name is not None:
             self._queue_time.labels(self._model_name, self._labels.label(adapter_name)).observe(seconds)
@@ -108,21 +109,21 @@ class AdapterMetrics:
             else:
                 self._load_time.labels(self._model_name, label, adapter_event.kind).observe(adapter_event.duration_s)
 
-    def record_first_token(self, adapter_name: str | None, seconds: float) -> None:
+    def record_first_token(self, adapter_name: AdapterName | None, seconds: float) -> None:
         """Record the first token of a request, `seconds` after its arrival."""
         if adapter_name is not None:
             self._time_to_first_token.labels(self._model_name, self._labels.label(adapter_name)).observe(seconds)
 
-    def record_generated_tokens(self, adapter_name: str | None, num_tokens: int) -> None:
+    def record_generated_tokens(self, adapter_name: AdapterName | None, num_tokens: int) -> None:
         """Count generated tokens."""
         if adapter_name is not None:
             self._tokens.labels(self._model_name, self._labels.label(adapter_name)).inc(num_tokens)
 
-    def set_adapters(self, digests_by_name: Mapping[str, str]) -> None:
+    def set_adapters(self, digests_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
         """Set the adapters that requests can name; remove the series of all others."""
         self._names_by_digest = {}
-        for name, digest in digests_by_name.items():
-            self._names_by_digest.setdefault(digest, []).append(name)
+        for adapter_name, digest in digests_by_name.items():
+            self._names_by_digest.setdefault(digest, []).append(adapter_name)
         for name in self._labels.set_names(digests_by_name):
             self._resident_names.discard(name)
             for metric in (
@@ -138,7 +139,7 @@ class AdapterMetrics:
         for adapter_event in adapter_events:
             self.record_adapter_event(adapter_event)
 
-    def set_resident_adapters(self, digests: list[str]) -> None:
+    def set_resident_adapters(self, digests: list[AdapterDigest]) -> None:
         """Set the adapters that are in a device slot."""
         if digests != self._resident_digests:
             self._resident_digests = digests

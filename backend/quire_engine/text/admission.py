@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -64,9 +65,9 @@ class AdmittedRequest:
     """A request that was accepted, to be tokenized and queued."""
 
     params: SamplingParams
-    adapter_name: str | None
+    adapter_name: AdapterName | None
     """None for the base model."""
-    adapter_digest: str | None
+    adapter_digest: AdapterDigest | None
     """Content digest that the name had when the request was admitted."""
 
 
@@ -91,7 +92,7 @@ class AdmissionController:
 
     def __init__(self, limits: RequestLimits, served_name: str, has_tokenizer: bool) -> None:
         self.limits = limits
-        self.digests_by_name: Mapping[str, str] | None = None
+        self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
         """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
         self.closed_reason = "engine core is starting; try again"
         """Why all requests are rejected at the moment; empty while requests are accepted."""
@@ -166,13 +167,15 @@ class AdmissionController:
             f"most {self.limits.max_prompt_bytes}; shorten the prompt or raise max_model_len"
         )
 
-    def _resolve_model(self, model: str) -> tuple[str | None, str | None]:
+    def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
         if model == self._served_name:
             return None, None
         if self.digests_by_name is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
-        if isinstance(model, str) and (adapter_digest := self.digests_by_name.get(model)) is not None:
-            return model, adapter_digest
+        if isinstance(model, str):
+            adapter_name = AdapterName(model)
+            if (adapter_digest := self.digests_by_name.get(adapter_name)) is not None:
+                return adapter_name, adapter_digest
         served_names = [self._served_name, *sorted(self.digests_by_name)]
         num_unlisted = len(served_names) - _MAX_LISTED_NAMES
         listed_names = ", ".join(served_names[:_MAX_LISTED_NAMES]) + (

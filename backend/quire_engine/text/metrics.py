@@ -19,6 +19,7 @@ from prometheus_client import (
 )
 
 from quire_engine.text.adapter_metrics import AdapterMetrics
+from quire_spec.constants import AdapterName
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SchedulerStats
@@ -73,12 +74,12 @@ class RequestMetrics:
         """Count a request that was not admitted."""
         self._rejected_requests.labels(self._model_name, code).inc()
 
-    def record_started(self, adapter_name: str | None, queued_s: float) -> None:
+    def record_started(self, adapter_name: AdapterName | None, queued_s: float) -> None:
         """Record that a step ran a request for the first time, `queued_s` after its arrival."""
         self._queue_time.observe(queued_s)
         self.adapter_metrics.record_started(adapter_name, queued_s)
 
-    def record_first_token(self, adapter_name: str | None, seconds: float) -> None:
+    def record_first_token(self, adapter_name: AdapterName | None, seconds: float) -> None:
         """Record the first token of a request, `seconds` after its arrival."""
         self._time_to_first_token.observe(seconds)
         self.adapter_metrics.record_first_token(adapter_name, seconds)
@@ -87,7 +88,7 @@ class RequestMetrics:
         """Record another token of a request, `seconds` after the previous one."""
         self._inter_token_latency.observe(seconds)
 
-    def record_generated_tokens(self, adapter_name: str | None, num_tokens: int) -> None:
+    def record_generated_tokens(self, adapter_name: AdapterName | None, num_tokens: int) -> None:
         """Count generated tokens."""
         self._generation_tokens.inc(num_tokens)
         self.adapter_metrics.record_generated_tokens(adapter_name, num_tokens)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire_spec.constants import AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
 
@@ -48,7 +49,7 @@ class AdapterRateLimiter:
             if adapter_limits.maxTokensPerSecond is not None
         }
 
-    def check(self, adapter_name: str | None, now: float) -> None:
+    def check(self, adapter_name: AdapterName | None, now: float) -> None:
         """Check that an adapter can have one more request.
 
         Raises:
@@ -71,19 +72,19 @@ class AdapterRateLimiter:
                     f"{retry_after_s:.1f} s, or raise the limit"
                 )
 
-    def acquire(self, adapter_name: str | None) -> None:
+    def acquire(self, adapter_name: AdapterName | None) -> None:
         """Count a request as open."""
         if adapter_name is not None:
             self._num_open[adapter_name] += 1
 
-    def release(self, adapter_name: str | None) -> None:
+    def release(self, adapter_name: AdapterName | None) -> None:
         """Count a request as ended."""
         if adapter_name is not None:
             self._num_open[adapter_name] -= 1
             if not self._num_open[adapter_name]:
                 del self._num_open[adapter_name]
 
-    def consume(self, adapter_name: str | None, num_tokens: int) -> None:
+    def consume(self, adapter_name: AdapterName | None, num_tokens: int) -> None:
         """Take the tokens of a prompt, or generated tokens, from the adapter's bucket."""
         if adapter_name is not None and (bucket := self._buckets.get(adapter_name)) is not None:
             bucket.available_tokens -= num_tokens

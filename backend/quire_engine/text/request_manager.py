@@ -20,6 +20,7 @@ from quire_engine.text.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from quire_engine.text.rate_limiter import AdapterRateLimiter
 from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.completion import CompletionState
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Code, Internal, QuireError, Unavailable
 from quire_spec.protocol.messages import (
@@ -142,7 +143,7 @@ class RequestManager:
             self._fail(request_state, Unavailable(self._admission.closed_reason))
 
     def set_adapters(
-        self, digests_by_name: Mapping[str, str], limits: Mapping[str, AdapterLimits] | None = None
+        self, digests_by_name: Mapping[AdapterName, AdapterDigest], limits: Mapping[str, AdapterLimits] | None = None
     ) -> None:
         """Replace the adapters that requests can name, and their limits. Open requests keep their digest."""
         self._rate_limiter.set_limits(limits or {}, self._clock())

@@ -16,6 +16,7 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.step.plan import SlotLoad
 from quire_kernels import PackedAdapter
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 
@@ -32,7 +33,7 @@ class AdapterStore:
         """
         self.slots = slots
         self._read_host_adapter = read_host_adapter
-        self._packed_adapters: dict[str, PackedAdapter] = {}
+        self._packed_adapters: dict[AdapterDigest, PackedAdapter] = {}
 
     @classmethod
     def from_model(
@@ -75,11 +76,11 @@ class AdapterStore:
         assert self.slots is not None
         return self.slots.pack(adapter)
 
-    def store(self, adapter_digest: str, packed_adapter: PackedAdapter) -> None:
+    def store(self, adapter_digest: AdapterDigest, packed_adapter: PackedAdapter) -> None:
         """Keep a packed adapter under its content digest."""
         self._packed_adapters[adapter_digest] = packed_adapter
 
-    def discard(self, adapter_digest: str) -> None:
+    def discard(self, adapter_digest: AdapterDigest) -> None:
         """Drop a host copy; unknown digests are ignored. A slot that contains the adapter keeps it."""
         self._packed_adapters.pop(adapter_digest, None)
 

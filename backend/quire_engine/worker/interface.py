@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
+from quire_spec.constants import AdapterDigest
 
 
 class ModelRunner(Protocol):
@@ -31,11 +32,11 @@ class ModelRunner(Protocol):
         """Return the size in bytes of a result of `read_adapter`."""
         ...
 
-    def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
+    def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Keep a result of `read_adapter` in host memory, under the adapter's content digest."""
         ...
 
-    def discard_adapter(self, adapter_digest: str) -> None:
+    def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """Drop the host copy of an adapter. A slot that contains the adapter keeps it until the slot is reloaded."""
         ...
 

@@ -34,6 +34,7 @@ from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit
 from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow, select_sampling_rows
 from quire_engine.worker.startup import RunnerStartup, check_free_memory
 from quire_kernels import PackedAdapter
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 
@@ -88,12 +89,12 @@ class DeviceModelRunner(ModelRunner):
         assert isinstance(packed_adapter, PackedAdapter)
         return packed_adapter.num_bytes
 
-    def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
+    def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
         assert isinstance(packed_adapter, PackedAdapter)
         self.adapter_store.store(adapter_digest, packed_adapter)
 
-    def discard_adapter(self, adapter_digest: str) -> None:
+    def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """See ModelRunner."""
         self.adapter_store.discard(adapter_digest)
 

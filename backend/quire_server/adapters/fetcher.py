@@ -20,6 +20,7 @@ from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, Resuma
 from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader
+from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import ADAPTER_FILES, WEIGHTS_FILE
 from quire_spec.errors import Unavailable
@@ -36,7 +37,7 @@ _LOCK_RETRY_S = 0.2
 class CachedAdapter:
     """An adapter in the cache."""
 
-    digest: str
+    digest: AdapterDigest
     folder: Path
 
 
@@ -84,7 +85,7 @@ class AdapterFetcher:
         """Return a number that changes with the source's Secret; raises InvalidArgument as `fetch`."""
         return self._sources.secret_version(source)
 
-    def prune_cache(self, used_digests: set[str]) -> list[str]:
+    def prune_cache(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
         """Remove unused adapters from the cache; blocking."""
         return self._adapter_cache.prune(used_digests)
 

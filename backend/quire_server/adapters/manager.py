@@ -24,6 +24,7 @@ from quire_server.clients.handles import ProcessHandles
 from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import concurrency_key
 from quire_spec.backoff import backoff
+from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
 from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, QuireError, Unavailable
@@ -66,7 +67,7 @@ class AdapterManager:
         self._catalog_version = CatalogVersion(0, "")
         self._adapters: dict[str, ManagedAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[str, AdapterDigest] = {}
         self._fetch_semaphore = asyncio.Semaphore(_MAX_TOTAL_FETCHES)
         self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
@@ -160,7 +161,7 @@ class AdapterManager:
             if digest in core.adapters and text.aliases.get(name) == digest
         }
 
-    def digests_in_use(self) -> set[str]:
+    def digests_in_use(self) -> set[AdapterDigest]:
         """Return the digests that are desired or active."""
         return {
             content.digest
@@ -169,7 +170,7 @@ class AdapterManager:
             if content
         }
 
-    async def prune_cache(self) -> list[str]:
+    async def prune_cache(self) -> list[AdapterDigest]:
         """Remove unused adapters from the cache; returns their digests."""
         return await run_in_daemon_thread(self._fetcher.prune_cache, self.digests_in_use())
 
@@ -388,7 +389,7 @@ class AdapterManager:
             adapter.fetch_task.cancel()
         adapter.changed.set()
 
-    def _required_digests(self) -> set[str]:
+    def _required_digests(self) -> set[AdapterDigest]:
         """Return the digests that the core must keep, including those that the text process may still use."""
         text = self._handles.text
         return self.digests_in_use() | (text.published_digests if text is not None else set())
@@ -402,7 +403,7 @@ class AdapterManager:
             if previous in (adapter.active, adapter.latest):
                 adapter.changed.set()
 
-    def _is_pinned(self, digest: str) -> bool:
+    def _is_pinned(self, digest: AdapterDigest) -> bool:
         """Return whether a name of this content is pinned."""
         holders = [
             adapter

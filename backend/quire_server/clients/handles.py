@@ -16,6 +16,7 @@ from typing import Any
 from quire_server.clients.control_client import ConnectionLost, ControlClient
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.repository import model_config, model_files
+from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.documents.pod_status import MeasuredMemory
@@ -34,15 +35,15 @@ class CoreHandle:
 
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
-        self.adapters: dict[str, bool] = {}
+        self.adapters: dict[AdapterDigest, bool] = {}
         """Loaded digests, and whether each is pinned."""
-        self._timed_out_loads: set[str] = set()
+        self._timed_out_loads: set[AdapterDigest] = set()
         """Digests whose load timed out; the core may still finish it."""
         self.started_at = str(status.get("started_at"))
         self.memory = _parse_memory(status.get("memory"))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def load_adapter(self, digest: str, folder: Path, pinned: bool) -> None:
+    async def load_adapter(self, digest: AdapterDigest, folder: Path, pinned: bool) -> None:
         """Load an adapter into the core, unless it is loaded already.
 
         Raises:
@@ -62,11 +63,11 @@ class CoreHandle:
             self._timed_out_loads.discard(digest)
             self.adapters[digest] = pinned
 
-    def possibly_loaded(self) -> set[str]:
+    def possibly_loaded(self) -> set[AdapterDigest]:
         """Return the digests that are loaded, or whose load timed out."""
         return self.adapters.keys() | self._timed_out_loads
 
-    async def unload_adapter(self, digest: str, required_digests: Callable[[], set[str]]) -> None:
+    async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
         """Unload an adapter from the core, unless it is required again once the lock is acquired."""
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
@@ -86,16 +87,16 @@ class TextHandle:
 
     def __init__(self, control: ControlClient) -> None:
         self.control = control
-        self.aliases: dict[str, str] = {}
+        self.aliases: dict[str, AdapterDigest] = {}
         """Adapter name to digest, as last sent."""
         self.limits: dict[str, AdapterLimits] = {}
         """Adapter name to its limits, if any, as last sent."""
-        self.published_digests: set[str] = set()
+        self.published_digests: set[AdapterDigest] = set()
         """Digests of the aliases that were last sent or are being sent."""
         self._was_published = False
         self._lock = asyncio.Lock()
 
-    async def set_adapters(self, aliases: Mapping[str, str], limits: Mapping[str, AdapterLimits]) -> None:
+    async def set_adapters(self, aliases: Mapping[str, AdapterDigest], limits: Mapping[str, AdapterLimits]) -> None:
         """Send aliases and limits if they changed. Adapters that become ready together share one call."""
         async with self._lock:
             new_aliases, new_limits = dict(aliases), dict(limits)

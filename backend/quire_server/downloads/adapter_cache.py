@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import ADAPTER_FILES, adapter_digest
@@ -32,7 +33,7 @@ RETENTION_S = 24 * 3600.0
 class SourceRecord:
     """Content of a source at its last download."""
 
-    digest: str
+    digest: AdapterDigest
     versions: dict[str, str | None]
     """By file; None if the source has no versions."""
 
@@ -59,7 +60,7 @@ class AdapterCache:
         for name in ("adapters", "partial", "sources"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
-    def folder(self, digest: str) -> Path:
+    def folder(self, digest: AdapterDigest) -> Path:
         """Return the folder of the adapter with this digest; it may not exist."""
         return self._folder / "adapters" / digest
 
@@ -107,7 +108,7 @@ class AdapterCache:
         partial.clear_versions()
         return record
 
-    def touch(self, digest: str) -> bool:
+    def touch(self, digest: AdapterDigest) -> bool:
         """Mark an adapter as used, so that no owner prunes it; False if it does not exist."""
         folder = self.folder(digest)
         try:
@@ -117,7 +118,7 @@ class AdapterCache:
             return folder.is_dir()
         return True
 
-    def prune(self, used_digests: set[str]) -> list[str]:
+    def prune(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
         """Remove adapters unused for a day, except `used_digests`; returns the digests removed."""
         cutoff = time.time() - RETENTION_S
         for digest in used_digests:
@@ -131,7 +132,7 @@ class AdapterCache:
                     and path.stat().st_mtime <= cutoff
                     and self._remove_adapter(path, cutoff)
                 ):
-                    removed_digests.append(path.name)
+                    removed_digests.append(AdapterDigest(path.name))
         for path in [*(self._folder / "partial").iterdir(), *(self._folder / "sources").iterdir()]:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime <= cutoff:

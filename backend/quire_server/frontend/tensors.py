@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quire_server.model_server.model_interface import INPUTS
 from quire_spec import constants
+from quire_spec.constants import AdapterName
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, truncated_repr
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_deltas
@@ -90,7 +91,7 @@ def parse_request(
     if options.cumulative_logprob and params.logprobs is None:
         # The sum needs the log probabilities of the sampled tokens, which is what logprobs=0 computes.
         params = dataclasses.replace(params, logprobs=0)
-    target_model = _target_model(model, base, adapter_name)
+    target_model = _target_model(model, base, AdapterName(adapter_name) if adapter_name is not None else None)
     return GenerateRequest(
         request_id, target_model, prompt, token_ids, params.to_mapping(), stream, cache_salt, priority
     ), options
@@ -280,7 +281,7 @@ def _check_encodable(name: str, text: str) -> None:
         raise InvalidArgument(f"{name}: must not contain a lone surrogate, got {text[:80]!r}") from error
 
 
-def _target_model(model: str, base: str, adapter_name: str | None) -> str:
+def _target_model(model: str, base: str, adapter_name: AdapterName | None) -> str:
     if adapter_name is None or adapter_name == model:
         return model
     if model != base:

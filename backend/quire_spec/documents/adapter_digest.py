@@ -10,6 +10,8 @@ import struct
 import time
 from pathlib import Path
 
+from quire_spec.constants import AdapterDigest
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
@@ -34,7 +36,7 @@ def file_sha256(path: Path) -> bytes:
     return sha.digest()
 
 
-def adapter_digest(folder: Path) -> str:
+def adapter_digest(folder: Path) -> AdapterDigest:
     """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
     The hash covers for each of `ADAPTER_FILES`, in order: length and UTF-8 bytes of the name, the content's length, and
@@ -49,7 +51,7 @@ def adapter_digest(folder: Path) -> str:
         sha.update(
             _encode_length(len(name.encode())) + name.encode() + _encode_length(path.stat().st_size) + file_sha256(path)
         )
-    return f"sha256:{sha.hexdigest()}"
+    return AdapterDigest(f"sha256:{sha.hexdigest()}")
 
 
 class DigestCache:
@@ -60,9 +62,9 @@ class DigestCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Path, tuple[object, str]] = {}
+        self._entries: dict[Path, tuple[object, AdapterDigest]] = {}
 
-    def get(self, folder: Path) -> str:
+    def get(self, folder: Path) -> AdapterDigest:
         """Return the folder's `adapter_digest`; raises as that function."""
         now = time.time()
         stats = [os.stat(folder / name) for name in ADAPTER_FILES]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Internal
 
 
@@ -119,7 +120,7 @@ class SequenceRequest:
     id: int
     prompt_token_ids: list[int]
     params: dict[str, Any]
-    adapter_digest: str | None = None
+    adapter_digest: AdapterDigest | None = None
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
     """params.bad_words as token sequences."""
@@ -178,7 +179,7 @@ class SchedulerStats:
     num_swapped_in_blocks: int = 0
     num_steps: int = 0
     num_adapter_evictions: int = 0
-    slot_adapters: list[str] = field(default_factory=list)
+    slot_adapters: list[AdapterDigest] = field(default_factory=list)
     """Digests of the adapters in adapter slots."""
     num_host_adapters: int = 0
     """Adapters in host memory."""
@@ -191,7 +192,7 @@ class AdapterEvent:
 
     kind: str
     """host, slot or evicted."""
-    digest: str
+    digest: AdapterDigest
     duration_s: float = 0.0
     """Duration of the load, including queueing."""
 
