@@ -32,14 +32,13 @@ def test_top_level_folders_hold_packages_only(folder):
 
 
 def test_packages_keep_few_modules_at_their_root_and_in_a_folder():
-    kept_commands = {"download.py", "read_model.py", "preload.py"}
+    not_counted = {"__init__.py", "__main__.py", "download.py", "read_model.py", "preload.py"}
     for name, folder in PACKAGES.items():
         if name == "quire_kernels":
             continue
         root = ROOT / folder / name
-        modules = [path for path in root.glob("*.py") if path.name not in kept_commands | {"__init__.py", "__main__.py"}]
-        # quire_sources has no folders: it is one library of readers.
-        assert len(modules) <= (18 if name == "quire_sources" else 4), modules
+        modules = [path for path in root.glob("*.py") if path.name not in not_counted]
+        assert len(modules) <= 4, modules
         for directory in [path for path in root.rglob("*") if path.is_dir() and path.name != "__pycache__"]:
             assert len([path for path in directory.glob("*.py") if path.name != "__init__.py"]) <= 18, directory
 

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from quire_sources.credentials import SecretValues, http_headers, hub_token, s3_credentials
-from quire_sources.folder_reader import FolderReader
-from quire_sources.http_client import HttpClient, create_session
-from quire_sources.http_reader import HttpReader
-from quire_sources.hub_reader import HubReader
+from quire_sources.http.client import HttpClient, create_session
 from quire_sources.mounted_secrets import MountedSecrets
 from quire_sources.reader import SourceReader
-from quire_sources.s3_reader import S3Reader
+from quire_sources.readers.folder_reader import FolderReader
+from quire_sources.readers.http_reader import HttpReader
+from quire_sources.readers.hub_reader import HubReader
+from quire_sources.readers.s3_reader import S3Reader
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
 from quire_spec.errors import ConfigError
 

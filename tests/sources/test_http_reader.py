@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from support.fake_sources import start_server
 from support.fetching import ADAPTER_FILES, WEIGHTS, folder_content, make_fetcher
 
-from quire_sources.http_errors import parse_retry_after
+from quire_sources.http.errors import parse_retry_after
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable

@@ -3,7 +3,7 @@
 
 import pytest
 
-from quire_sources.s3_signing import check_endpoint, store_options
+from quire_sources.readers.s3_signing import check_endpoint, store_options
 from quire_spec.errors import ConfigError
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}

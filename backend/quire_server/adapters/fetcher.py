@@ -17,9 +17,9 @@ from weakref import WeakValueDictionary
 
 from quire_server.downloads.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
-from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import ADAPTER_FILES, WEIGHTS_FILE

@@ -21,8 +21,8 @@ from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
 from quire_server.adapters.managed_adapter import ManagedAdapter
 from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import ProcessHandles
-from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import concurrency_key
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source

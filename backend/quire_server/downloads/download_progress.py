@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from quire_sources.blocking import run_in_daemon_thread
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.download_progress import PROGRESS_PATH, DownloadProgress, format_bytes
 from quire_spec.net.addresses import ANY_ADDRESS, listen_address

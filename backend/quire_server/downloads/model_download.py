@@ -24,9 +24,9 @@ from quire_server.downloads.adapter_cache import PartialDownload, fsync_path
 from quire_server.downloads.download_progress import ProgressMeter, report_progress
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
 from quire_server.logs import configure_logging
-from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from quire_server.downloads.adapter_cache import PartialDownload
-from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.reader import OpenFile, SourceReader
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
 from quire_spec.documents.adapter_digest import file_sha256
 from quire_spec.errors import InvalidArgument, Unavailable

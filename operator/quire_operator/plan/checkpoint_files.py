@@ -11,8 +11,8 @@ from typing import Any
 from quire_operator.plan.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, CheckpointInfo
 from quire_sources.credentials import SecretValues
 from quire_sources.factory import SourceFactory, SourceOptions
-from quire_sources.folder_reader import FolderReader
 from quire_sources.reader import SourceReader, read_range
+from quire_sources.readers.folder_reader import FolderReader
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import obstore
 from obstore.store import S3Store
 
-from quire_sources.blocking import run_in_daemon_thread
-from quire_sources.http_errors import error_from_status as http_error_from_status
+from quire_sources.http.errors import error_from_status as http_error_from_status
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 

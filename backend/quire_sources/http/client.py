@@ -12,7 +12,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 from yarl import URL
 
-from quire_sources.http_errors import error_from_status
+from quire_sources.http.errors import error_from_status
 from quire_sources.reader import FileMissing, OpenFile
 from quire_spec.errors import Unavailable
 from quire_spec.net.redaction import describe_error

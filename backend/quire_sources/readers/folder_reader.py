@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
-from quire_sources.blocking import run_in_daemon_thread
 from quire_sources.reader import FileMissing, OpenFile
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.errors import ConfigError, InvalidArgument, Unavailable
 
 _READ_BYTES = 4 * 2**20

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from yarl import URL
 
-from quire_sources.http_client import HttpClient, range_headers, redact_url, response_version
+from quire_sources.http.client import HttpClient, range_headers, redact_url, response_version
 from quire_sources.reader import OpenFile
 from quire_spec.documents.adapter_catalog import HttpSource
 from quire_spec.errors import ConfigError

@@ -14,8 +14,8 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 from yarl import URL
 
-from quire_sources.http_client import HttpClient, range_headers
-from quire_sources.http_errors import error_from_status
+from quire_sources.http.client import HttpClient, range_headers
+from quire_sources.http.errors import error_from_status
 from quire_sources.reader import FileMissing, OpenFile
 from quire_spec.documents.adapter_catalog import HuggingFaceSource
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
-from quire_sources.http_client import HttpClient, range_headers, response_version
+from quire_sources.http.client import HttpClient, range_headers, response_version
 from quire_sources.reader import FileMissing, OpenFile
-from quire_sources.s3_signing import S3Signer, check_endpoint, error_from_status
+from quire_sources.readers.s3_signing import S3Signer, check_endpoint, error_from_status
 from quire_spec.documents.adapter_catalog import S3Source
 from quire_spec.errors import ConfigError
 
