@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Card: the device that is measured, its clock and its limits. On a CPU, only to rehearse: its times mean nothing."""
+"""The measured device, its clock and its limits. A CPU can take its place for rehearsals; its times mean nothing."""
 
 import gc
 import statistics
@@ -34,7 +34,7 @@ class Card:
         return self.device.type == "cuda"
 
     def about(self) -> dict[str, Any]:
-        """What a number is worth nothing without."""
+        """Return the context that a measurement needs to be meaningful."""
         import platform
 
         found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}

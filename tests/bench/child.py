@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a process of its own, and how the benchmark talks to it: a line of JSON each way for every command.
+"""An engine in a separate process, and its protocol: each command and each reply is one line of JSON.
 
-`Child` is the benchmark's end; `take_stdout` and `serve` are the other one. Standard library only: vLLM's environment
-imports this too.
+`ChildProcess` is the benchmark's side; `take_stdout` and `serve` are the engine's. Standard library only: vLLM's
+environment imports this too.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ TIMEOUT_S = 1800.0
 
 
 class ChildFailed(Exception):
-    """A process of the benchmark failed or ended; the message has the end of its log."""
+    """A process of the benchmark failed or ended; the message contains the end of its log."""
 
 
 class ChildProcess:
@@ -40,7 +40,7 @@ class ChildProcess:
         python: str = sys.executable,
         timeout_s: float = TIMEOUT_S,
     ):
-        """`timeout_s`: how long it may take to answer a command; its start counts as part of the first one."""
+        """`timeout_s`: time limit for a reply; the start of the process counts as part of the first command."""
         self.name = name
         self._timeout_s = timeout_s
         self._log = folder / f"{name}.log"
@@ -49,7 +49,7 @@ class ChildProcess:
         # vLLM's sockets, which it leaves behind when it is killed.
         env = os.environ | {"VLLM_RPC_BASE_PATH": str(folder)}
         with self._log.open("wb") as log:
-            # A session of its own: Control-C is the benchmark's to handle, and what it started can be ended with it.
+            # A new session: the benchmark alone handles Control-C, and can kill all descendants with their group.
             self.process = subprocess.Popen(
                 argv, stdin=pipe, stdout=pipe, stderr=log, env=env, text=True, start_new_session=True
             )
@@ -71,7 +71,7 @@ class ChildProcess:
         self._responses.close()
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """What the process answers to a command.
+        """Send a command and return the reply.
 
         Raises:
             ChildFailed: it failed, ended, or was silent for too long.
@@ -90,20 +90,21 @@ class ChildProcess:
         return response["result"]
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process and all that it started."""
+        """Send a signal to the process and its descendants."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 def reserve_stdout() -> TextIO:
-    """Standard output, for answers alone; whatever libraries print goes to the log. Call it before importing them."""
+    """Return standard output for replies, and redirect other output to the log. Call this before importing
+    libraries."""
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return responses
 
 
 def serve_commands(responses: TextIO, **commands: Callable[..., Any]) -> None:
-    """Answer commands until standard input ends, as it does with the benchmark, however that ends."""
+    """Answer commands until standard input is closed, which happens whenever the benchmark ends."""
     for line in sys.stdin:
         command, arguments = json.loads(line)
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of the real server, in a process of their own: HTTP generate_stream and gRPC ModelStreamInfer, asyncio.
+"""Clients of the real server, in a separate process: HTTP generate_stream and gRPC ModelStreamInfer, asyncio.
 
-They share the processor with what they measure, so they do as little as a load generator can while it runs: note when
-bytes came, and keep them. What the bytes say is read when everything has come.
+They share the processor with the measured server, so during a run they only store bytes and arrival times. They parse
+the bytes after the run.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Clients:
         self._settings = settings
 
     def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None, via: str) -> dict[str, Any]:
-        """See measure.py; `via` http or grpc, every request on a stream of its own."""
+        """See measure.py; `via` is http or grpc. Every request has its own stream."""
         send, read = {"http": (self._send_http, http_tokens), "grpc": (self._send_grpc, grpc_tokens)}[via]
         start, streams = asyncio.run(send(requests, offsets or [0.0] * len(requests)))
         recorder = TokenArrivals(start)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a running engine core over its own socket, and when each of their tokens came.
+"""Requests to a running engine core over its socket, and the arrival time of each token.
 
-The core is asked directly, as the text process asks it: between it and a client, tokens are joined at a pace, so that
-times between them would tell of the pace and not of the steps.
+They bypass the text process, which coalesces tokens for clients: inter-token latencies behind it would measure its
+interval and not the engine's steps.
 """
 
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: every contestant started in processes of its own, and the checks that what they generate is right."""
+"""The engines under test, each in its own processes, and the checks of their output."""
 
 import contextlib
 import re
@@ -21,13 +21,13 @@ from support.quire_serve import QuireServeProcess  # noqa: E402
 
 ENGINE_NAMES = ("offline", "http", "grpc", "transformers", "vllm")
 ENGINES_WITH_RATES = ("http", "grpc", "vllm")
-"""Those that take requests while others run."""
+"""Engines that accept requests while others run."""
 STATIC_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkEngine:
-    """One contestant."""
+    """One engine under test."""
 
     name: str
     child: ChildProcess
@@ -37,7 +37,7 @@ class BenchmarkEngine:
     """The server behind it, for http and grpc."""
 
     def about(self) -> dict[str, Any]:
-        """What it says of itself, once it has loaded."""
+        """Return the engine's description of itself, after loading."""
         return self.service.status()["memory"] if self.service else self.child.call("about")
 
     def run(self, requests: Sequence[Request], offsets: Sequence[float] | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class BenchmarkEngine:
 def running_engines(
     names: Sequence[str], settings: dict[str, Any], vllm_python: str | None, folder: Path
 ) -> Iterator[dict[str, BenchmarkEngine]]:
-    """Start those that are named; when the block ends, so have all their processes.
+    """Start the named engines; all their processes end with the block.
 
     `settings`: fields of EngineConfig, for every engine as far as it has them.
     """
@@ -110,7 +110,7 @@ def check_float32(model: str, requests: Sequence[Request], oracle: ChildProcess,
 
 
 def check_gap(name: str, requests: Sequence[Request], token_ids: Sequence[list[int]], oracle: ChildProcess) -> float:
-    """The worst gap of outputs as measured, in whatever type; WrongOutput where it exceeds MAX_GAP."""
+    """Return the largest gap of the outputs in the measured dtype; raise WrongOutput if it exceeds MAX_GAP."""
     pairs = zip(requests, token_ids, strict=True)
     gap = max(oracle.call("worst_gap", prompt=request.prompt_token_ids, output=ids) for request, ids in pairs)
     if gap > MAX_GAP:

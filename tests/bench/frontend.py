@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per second through the server and one stub: `python tests/bench/frontend.py [STREAMS [TOKENS]]`.
 
-A scripted text process makes the tokens, so this is the edge alone. It gives each stream a token every 20 ms, every
-5 ms, and as fast as it can. The Python clients share the machine and are slower than what they measure: read the CPU
-time per token of server and stub, which does not depend on them, and take tokens/s as a lower bound.
+A fake text process generates the tokens, so only the server and the stub are measured. It sends a token per stream
+every 20 ms, every 5 ms, and as fast as possible. The Python clients share the machine and are slower than the server:
+read the CPU time per token of server and stub, which does not depend on the clients, and take tokens/s as a lower
+bound.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading adapters costs those whose adapters are there: time between their tokens at 80 % of saturation, without
-loads and with loads beside them, of one running core. residency.py starts one on a CPU, gpu_itl.py on a GPU.
+"""Effect of adapter loads on requests with resident adapters: their inter-token latency at 80 % of saturation, without
+and with concurrent loads, on one running core. residency.py starts the core on a CPU, gpu_itl.py on a GPU.
 
-Runs come in pairs with the same sizes, arrivals and number of short requests; in one of each pair the short ones are of
-adapters that must be loaded from disk. Which comes first alternates. Prompts are new in each run, so that no prefix
-cache knows them.
+Runs are pairs with the same sizes, arrivals and number of short requests; in one run of each pair the short requests
+use adapters that must be loaded from disk. The order alternates. Prompts are new in each run, to avoid prefix cache
+hits.
 """
 
 import random
@@ -221,7 +221,7 @@ def _saturation(pod: EngineProcesses, workload: ItlWorkload, adapter_sets: Adapt
 def _check_outputs_differ(
     pod: EngineProcesses, workload: ItlWorkload, adapter_sets: AdapterSets, reference_outputs: dict[str, list[int]]
 ) -> None:
-    """What one adapter says must be unlikely by another, or nobody would notice if they were mixed up."""
+    """Check that the output of one adapter is unlikely under another, so that mixed-up adapters would be detected."""
     sample = list(adapter_sets.unloaded)[: NUM_COMPARED_ADAPTERS + 1]
     gaps_between = [_normalized_gap(pod, workload, name, reference_outputs[other]) for name, other in pairwise(sample)]
     num_different = sum(logit_gap_value > MAX_GAP for logit_gap_value in gaps_between)
@@ -237,7 +237,7 @@ def _check_outputs(
     answers: Sequence[CoreResponse],
     reference_outputs: dict[str, list[int]],
 ) -> None:
-    """What differs from what was said alone is a near tie, which rounding turns round in another batch."""
+    """Check that outputs differ from those of single requests only at near ties, which rounding can reverse."""
     for name, ids in {(a.request.adapter_digest or "", tuple(a.token_ids)) for a in answers}:
         if (
             list(ids) != reference_outputs[name]

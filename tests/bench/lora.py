@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters cost: a batch of many against the same engine's base, and against vLLM with the same adapters.
+"""Cost of adapters: a batch with many adapters against the same engine's base, and against vLLM with the same adapters.
 
-Every round runs each row, one engine at a time, the others stopped, in another order each time, after a short run that
-wakes it; ratios are of the same round. This engine's rows run several times a round, and their median counts. No speed
-is reported unless the adapters' outputs are right: in float32 token for token peft's, unmerged, and as measured within
-the rounding of peft's logits. residency.py measures what loading adapters costs.
+Every round runs each row, one engine at a time while the others are stopped, in a different order, after a short
+warm-up run; ratios are of the same round. This engine's rows run several times a round, and their median counts. No
+speed is reported unless the adapters' outputs are correct: in float32 equal to unmerged peft token by token, and in the
+measured dtype within the rounding of peft's logits. residency.py measures the cost of loading adapters.
 """
 
 import argparse
@@ -45,7 +45,7 @@ examples:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One thing that is measured."""
+    """One measured configuration."""
 
     name: str
     engine: str
@@ -55,7 +55,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class SpeedTarget:
-    """What a ratio of two rows' tokens/s has to be."""
+    """Required ratio of two rows' tokens/s."""
 
     numerator: str
     denominator: str
@@ -190,7 +190,7 @@ def _run_rounds(
 ) -> list[dict[str, Any]]:
     runs = []
     for round in tqdm(range(args.runs), unit="round", dynamic_ncols=True):
-        # Each comes first in its turn, and none begins cold: its process was stopped while the others ran.
+        # Each row is first in one round, and is warmed up: its process was stopped while the others ran.
         turn = round % len(scenarios)
         results: dict[str, list[dict[str, Any]]] = {scenario.name: [] for scenario in scenarios}
         for repeat in range(args.repeats):
@@ -286,9 +286,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks of this document")
     args = parser.parse_args(argv)
     if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
-        parser.error(f"--vllm-python: {args.vllm_python!r} is no program; give the python of an environment with vllm")
+        parser.error(
+            f"--vllm-python: {args.vllm_python!r} is not an executable; give the python of an environment with vllm"
+        )
     if args.model and not (args.model / "config.json").is_file():
-        parser.error(f"--model: {args.model} holds no config.json; give the folder of a checkpoint")
+        parser.error(f"--model: {args.model} contains no config.json; give the folder of a checkpoint")
     if min(args.requests, args.runs, args.repeats, args.adapters, args.rank) <= 0:
         parser.error("--requests, --runs, --repeats, --adapters and --rank must be positive")
     return args

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what an engine answered to numbers. Pure; one definition of every number for all engines.
+"""Computes measurements from an engine's reply. Pure functions; one definition of every number for all engines.
 
-A reply is what every engine's process gives for a run: `seconds` from the start to the last token; `token_ids` of each
+A reply is the result of a run of any engine's process: `seconds` from the start to the last token; `token_ids` of each
 output; `events` of each request, [[seconds from the start, tokens that came then], ...], or None where not known; and
 from this engine offline `kv`, after each step [seconds, sequences that run, blocks they hold].
 """
@@ -21,7 +21,7 @@ MAX_GAP = 0.5
 
 
 class WrongOutput(Exception):
-    """An engine did not generate what it should have: its speed says nothing."""
+    """An engine generated wrong output, so its speed is not reported."""
 
 
 def percentile(values: Iterable[float], p: float) -> float:
@@ -73,7 +73,7 @@ def _latencies(offsets: Sequence[float], events: Sequence[Any]) -> dict[str, Any
 
 
 def kv_usage(requests: Sequence[Request], reply: dict[str, Any]) -> list[dict[str, float]]:
-    """Blocks held and the tokens in them, after each step.
+    """Return allocated KV blocks and the tokens in them, after each step.
 
     A sequence's last output token is not in the cache yet. Steps that leave a prompt read in part are left out: how
     many of its tokens are in the cache is not known from outside.

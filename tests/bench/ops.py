@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forms of the operations gain on this CPU: `python tests/bench/ops.py`. Best of many runs, one thread.
+"""Speed of the CPU kernels compared with plain torch: `python tests/bench/ops.py`. Best of many runs, one thread.
 
 The rows are those of kernels/README.md: shapes of a 135M Llama (hidden 576, 9 heads on 3 KV heads of 64).
 """

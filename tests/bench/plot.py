@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results as one picture: throughput, latencies by rate, KV allocated and filled over a run."""
+"""Plots the results: throughput, latencies by rate, KV blocks allocated and filled over a run."""
 
 from pathlib import Path
 from typing import Any

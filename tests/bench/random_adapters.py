@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random LoRA adapters on every linear of a checkpoint, in PEFT's format, written without building the model.
 
-What they add is small beside the base, as a trained one's is, but enough to change what is generated.
+Their deltas are small compared with the base, as those of trained adapters are, but large enough to change the output.
 """
 
 import json
@@ -15,8 +15,8 @@ ALPHA = 2
 
 
 def make_adapters(checkpoint: Path, folder: Path, count: int, rank: int, device: str = "cpu") -> list[Path]:
-    """`count` adapters of `rank` for a Llama checkpoint, each in a folder of its own under `folder`; those that are
-    there already are taken as they are. `device`: draws the numbers, which takes a CPU a second for a large model."""
+    """Write `count` adapters of LoRA rank `rank` for a Llama checkpoint to folders under `folder`; existing ones are
+    reused. `device` generates the numbers, which takes a CPU a second for a large model."""
     config = json.loads((checkpoint / "config.json").read_text())
     return [_make_adapter(config, folder / f"rank{rank}-{seed}", rank, seed, device) for seed in range(count)]
 
@@ -27,8 +27,8 @@ def num_bytes(shape: dict[str, Any], rank: int) -> int:
 
 
 def evict_from_page_cache(folders: Iterable[Path]) -> str:
-    """Have the system drop what it keeps of the files in memory, so that they are read from the disk again. Where they
-    are then: "disk"; "memory", where it kept some; or "unknown", where their file system does not tell."""
+    """Drop the files from the page cache, so that they are read from the disk again. Return where they are afterwards:
+    "disk"; "memory" if some pages remained; "unknown" if the file system does not report it."""
     storage = "disk"
     for folder in folders:
         with (folder / "adapter_model.safetensors").open("rb") as file:

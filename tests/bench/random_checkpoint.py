@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A random Llama of a given shape, as a Hugging Face folder with a tokenizer.
 
-Speed does not depend on what the weights say, but the check of outputs does. Their spread makes greedy output wander
-through the vocabulary (at transformers' 0.02 it repeats one token), while bfloat16 still chooses tokens within 0.1
-standard deviations of the logits of float32's (0.5 at a spread of 0.1).
+Speed does not depend on the weights' values, but the output check does. With this standard deviation, greedy output
+varies (at transformers' 0.02 it repeats one token), and bfloat16 still selects tokens within 0.1 standard deviations of
+float32's logits (0.5 at a deviation of 0.1).
 """
 
 import json

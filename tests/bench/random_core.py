@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core of a model of random weights: quire_engine.core.process and its arguments, but nothing is loaded."""
+"""The engine core with random weights: quire_engine.core.process with its arguments, but without loading weights."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights made on the device, for an engine of a model folder that holds nothing but its config.json."""
+"""Random weights created on the device, for a model folder that contains only config.json."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from quire_engine.worker import startup
 
 
 def patch_weight_loading() -> contextlib.AbstractContextManager[Any]:
-    """Within it, engines that are made fill their weights themselves."""
+    """Let engines that are created in this block fill their weights with random numbers."""
     return mock.patch.object(startup, "load_weights", _fill_randomly)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator with a thousand LLMServices: how long until all objects are there, and what it costs to keep them.
+"""The operator with a thousand LLMServices: time until all objects exist, and the cost of an idle operator.
 
     python tests/bench/reconcile.py [--services 1000] [--quiet-seconds 60]
 
-A real API server with etcd and controllers, no kubelet: pods stay pending, so that nothing of them is measured. The
-model of all services is on one claim; the Job that reads its config.json is one for all, and this script says what its
-pod would (no kubelet runs it). The operator is `quire operate`, a process of its own.
+It uses a real API server with etcd and controllers, but no kubelet: pods stay pending and are not measured. The models
+of all services are on one claim; one Job for all reads config.json, and this script writes the result of its pod. The
+operator is `quire operate`, a separate process.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _LIMITS = {"seconds until all is there": 120, "writes/s when quiet": 2, "% of a 
 
 
 def main() -> int:
-    """Run it; exit status 1 when a bar is missed."""
+    """Run the benchmark; exit with status 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=1000)
     parser.add_argument("--quiet-seconds", type=float, default=60)
@@ -50,14 +50,14 @@ def main() -> int:
 
 
 def create_services(cluster, count: int) -> None:
-    """Apply the services, before the operator starts: it meets all of them at once."""
+    """Apply the services before the operator starts, so that it finds all of them at once."""
     with ThreadPoolExecutor(8) as threads:
         names = [f"s{number:04d}" for number in range(count)]
         list(threads.map(lambda name: cluster.apply(llm_service(name), NAMESPACE), names))
 
 
 def measure(cluster, folder: Path, options: argparse.Namespace) -> int:
-    """Start the operator, wait, and print what was found."""
+    """Start the operator, wait, and print the measurements."""
     argv = [str(Path(sys.executable).with_name("quire")), "operate", f"--kubeconfig={cluster.kubeconfig}"]
     argv += ["--host=127.0.0.1", "--port=18089", "--liveness-port=0", "--log-level=warning"]
     with (folder / "operator.log").open("wb") as log:
@@ -99,7 +99,7 @@ def measure(cluster, folder: Path, options: argparse.Namespace) -> int:
 
 
 def report_model(cluster, started: float) -> None:
-    """Be the kubelet of the one pod that reads the claim."""
+    """Act as the kubelet for the pod that reads the claim."""
     while True:
         pods = cluster.items("v1", "Pod", NAMESPACE, labelSelector="app.kubernetes.io/component=model-reader")
         if pods:
@@ -124,7 +124,7 @@ def wait_reconciled(cluster, count: int, started: float) -> float:
     while num_writes("Deployment") < count or num_writes("LLMService") < count:
         assert time.monotonic() - started < 600, f"after 600 s: {writes_by_kind()}"
         time.sleep(0.5)
-    # Only now: lists of so many objects cost the API server more than what is measured.
+    # Not earlier: listing so many objects costs the API server more than the measured work.
     while True:
         bodies = cluster.items(API, KIND, NAMESPACE)
         current = sum(b.get("status", {}).get("observedGeneration") == b["metadata"]["generation"] for b in bodies)
@@ -136,8 +136,8 @@ def wait_reconciled(cluster, count: int, started: float) -> float:
 
 
 def wait_idle(started: float) -> float:
-    """Seconds until nothing was written for ten seconds: Deployments and pods change as long as Kubernetes is behind
-    with making them, and each change of a service's state is told."""
+    """Return the seconds until there was no write for ten seconds. Deployments and pods change while Kubernetes creates
+    them, and the operator writes each change of a service's state to its status."""
     last_writes, since = writes_by_kind(), time.monotonic()
     while time.monotonic() - since < 10:
         time.sleep(0.5)
@@ -148,7 +148,7 @@ def wait_idle(started: float) -> float:
 
 
 def all_children_exist(cluster, count: int) -> bool:
-    """Whether each kind of child is there for each service."""
+    """Return whether every service has every kind of child object."""
     for version, kind in CHILDREN:
         if kind == "Secret":
             path = f"/api/v1/namespaces/{NAMESPACE}/secrets"

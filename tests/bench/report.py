@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results as tables that read well on a terminal and are Markdown too."""
+"""Formats the results as Markdown tables that are also readable on a terminal."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from measure import summarize_spread
 BEGIN, END = "<!-- results of tests/bench/serving.py: begin -->", "<!-- results of tests/bench/serving.py: end -->"
 
 ENGINE_RATIOS = (("offline", "vllm"), ("http", "offline"), ("grpc", "offline"), ("offline", "transformers"))
-"""Whose tokens/s over whose, all requests at once."""
+"""Ratios of tokens/s, with all requests at once."""
 
 Rows = list[list[str]]
 

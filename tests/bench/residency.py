@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of adapters that come and go: what loads cost those who run, who waits how long, how soon a new one
-serves. Real processes and random weights; no figure is reported unless outputs are right. docs/benchmarks.md says more.
+"""Benchmark of adapter loading: effect on running requests, waiting times, and time until a new adapter serves.
 
-    itl     time between tokens of resident adapters' requests at 80 % of saturation, without and with loads beside them
-    zipf    1,000 registered adapters on 8 slots, requests by Zipf's law: failures, waits, and the bound on them
-    change  from a catalogue with a new adapter to its first token, through a real `quire serve`
+It uses real processes and random weights; no figure is reported unless outputs are correct. See docs/benchmarks.md.
+
+    itl     inter-token latency of resident adapters' requests at 80 % of saturation, without and with concurrent loads
+    zipf    1,000 registered adapters on 8 slots, requests by Zipf's law: failures, waiting times, and their bound
+    change  time from a catalog with a new adapter to its first token, through a real `quire serve`
 """
 
 import argparse
@@ -90,7 +91,7 @@ def measure_zipf_phase(args: argparse.Namespace, folder: Path, model: str, folde
         ]
         for kind in ("busy", "rare")
     }
-    # As in slots.py: no more adapters can be ahead than clients ask for at a time.
+    # As in slot_table.py: at most as many adapters can be ahead as clients request at a time.
     bound = RESERVE_AFTER_S + (-(-args.clients // (NUM_SLOTS // 2)) + 1) * (longest + 1.0)
     return {
         "registered": args.registered,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving benchmark: one trace, one set of weights, several engines, runs that alternate.
+"""The serving benchmark: one trace, one set of weights, several engines in alternating runs.
 
-Engines: this one offline and through the real server (HTTP and gRPC), transformers.generate in static batches, and
-vLLM where an environment has it. No speed is reported unless outputs are right. docs/benchmarks.md says more.
+Engines: Quire offline and through the real server (HTTP and gRPC), transformers.generate in static batches, and vLLM
+if an environment has it. No speed is reported unless outputs are correct. See docs/benchmarks.md.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def _measure_prefix(
 
 
 def environment_info() -> dict[str, Any]:
-    """What a number is worth nothing without."""
+    """Return the context that a measurement needs to be meaningful."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty= with uncommitted changes"]
     cpu = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().replace("\t", "").splitlines() if line)
     return {
@@ -216,10 +216,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--engines: vllm needs --vllm-python")
     if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
         parser.error(
-            f"--vllm-python: {args.vllm_python!r} is no program; give the python of an environment that has vllm"
+            f"--vllm-python: {args.vllm_python!r} is not an executable; give the python of an environment that has vllm"
         )
     if args.model and not (args.model / "config.json").is_file():
-        parser.error(f"--model: {args.model} holds no config.json; give the folder of a checkpoint")
+        parser.error(f"--model: {args.model} contains no config.json; give the folder of a checkpoint")
     if min(args.requests, args.runs, *args.rates) <= 0:
         parser.error("--requests, --runs and --rates must be positive")
     return args

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `quire serve` under everything at once, for as long as you like: is an answer wrong, does it hang or grow?
+"""Soak test of a real `quire serve` with all kinds of clients: detects wrong answers, hangs and growing processes.
 
     python tests/bench/soak.py                             # two minutes, 48 clients
     python tests/bench/soak.py --minutes 60 --kill 15      # and every 15 s a process is killed
 
-Clients ask the base model and its adapters over HTTP, HTTP streams and gRPC streams, a tenth of them leaves mid-answer,
-and twice a second the catalogue changes, by which one name is another adapter or gone. Every answer must be what the
-same request got alone before. Where processes are killed an answer may end in an error, which must say so; none may be
-wrong or without an end. Memory, threads and open files of each process are looked at after each quarter. Exits with 1
-where anything was wrong or hung, or failed without a kill.
+Clients send requests to the base model and its adapters over HTTP, HTTP streams and gRPC streams. A tenth of them
+disconnects during an answer. Twice a second the catalog changes, and one name refers to another adapter or to none.
+Every answer must equal the answer of the same request alone. If processes are killed, an answer may end in an error,
+but must not be wrong or hang. Memory, threads and open files of each process are sampled after each quarter. The exit
+status is 1 if an answer was wrong or hung, or failed without a kill.
 """
 
 import argparse
@@ -35,30 +35,30 @@ LENGTHS = (1, 12, 40, 120)
 STABLE_MODELS = ("tales", "pirate", "sql")
 STUB = "stub of tales"
 CHANGING_MODEL = "swapped"
-"""Now one adapter, now the other, now not there."""
+"""Refers to one adapter, to the other, or to none, in turn."""
 ProcessSizes = dict[str, tuple[int, int, int]]
-"""Of each process: MB of its own, threads, open files; a process that was not there has zeros."""
+"""For each process: MB of private memory, threads, open files; zeros if the process did not exist."""
 ABSENT_ERRORS = ("unknown model", "is not served", "HTTP 404")
-"""What an error says of a model that is not there."""
+"""Parts of error messages for a model that does not exist."""
 TIMEOUT_S = 60.0
-"""After which a request counts as hung."""
+"""A request that takes longer counts as hung."""
 
 
 @dataclass
 class Outcomes:
-    """What became of the requests."""
+    """Results of the requests."""
 
     num_right: int = 0
     num_disconnected: int = 0
     """The client went away."""
     num_absent: int = 0
-    """Asked for a model that the catalogue did not have just then."""
+    """The catalog did not contain the requested model at that time."""
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
 class Soak:
-    """The clients of one service, the changes to its catalogue, the kills."""
+    """Runs the clients of one service, changes its catalog, and kills processes."""
 
     def __init__(self, service: QuireServeProcess, seed: int) -> None:
         self.outcomes = Outcomes()
@@ -70,7 +70,7 @@ class Soak:
         self._ends_at = 0.0
 
     async def run(self, seconds: float, num_clients: int, kill_every_s: float | None) -> None:
-        """All of it for so long; then what is under way is waited for."""
+        """Run everything for `seconds`, then wait for open requests."""
         self._ends_at = time.monotonic() + seconds
         tasks = [asyncio.create_task(self._run_client()) for _ in range(num_clients)]
         tasks.append(asyncio.create_task(self._change_catalog()))
@@ -141,16 +141,16 @@ class Soak:
             try:
                 psutil.Process(pid(self._service, name)).kill()
             except (AssertionError, KeyError, TypeError, psutil.NoSuchProcess):
-                tqdm.write(f"{name} was not there to be killed")
+                tqdm.write(f"{name} did not exist and was not killed")
 
 
 def greedy(num_tokens: int) -> dict[str, object]:
-    """Parameters of a request whose answer is known."""
+    """Return the parameters of a request with a known answer."""
     return {"temperature": 0.0, "ignore_eos": True, "max_tokens": num_tokens}
 
 
 def catalog(generation: int, changing: str | None) -> dict[str, object]:
-    """The example's adapters, and the one that changes."""
+    """Return a catalog with the example's adapters and the changing one."""
     folders = {"pirate": "pirate", "sql": "sql"} | ({CHANGING_MODEL: changing} if changing else {})
     adapters = [
         {"name": name, "source": {"path": str(EXAMPLES / "adapters" / folder)}} for name, folder in folders.items()
@@ -159,12 +159,12 @@ def catalog(generation: int, changing: str | None) -> dict[str, object]:
 
 
 def process_sizes(service: QuireServeProcess) -> ProcessSizes:
-    """As they are now."""
+    """Return the current size of each process."""
     return {name: process_size(service, name) for name in ("supervisor", "core", "text", "server", STUB)}
 
 
 def process_size(service: QuireServeProcess, name: str) -> tuple[int, int, int]:
-    """Of one process."""
+    """Return the current size of one process."""
     try:
         process = psutil.Process(pid(service, name))
         return round(process.memory_full_info().uss / 1e6), process.num_threads(), process.num_fds()
@@ -173,14 +173,14 @@ def process_size(service: QuireServeProcess, name: str) -> tuple[int, int, int]:
 
 
 def pid(service: QuireServeProcess, name: str) -> int:
-    """Process id. Raises one of several errors where it is not there."""
+    """Return a process id. Raises one of several errors if the process does not exist."""
     if name == "supervisor":
         return service.process.pid
     return service.stub("tales").pid if name == STUB else service.pid(name)
 
 
 async def report_progress(soak: Soak, service: QuireServeProcess, seconds: int) -> list[ProcessSizes]:
-    """Show how it goes; sizes after each quarter but the last."""
+    """Show progress; return process sizes after each quarter except the last."""
     samples = []
     with tqdm(total=seconds, unit="s", dynamic_ncols=True) as bar:
         for second in range(1, seconds + 1):
@@ -199,7 +199,7 @@ async def report_progress(soak: Soak, service: QuireServeProcess, seconds: int) 
 
 
 async def soak_and_report(soak: Soak, service: QuireServeProcess, args: argparse.Namespace) -> list[ProcessSizes]:
-    """The soak and its watch."""
+    """Run the soak test and its progress display."""
     seconds = round(args.minutes * 60)
     samples, _ = await asyncio.gather(
         report_progress(soak, service, seconds), soak.run(seconds, args.clients, args.kill)
@@ -208,7 +208,7 @@ async def soak_and_report(soak: Soak, service: QuireServeProcess, args: argparse
 
 
 def main() -> int:
-    """Soak, and say what was found."""
+    """Run the soak test and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, metavar="M")
     parser.add_argument("--clients", type=int, default=48, metavar="N", help="that ask one request after the other")
@@ -222,7 +222,7 @@ def main() -> int:
         samples.append(process_sizes(service))
     outcomes = soak.outcomes
     print(
-        f"right {outcomes.num_right}, clients that left {outcomes.num_disconnected}, asked for what was not there "
+        f"right {outcomes.num_right}, disconnected {outcomes.num_disconnected}, model did not exist "
         f"{outcomes.num_absent}"
     )
     for error, count in outcomes.errors.most_common():

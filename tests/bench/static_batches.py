@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`transformers.generate` in static batches, in a process of its own; in float32 also the oracle of the check.
+"""`transformers.generate` in static batches, in a separate process; in float32 also the oracle of the output check.
 
-A batch is padded on the left to its longest prompt and goes on until its longest output is done, as serving without
-continuous batching does; only the tokens that were asked for count.
+A batch is padded on the left to its longest prompt and runs until its longest output is complete, like serving without
+continuous batching; only the requested tokens count.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record: when the tokens of each request came. Filled in the engines' processes; measure.py says what replies hold."""
+"""Arrival times of the tokens of each request, recorded in the engines' processes; measure.py describes replies."""
 
 import time
 from collections.abc import Sequence

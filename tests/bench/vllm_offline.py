@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM offline, run by the interpreter of its own environment (--vllm-python); of ours only record.py and child.py.
+"""vLLM offline, run by the interpreter of its own environment (--vllm-python); of ours only token_arrivals.py and
+child.py.
 
 All requests at once go through `LLM.generate`, which is its fastest way and tells no times; requests at a rate through
 `LLMEngine.add_request` and `step`.

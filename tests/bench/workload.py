@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workload: the requests of a benchmark and when they arrive, drawn from a seed, the same for every engine."""
+"""The requests of a benchmark and their arrival times, generated from a seed, the same for every engine."""
 
 import itertools
 import random

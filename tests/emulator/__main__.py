@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run Python with the emulated GPU: `python -m emulator -m pytest tests/emulated`, `python -m emulator script.py`.
 
-EMULATOR_DEVICES, EMULATOR_MIB (each device's memory), EMULATOR_SMS (multiprocessors) and EMULATOR_SEED (of the orders
-that are left to chance) say what the device is like. With EMULATOR_DRY=1 nothing is computed, and memory is not
-touched: an engine of 8B weights starts and runs on 141 GB that are not there, for its calls, shapes and sums of bytes.
+EMULATOR_DEVICES, EMULATOR_MIB (each device's memory), EMULATOR_SMS (multiprocessors) and EMULATOR_SEED (of random
+orders) configure the device. With EMULATOR_DRY=1 nothing is computed and memory is not touched: an engine of 8B weights
+starts and runs on an imaginary 141 GB, to check its calls, shapes and byte counts.
 """
 
 import os
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Become Python with the libraries loaded first."""
+    """Replace this process by Python with the libraries preloaded."""
     if len(sys.argv) == 1:
         sys.exit(__doc__)
     paths = [str(HERE / "start"), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -24,7 +24,7 @@ def main() -> None:
     emulated = {
         "LD_PRELOAD": ":".join(map(str, libraries)),
         "PYTHONPATH": os.pathsep.join(paths),
-        # Nobody needs what a kernel computes in a dry run: there they are compiled.
+        # A dry run needs no results of kernels: they are compiled instead of interpreted.
         **({} if os.environ.get("EMULATOR_DRY") == "1" else {"TRITON_INTERPRET": "1"}),
         "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
     }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the emulated device computes: PyTorch's operations on CUDA tensors, and kernels in the Triton language.
+"""Computation of the emulated device: PyTorch's operations on CUDA tensors, and Triton kernels.
 
-Each is queued on the current stream, as a real one's kernel would be, and computed when the runtime comes to it: by the
-CPU, on tensors over the same memory. What is queued knows addresses and sizes only, so that memory which somebody else
-has by then, or a step that a graph replays, is read as it is then.
+Each operation is queued on the current stream, like a real kernel, and computed when the runtime executes it: by the
+CPU, on tensors over the same memory. A queued operation contains only addresses and sizes, so it reads the memory as it
+is at that time, even if the memory was reallocated or a graph is replayed.
 """
 
 import atexit
@@ -88,8 +88,8 @@ def install() -> None:
 
 @contextlib.contextmanager
 def idle() -> Iterator[None]:
-    """Within it, kernels in the Triton language compute nothing; those that a graph records do, in its replays. The
-    interpreter is slow, and nobody looks at what an engine computes while it starts."""
+    """Skip Triton kernels in this block, except those that a graph records, in its replays. The interpreter is slow,
+    and the results of an engine's warm-up are not used."""
     global _num_idle
     _num_idle += 1
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The libraries that PyTorch's CUDA build is linked to, without NVIDIA's: three work, the others are only there."""
+"""Replacements of the NVIDIA libraries that PyTorch's CUDA build is linked to: three work, the others are stubs."""
 
 import hashlib
 import importlib.util
@@ -64,7 +64,7 @@ def build() -> list[Path]:
 
 
 def remove_stale(cache: Path) -> None:
-    """Remove what nobody has used for long: builds of other versions, and what those have left that were killed."""
+    """Remove builds that have not been used for long, and leftovers of killed builds."""
     oldest = time.time() - KEEP_SECONDS
     for folder in cache.iterdir():
         if folder.stat().st_mtime < oldest:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For pytest (-p emulator.plugin): engines that name no device get the emulated one, and no work on it fails unseen."""
+"""pytest plugin (-p emulator.plugin): engines use the emulated device by default, and failed device work fails the
+test."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ EngineConfig.from_json = classmethod(_read_for_cuda)  # type: ignore[method-assi
 
 @pytest.fixture(autouse=True)
 def no_failed_kernels() -> Iterator[None]:
-    """No kernel was launched past the emulator, and none failed."""
+    """Assert that no kernel bypassed the emulator and that none failed."""
     before = len(device.errors)
     yield
     assert not device.unknown()

@@ -53,7 +53,7 @@ def _random(*size: int, scale: float = 1.0) -> Tensor:
 
 @requires_native_kernels
 def test_library_is_available() -> None:
-    """On a processor that has what they need they are used; otherwise the tests below would test torch."""
+    """The kernels are used on a supported processor; otherwise the tests below would test torch."""
     assert cpu_native.load_library() is not None
     assert pack_weight(_random(64, 32)).shape == (2, 16, 32, 2)
 
@@ -194,7 +194,7 @@ def test_attention(
     queries = _random(sum(lengths), heads + 2 * kv_heads, head_dim)[:, :heads]
     batch = build_attention_metadata(starts, lengths, tables, cache, torch.device("cpu"))
     found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap)
-    assert "groups" not in batch.__dict__, "the gathering form ran"
+    assert "groups" not in batch.__dict__, "the gathering implementation ran"
     wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap)
     # Probabilities are rounded to bfloat16 before they weigh the values, of which one is at most 6 here.
     _close(found, wanted, EPS * cache.abs().max().item())
@@ -289,4 +289,4 @@ def test_stale_builds_of_other_versions_are_removed(tmp_path: Path, monkeypatch)
     assert {path.name for path in tmp_path.iterdir()} == kept
     os.utime(library, (1, 1))
     assert cpu_native.build() == library
-    assert library.stat().st_mtime > time.time() - 60, "whoever loads it says so"
+    assert library.stat().st_mtime > time.time() - 60, "loading updates the modification time"

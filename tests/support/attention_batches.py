@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ragged batches for attention: queries, a cache with each span's context in scattered blocks, and the plan."""
+"""Ragged batches for attention tests: queries, a cache with each span's context in scattered blocks, and the
+metadata."""
 
 from collections.abc import Sequence
 

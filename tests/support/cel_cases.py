@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of the CRD, kept and broken, as changes to a small LLMService. A message's first words tell which one
-is meant. Tried with a CEL library everywhere, and by the API server where it knows rules."""
+"""Cases that satisfy or violate each CEL rule of the CRD, as changes to a small LLMService. The first words of a
+message identify its rule. Tests run them with a CEL library, and with the API server if it supports CEL rules."""
 
 import copy
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ REMOVE = object()
 
 
 def service_with(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """BASE with dotted paths set, or taken away."""
+    """Return BASE with dotted paths set, or removed."""
     body = copy.deepcopy(BASE)
     for path, value in changes.items():
         *parents, last = path.split(".")
@@ -34,7 +34,7 @@ def service_with(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validation_problems(changes: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a service that is changed so."""
+    """Return the violated rules of a service with these changes."""
     return [str(problem) for problem in crd.validate(service_with(changes)).problems]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart as tests see it: rendered by Helm, as objects."""
+"""The Helm chart, rendered to objects."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ ALL_VALUES: dict[str, Any] = {
         "dashboard": {"enabled": True, "labels": {"folder": "x"}, "annotations": {"grafana_folder": "Models"}},
     },
 }
-"""Everything that can be set, with another value than the default."""
+"""All values of the chart, each different from its default."""
 DISABLED_VALUES: dict[str, Any] = {
     "crds": {"keep": False},
     "rbac": {"create": False},
@@ -57,7 +57,7 @@ DISABLED_VALUES: dict[str, Any] = {
 
 
 def helm(*arguments: str | Path, check: bool = True, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """A command of Helm."""
+    """Run a Helm command."""
     command = [sys.executable, str(ROOT / "hack/helm.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert not check or done.returncode == 0, done.stdout + done.stderr
@@ -65,18 +65,18 @@ def helm(*arguments: str | Path, check: bool = True, timeout_s: float = 120) -> 
 
 
 def render_chart(folder: Path, values: dict[str, Any] | None = None, name: str = "quire") -> list[dict[str, Any]]:
-    """Every object of the chart with these values, for the namespace quire-system."""
+    """Render all objects of the chart with these values, for the namespace quire-system."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values or {}))
     return parse_documents(helm("template", name, CHART, "-n", "quire-system", "-f", file).stdout)
 
 
 def parse_documents(text: str) -> list[dict[str, Any]]:
-    """The objects of a text, by libyaml: the definition alone takes the parser in Python a second."""
+    """Parse objects with libyaml: the CRD alone takes the Python parser a second."""
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 def only_of_kind(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
-    """The only object of a kind."""
+    """Return the only object of a kind."""
     (matching,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
     return matching

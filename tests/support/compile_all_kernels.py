@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every form of the kernel language for a Hopper GPU, which takes none: what it needs there, as JSON.
+"""Compile every Triton kernel for a Hopper GPU, without a GPU, and print the required resources as JSON.
 
 Run in a process of its own, `python tests/support/compile_all_kernels.py`: forms are called with bfloat16 tensors on
 the CPU, in
@@ -33,7 +33,7 @@ compiled: list[dict[str, Any]] = []
 
 
 class FakeHopperDriver:
-    """As much of a driver as compiling asks for."""
+    """The part of a Triton driver that compiling uses."""
 
     def get_current_device(self) -> int:
         return 0
@@ -74,7 +74,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
 
 
 def _run_cuda_binary(name: str, *args: str) -> str:
-    """What one of the compiler's tools prints."""
+    """Return the output of one of the compiler's tools."""
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     return subprocess.run([str(path), *args], capture_output=True, text=True, check=True).stdout
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents of the repository, and the code blocks in them."""
+"""The documents of the repository and their code blocks."""
 
 import re
 import shlex
@@ -10,13 +10,13 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 
 
 def code_blocks(document: Path, language: str) -> list[str]:
-    """Code blocks of one language; those in lists lose their indent."""
+    """Return the code blocks of one language; blocks in lists are dedented."""
     matches = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", document.read_text(), re.MULTILINE | re.DOTALL)
     return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in matches]
 
 
 def shell_commands(text: str) -> list[list[str]]:
-    """Commands of a shell block, continued lines and here-documents taken together."""
+    """Return the commands of a shell block, with continued lines and here-documents joined."""
     text = re.sub(r"<<-?'?EOF'?\n.*?\nEOF\n", "\n", text, flags=re.DOTALL).replace("\\\n", " ")
     command_lines: list[list[str]] = []
     pending = ""

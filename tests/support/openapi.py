@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRD as data, and a way through its schemas."""
+"""The CRD as data, and iteration over its schemas."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ OPENAPI = VERSION["schema"]["openAPIV3Schema"]
 
 
 def walk(node: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Every schema with its path; () is the document, '[]' an entry, '*' a map's value."""
+    """Yield every schema with its path; () is the document, '[]' a list item, '*' a map value."""
     yield path, node
     for name, child in node.get("properties", {}).items():
         yield from walk(child, (*path, name))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of tensors that live at the same time, counted as torch makes them. What an operation takes while it computes
-is not seen."""
+"""Peak bytes of live tensors, counted when torch creates them. Temporary memory inside an operation is not counted."""
 
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakTensorBytes(TorchDispatchMode):
-    """Bytes of what was made while it is on and still lives; the most of it at once."""
+    """Bytes of tensors that were created in this mode and are alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, GPUs and services to plan for, and the schema of status.plan."""
+"""Models, GPUs and services for planner tests, and the schema of status.plan."""
 
 import functools
 from typing import Any
@@ -89,7 +89,7 @@ MODELS = {
 
 @functools.cache
 def llm_service(spec: str, name: str = "s") -> LLMService:
-    """From the YAML of a spec without its model."""
+    """Return a service from the YAML of its spec without the model."""
     head = f"apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {{name: {name}, namespace: team}}\n"
     text = spec if "model:" in spec else f"model: {{source: {{huggingFace: {{repo: o/m}}}}}}\n{spec}"
     lines = "\n".join(f"  {line}" for line in text.splitlines())
@@ -117,12 +117,12 @@ def plan_for(
 
 @functools.cache
 def status_schema() -> dict[str, Any]:
-    """The CRD's schema of status.plan."""
+    """Return the CRD's schema of status.plan."""
     document = yaml.safe_load(crd.find_crd_file().read_text())
     root = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return root["properties"]["status"]["properties"]["plan"]
 
 
 def schema_problems(body: Any) -> list[str]:
-    """What an API server would find wrong with a status.plan."""
+    """Return the errors that an API server would report for a status.plan."""
     return [str(problem) for problem in openapi_schema.iter_problems(status_schema(), body)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services rendered as a cluster would have them, and their objects one by one."""
+"""Rendered objects of services, as in a cluster."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -62,7 +62,7 @@ podTemplate:
 
 
 def plan_of_service(llm_service: LLMService, model: str = "8b") -> Plan:
-    """The plan of a service, whose GPUs are NVIDIA-L4 where it does not say which."""
+    """Return the plan of a service; its GPUs are NVIDIA-L4 unless it names others."""
     gpu = (
         None
         if llm_service.spec.device is Device.CPU
@@ -72,7 +72,7 @@ def plan_of_service(llm_service: LLMService, model: str = "8b") -> Plan:
 
 
 def example_service(file: str) -> LLMService:
-    """The service of a file of examples/."""
+    """Return the service of a file of examples/."""
     (document,) = read_manifests(str(ROOT / "examples" / file))
     return LLMService.from_body(crd.require_valid(document))
 
@@ -80,7 +80,7 @@ def example_service(file: str) -> LLMService:
 def rendered_objects(
     llm_service: LLMService, model: str = "8b", context: RenderContext = RENDER_CONTEXT
 ) -> dict[tuple[str, str], Manifest]:
-    """Objects by kind and name."""
+    """Return the objects by kind and name."""
     manifests = render_objects(llm_service, plan_of_service(llm_service, model), context).manifests
     by_name = {(m["kind"], m["metadata"]["name"]): m for m in manifests}
     assert len(by_name) == len(manifests)
@@ -88,13 +88,13 @@ def rendered_objects(
 
 
 def only_of_kind(manifests: Mapping[tuple[str, str], Manifest], kind: str) -> Manifest:
-    """The only object of a kind."""
+    """Return the only object of a kind."""
     (manifest,) = [m for (k, _), m in manifests.items() if k == kind]
     return manifest
 
 
 def server_container(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest]:
-    """The pods' spec, and their container that serves."""
+    """Return the pod spec and its server container."""
     template = next(m for m in manifests if m["kind"] == "Deployment")["spec"]["template"]["spec"]
     return template, next(c for c in template["containers"] if c["name"] == "server")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Hopper's machine code does to registers that its matrix units still read.
+"""Analysis of Hopper's machine code (SASS): writes to registers that wgmma still reads.
 
 A warp-group product (HGMMA) that takes its left factor from registers reads them after the instruction has been issued,
 until a wait (WARPGROUP.DEPBAR). ptxas before CUDA 13.3 gives such registers to others too early in some programs, whose
@@ -31,24 +31,24 @@ class Instruction:
 
     text: str
     is_predicated: bool
-    """Whether a predicate decides."""
+    """Return whether the instruction is predicated."""
     name: str
     operands: tuple[str, ...]
 
     @property
     def target(self) -> str | None:
-        """Of a branch: the label."""
+        """The label of a branch."""
         match = _TARGET.search(self.operands[-1]) if self.name.startswith(("BRA", "JMP")) else None
         return match[1] if match else None
 
     @property
     def falls_through(self) -> bool:
-        """Whether the next one may come after it. A branch can have its condition among its operands."""
+        """Whether execution can continue with the next instruction. A branch can have its condition as an operand."""
         return self.is_predicated or len(self.operands) > 1 or self.name not in ("BRA", "JMP", "EXIT")
 
     @property
     def async_read_registers(self) -> RegisterSet:
-        """Registers that are read beyond the instruction."""
+        """Registers that are read after the instruction was issued."""
         match = _REGISTER.match(self.operands[1]) if self.name.startswith("HGMMA") else None
         return frozenset(range(int(match[1]), int(match[1]) + _LEFT_OPERAND_REGISTERS)) if match else frozenset()
 
@@ -73,7 +73,7 @@ class Instruction:
 
 
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a listing, and the one at which each label is."""
+    """Return the instructions of a listing, and the position of each label."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -87,7 +87,7 @@ def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def hazards(listing: str) -> list[str]:
-    """Instructions that write to registers which a product before them may still read."""
+    """Return the instructions that write to registers which an earlier wgmma may still read."""
     code, labels = parse(listing)
     hazards_by_index: dict[int, str] = {}
     visited: set[tuple[int, tuple[RegisterSet, ...]]] = set()

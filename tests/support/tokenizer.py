@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tokenizers of each kind that checkpoints have, made in memory, with the files that transformers wants."""
+"""Small tokenizers of each kind that checkpoints use, created in memory, with the files that transformers requires."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,15 @@ CORPUS = ["the quick brown fox jumps over the lazy dog, then sleeps. ", "Grüße
 
 
 def make_tokenizer(kind: str) -> tokenizers.Tokenizer:
-    """A tokenizer of a kind: byte_level, gpt2, llama, gemma, metaspace, unigram or words."""
+    """Return a tokenizer of a kind: byte_level, gpt2, llama, gemma, metaspace, unigram or words."""
     if kind in ("byte_level", "gpt2"):
         return byte_level(prefix_space=kind == "gpt2")
     return {"unigram": unigram, "words": word_level}[kind]() if kind in ("unigram", "words") else sentencepiece(kind)
 
 
 def byte_level(vocab_size: int = 384, prefix_space: bool = False) -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen2 have: bytes as characters, merged; `<s>` before a prompt. GPT-2 may add a space to texts."""
+    """Return a byte-level BPE like that of Llama 3 and Qwen2, with `<s>` before a prompt. GPT-2 may add a space to
+    texts."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,8 +36,8 @@ def byte_level(vocab_size: int = 384, prefix_space: bool = False) -> tokenizers.
 
 
 def sentencepiece(kind: str) -> tokenizers.Tokenizer:
-    """As SentencePiece models are converted: `kind` llama (Replace, ByteFallback, Fuse, Strip), gemma (no Strip),
-    or metaspace (Metaspace alone)."""
+    """Return a converted SentencePiece model: `kind` llama (Replace, ByteFallback, Fuse, Strip), gemma (no Strip), or
+    metaspace (only Metaspace)."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -66,7 +67,7 @@ def sentencepiece(kind: str) -> tokenizers.Tokenizer:
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """As T5 and XLM-R have: a Unigram model with byte fallback, and a space before every text."""
+    """Return a Unigram model like that of T5 and XLM-R: byte fallback, and a space before every text."""
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     special = ["<unk>", "<s>", "</s>"]
@@ -85,7 +86,7 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 def word_level() -> tokenizers.Tokenizer:
-    """Whole words, and no decoder: the library joins tokens by spaces."""
+    """Return a word-level tokenizer without a decoder: the library joins tokens with spaces."""
     vocab = {word: i for i, word in enumerate(["<s>", "</s>", "the", "quick", "brown", "fox", "é", "🙂"])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="the"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

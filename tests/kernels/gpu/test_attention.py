@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in the kernel language, interpreted: it equals the reference on ragged batches, however work is cut."""
+"""Attention in interpreted Triton: it equals the reference on ragged batches, for any split of the work."""
 
 import pytest
 import torch

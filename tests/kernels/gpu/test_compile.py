@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every form in the kernel language compiles for a Hopper GPU in bfloat16, and fits there; that needs no GPU."""
+"""Every Triton kernel compiles for a Hopper GPU in bfloat16 and fits its resources; this needs no GPU."""
 
 import json
 import os
@@ -61,7 +61,8 @@ def test_kernels_with_early_launch_call_gdc_wait(kernels):
 
 
 def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
-    """Compiling takes a second, in which nobody gets a token: no number of tokens, spans or slots makes another one."""
+    """Compiling takes a second and blocks all requests: the number of tokens, spans or slots must not create a
+    variant."""
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
     # Attention: decoding, the same of eight bits, prompts, both. Writes to the cache: of eight bits too. Norms: alone
     # and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31

@@ -120,7 +120,7 @@ def test_deltas(site, ranks, dtype):
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_side_branch_in_a_captured_step(monkeypatch, with_residual):
-    """What shrinks waits for what is before the linear and for nothing else, and what expands waits for both."""
+    """Shrink waits only for the work before the linear; expand waits for shrink and the base."""
     torch.manual_seed(42)
     log = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models on forms of the kernel language, interpreted: the same log probabilities as on the forms for CPUs."""
+"""Whole models on interpreted Triton kernels: the same log probabilities as on CPU kernels."""
 
 import dataclasses
 
@@ -65,7 +65,7 @@ def _run(folder):
     return [result.token_ids for result in results], torch.tensor(logprobs)
 
 
-# numpy, which interprets, says when a number becomes infinite; a GPU goes on, and 1 / infinity is meant.
+# numpy, which the interpreter uses, warns when a number becomes infinite; a GPU does not, and 1 / infinity is intended.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "phi3-partial"])
 def test_equals_the_cpu_implementations(name, tmp_path, monkeypatch):

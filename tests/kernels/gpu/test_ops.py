@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small operations in the kernel language, interpreted: they equal their references on sizes that fill no tile."""
+"""Small operations in interpreted Triton: they equal their references on sizes that do not fill a tile."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_add_rms_norm(dtype):
     _close(stream, residual)
 
 
-# numpy, which interprets, says when a number becomes infinite; a GPU goes on, and 1 / infinity is meant.
+# numpy, which the interpreter uses, warns when a number becomes infinite; a GPU does not, and 1 / infinity is intended.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["silu", "relu", "gelu", "gelu_new"])

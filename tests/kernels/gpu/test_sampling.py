@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens in the kernel language, interpreted: the same tokens as by the references, from the same seeds."""
+"""Sampling in interpreted Triton: the same tokens as the references, from the same seeds."""
 
 import pytest
 import torch
