@@ -164,5 +164,5 @@ LIGHT = LLMService.from_body(
         {"apiVersion": crd.GROUP_VERSION, "kind": "LLMService", "metadata": {"name": "tales"}, "spec": _LIGHT}
     ).body
 )
-"""What can always be planned: a spec that cannot is rendered by its plan."""
+"""A service that can always be planned. Its plan is used for specs that cannot be planned."""
 LIGHT_HASH = PlannerInputs.from_service(LIGHT, MODELS["tiny"], None).digest

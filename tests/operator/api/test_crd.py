@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRD as data: bounded, described, consistent with the code; and each of its rules, kept and broken."""
+"""The CRD: bounded and described fields, consistency with the code, and valid and invalid values for each rule."""
 
 import dataclasses
 import json

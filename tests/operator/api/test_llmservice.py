@@ -58,7 +58,9 @@ def test_fields_match_the_crd(where, cls, schema):
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_can_be_read(example):
-    for document in read_manifests(str(example)):
+    documents = read_manifests(str(example))
+    assert documents
+    for document in documents:
         service = LLMService.from_body(crd.require_valid(document))
         assert service.name == document.body["metadata"]["name"]
         assert AdapterCatalog.from_json(service.build_catalog().to_json()) == service.build_catalog()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan reads of a model: a few kilobytes of files of gigabytes, from a folder or any remote source.
+"""Reading model facts for a plan: a few kilobytes of files with gigabytes, from a folder or any remote source.
 
 The readers themselves are tested in tests/sources.
 """
