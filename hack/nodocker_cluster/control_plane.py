@@ -147,7 +147,7 @@ def _write_certificates(folder: Path, address: str) -> None:
         return
     authority = CertificateAuthority(folder)
     hosts = [*_API_NAMES, *sorted({"127.0.0.1", NETWORK.api_service, address})]
-    authority.issue("apiserver", "kube-apiserver", hosts=hosts, client=False)
+    authority.issue("apiserver", "kube-apiserver", hosts=hosts)
     authority.issue("admin", "admin", "system:masters")
     authority.issue("controllers", "system:kube-controller-manager")
     authority.issue("scheduler", "system:kube-scheduler")
@@ -155,7 +155,7 @@ def _write_certificates(folder: Path, address: str) -> None:
     authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes", [NODE_NAME, NETWORK.node])
     authority.issue("apiserver-kubelet", "apiserver-kubelet", "system:masters")
     authority.issue("front-proxy", "front-proxy")
-    authority.write_service_account_keys()
+    authority.write_service_account_key()
 
 
 def _write_kubeconfigs(folder: Path, port: int, address: str) -> ClusterAccess:
@@ -206,7 +206,7 @@ def _api_server_flags(folder: Path, port: int, etcd: str, address: str) -> list[
         f"--service-cluster-ip-range={NETWORK.services}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-signing-key-file={pki}/sa.key",
-        f"--service-account-key-file={pki}/sa.pub",
+        f"--service-account-key-file={pki}/sa.key",
         f"--kubelet-client-certificate={pki}/apiserver-kubelet.crt",
         f"--kubelet-client-key={pki}/apiserver-kubelet.key",
         "--kubelet-preferred-address-types=InternalIP",
