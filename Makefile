@@ -5,27 +5,27 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 EMULATED ?= .venv-emulated
-# Two threads a process at most in tests: they start several processes side by side.
+# At most two threads per process in tests, because tests start several processes.
 export OMP_NUM_THREADS ?= 2
-# Of these none spins while it waits for the other, which may have no core now: it takes it from those who have work.
+# Waiting OpenMP threads do not spin: that would take cores from threads that have work.
 test test-fast e2e: export OMP_WAIT_POLICY ?= passive
-# Two files of tests at a time: half of the time they wait for servers to start and for clocks. In their order, so that the
-# long ones, which start Kubernetes, are not the last. Not in a cluster that is given: its operators would meet.
+# Two test files at a time: half of the time they wait for servers and timers. In file order, so that the long ones, which
+# start Kubernetes, are not the last. Not on an existing cluster, where two operators would interfere.
 SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
-# A Kubernetes for tests and for people: hack/nodocker_cluster. IPV6=1: one without any address of IPv4.
+# A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: demo-env ## the main job: a real server, the tiny model, two adapters, requests over HTTP and gRPC
+demo: demo-env ## demo: a real server, the tiny model, two adapters, requests over HTTP and gRPC
 	@$(BIN)/python hack/demo.py
 
-test: dev-env ## every test that this machine can run, and a line for each that it cannot
+test: dev-env ## all tests that this machine can run, and a line for each skipped one
 	@$(BIN)/python -m pytest -q --durations=10 $(SIDE_BY_SIDE)
 
 test-fast: dev-env ## the tests that start no server (seconds)
@@ -41,7 +41,7 @@ emulated: ## the GPU path without a GPU: PyTorch's CUDA build on an emulated dev
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools
 
-cluster-up: dev-env ## a Kubernetes of one node on this machine, without Docker (as root on Debian; else no node; IPV6=1)
+cluster-up: dev-env ## start Kubernetes with one node on this machine, without Docker (node: root on Debian; IPV6=1)
 	@$(CLUSTER) up
 
 cluster-images: dev-env ## build this checkout's images for it (make cluster-load puts them on its node)
@@ -50,10 +50,10 @@ cluster-images: dev-env ## build this checkout's images for it (make cluster-loa
 cluster-load: dev-env
 	@$(CLUSTER) load
 
-e2e: cluster-tools cluster-images ## real pods: the chart, an LLMService, tokens, on a node of its own (root on Debian; IPV6=1)
+e2e: cluster-tools cluster-images ## test real pods: the chart, an LLMService, tokens, on a new node (root on Debian; IPV6=1)
 	@QUIRE_PODS=1 $(BIN)/python -m pytest -q --durations=10 $(or $(WHAT),tests/pods)
 
-cluster-down: dev-env ## end it, with everything that ran on it
+cluster-down: dev-env ## stop the cluster of make cluster-up, with everything on it
 	@$(CLUSTER) down
 
 check: lint types contracts commits ## lint, types, import contracts and commit subjects
@@ -82,7 +82,7 @@ format: dev-env ## format and fix what ruff can
 generated: dev-env ## write docs/llmservice-reference.md from crds/llmservices.yaml
 	@$(BIN)/python hack/generated.py
 
-doctor: ## say what this machine lacks, and install nothing
+doctor: ## report missing requirements, and install nothing
 	@$(PYTHON) hack/bootstrap.py --check-only
 
 demo-env:

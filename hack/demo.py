@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job in a minute: `quire serve` on the example, requests over HTTP and gRPC, and a table of what happened.
+"""Demo in a minute: `quire serve` with the example, requests over HTTP and gRPC, and a table of the results.
 
 make demo                                   the example, on free ports, then stop
 .venv/bin/python hack/demo.py --keep        leave it running until Ctrl-C, to try requests by hand
@@ -33,7 +33,7 @@ START_SECONDS = 180
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the pieces listen."""
+    """Ports of the servers."""
 
     http: int
     grpc: int
@@ -42,7 +42,7 @@ class Ports:
 
 
 TextPiece = tuple[str, int]
-"""Text, and how many tokens it is: those that were made while the last piece was on its way come together."""
+"""Text and its number of tokens: tokens generated while the previous piece was sent are coalesced."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class TableRow:
 
 
 def default_or_free_ports() -> Ports:
-    """The usual ones where they are free, others where not."""
+    """Return the usual ports if they are free, otherwise others."""
     return Ports(*(port if is_free(port) else free_ports(1)[0] for port in (8000, 8001, 8002, 8003)))
 
 
 def serve(ports: Ports) -> subprocess.Popen[bytes]:
-    """Start `quire serve` on the example; its output is ours."""
+    """Start `quire serve` with the example; it shares this process's output."""
     flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health")]
     command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(EXAMPLE), *flags]
     print_now(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
@@ -69,7 +69,7 @@ def serve(ports: Ports) -> subprocess.Popen[bytes]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], ports: Ports) -> float:
-    """Seconds until the health port says ready."""
+    """Wait until the health port reports ready; return the seconds."""
     started = time.monotonic()
     while time.monotonic() - started < START_SECONDS:
         if process.poll() is not None:
@@ -83,7 +83,7 @@ def wait_ready(process: subprocess.Popen[bytes], ports: Ports) -> float:
 
 
 def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /v2/models/MODEL/generate: the whole answer at once."""
+    """POST /v2/models/MODEL/generate: one complete answer."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate",
         json.dumps({**body, "return_num_output_tokens": True}).encode(),
@@ -95,7 +95,7 @@ def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, A
 
 
 def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[TextPiece]:
-    """POST /v2/models/MODEL/generate_stream: server-sent events as they come."""
+    """POST /v2/models/MODEL/generate_stream: yield server-sent events as they arrive."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate_stream",
         json.dumps({**body, "stream": True, "return_num_output_tokens": True}).encode(),
@@ -109,7 +109,7 @@ def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[Text
 
 
 def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[TextPiece]:
-    """ModelStreamInfer with NVIDIA's client: pieces of text as they come."""
+    """ModelStreamInfer with NVIDIA's client: yield pieces of text as they arrive."""
     import numpy as np
 
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -132,7 +132,7 @@ def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any
 
 
 def print_stream(heading: str, pieces: Iterator[TextPiece]) -> TableRow:
-    """Print a stream under a heading, measured."""
+    """Print a stream under a heading, and measure it."""
     started = time.monotonic()
     text, first_s, count = "", 0.0, 0
     for piece, tokens in pieces:
@@ -146,7 +146,7 @@ def print_stream(heading: str, pieces: Iterator[TextPiece]) -> TableRow:
 
 
 def run_concurrent_streams(ports: Ports, models: list[str], streams: int) -> TableRow:
-    """Many streams at once, models mixed, every one counted."""
+    """Run many concurrent streams of different models, and count their tokens."""
     counts, first_token_ms, lock = [], [], threading.Lock()
 
     def run_stream(index: int) -> None:
@@ -167,7 +167,7 @@ def run_concurrent_streams(ports: Ports, models: list[str], streams: int) -> Tab
 
 
 def run_requests(ports: Ports) -> list[TableRow]:
-    """The demonstration itself."""
+    """Run the demo."""
     greedy_params = {"temperature": 0.0, "max_tokens": 80}
     story_request = {"text_input": STORY, **greedy_params}
     started = time.monotonic()
@@ -191,19 +191,19 @@ def run_requests(ports: Ports) -> list[TableRow]:
 
 
 def print_table(rows: list[TableRow]) -> None:
-    """Print what was measured."""
+    """Print the measurements."""
     print_now(f"\n{'what':<48} {'tokens':>7} {'first ms':>9} {'tokens/s':>9}")
     for row in rows:
         print(f"{row.description[:48]:<48} {row.tokens:>7} {row.first_ms:>9.0f} {row.tokens / row.seconds:>9.0f}")
 
 
 def print_now(text: str) -> None:
-    """Print at once, in order with the other processes' lines."""
+    """Print without buffering, in order with the other processes' lines."""
     print(text, flush=True)
 
 
 def main() -> int:
-    """Serve, ask, show, stop; the exit code is the server's unless something failed."""
+    """Start the server, send requests, print results, stop; return the server's exit code unless something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ import yaml
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become `helm`, or do what it would."""
+    """Exec `helm`, or run the replacement."""
     if (binary := shutil.which("helm")) and _is_supported(binary):
         os.execv(binary, ["helm", *arguments])
     options = _parser().parse_args(arguments)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _is_supported(binary: str) -> bool:
-    """Whether it is Helm 3.13 or later, the first with --dry-run=client."""
+    """Return whether it is Helm 3.13 or later, which has --dry-run=client."""
     command = [binary, "version", "--template", "{{.Version}}"]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     match = re.match(r"v(\d+)\.(\d+)", output)
@@ -110,7 +110,7 @@ def _uninstall(options: argparse.Namespace) -> None:
 
 
 def _values(options: argparse.Namespace) -> dict[str, Any]:
-    """All files of values in one, later ones over earlier ones."""
+    """Merge values files; later files override earlier ones."""
     values: dict[str, Any] = {}
     for file in options.values:
         values = _merge_values(values, yaml.safe_load(Path(file).read_text()) or {})
@@ -124,7 +124,7 @@ def _merge_values(base: Any, override: Any) -> Any:
 
 
 def _seconds(text: str) -> int:
-    """Helm's durations, as far as tests need them: 90s, 5m."""
+    """Parse a duration of Helm, as far as tests need it: 90s, 5m."""
     return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 

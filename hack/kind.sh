@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A kind cluster with the images of this checkout, where there is Docker: hack/kind.sh [up|e2e|down]
-#   up     cluster "quire" with both images loaded (default); prints how to go on
+#   up     cluster "quire" with both images loaded (default); prints the next commands
 #   e2e    up, and the tests of `make e2e` against it
 #   down   delete the cluster
-# No machine with Docker has run this script yet; `make e2e` runs the same tests on a node of its own.
+# `make e2e` runs the same tests without Docker, on a node of hack/nodocker_cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kubeconfig=${XDG_CACHE_HOME:-$HOME/.cache}/quire/kind.kubeconfig

@@ -63,7 +63,7 @@ def cache_folder() -> Path:
 
 
 def find() -> KubeBinaries | None:
-    """The programs that are there already: those of KUBEBUILDER_ASSETS, or the newest in the cache."""
+    """Return the existing programs: those of KUBEBUILDER_ASSETS, or the newest in the cache."""
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         folder = Path(assets).resolve()
         if not all((folder / name).exists() for name in _REQUIRED_PROGRAMS):

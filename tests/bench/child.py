@@ -74,10 +74,10 @@ class ChildProcess:
         """Send a command and return the reply.
 
         Raises:
-            ChildFailed: it failed, ended, or was silent for too long.
+            ChildFailed: the process failed, ended, or did not answer in time.
         """
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # it has ended; reading says so
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; reading reports it
             print(json.dumps([command, arguments]), file=self._commands, flush=True)
         readable, _, _ = select.select([self._responses], [], [], self._timeout_s)
         line = self._responses.readline() if readable else ""

@@ -40,10 +40,10 @@ _NOT_SUPPORTED = 801
 
 
 def build() -> list[Path]:
-    """The libraries, built if they are not yet: about 20 s, once.
+    """Build the libraries if necessary, which takes about 20 s, and return them.
 
     Raises:
-        RuntimeError: torch is not there, is not built for CUDA 13, or the compiler refuses.
+        RuntimeError: torch is not installed, is not built for CUDA 13, or the compiler failed.
     """
     torch = _package("torch") / "lib"
     sources = [*sorted(HERE.glob("*.cpp")), Path(__file__), _package("torch") / "version.py"]
