@@ -61,7 +61,7 @@ def reference(crd: dict[str, Any]) -> str:
     version = crd["spec"]["versions"][0]
     spec, status = (version["schema"]["openAPIV3Schema"]["properties"][name] for name in ("spec", "status"))
     source = spec["properties"]["model"]["properties"]["source"]
-    parts = [
+    sections = [
         _HEAD,
         "## spec\n",
         f"Rules:\n\n{_rule_list(spec)}",
@@ -69,20 +69,20 @@ def reference(crd: dict[str, Any]) -> str:
     ]
     for name, node in spec["properties"].items():
         if name not in _scalar_fields(spec):
-            parts += [f"## spec.{name}{'[]' if 'items' in node else ''}\n", _description(node), ""]
-            parts += [_section(f"spec.{name}", node, source)]
-    parts += [
+            sections += [f"## spec.{name}{'[]' if 'items' in node else ''}\n", _description(node), ""]
+            sections += [_section(f"spec.{name}", node, source)]
+    sections += [
         "## source\n",
         f"Used by `spec.model` and by each adapter. {_description(source)}",
         "",
         _section("source", source, None),
     ]
-    parts += ["## status\n", f"{_description(status)}\n", _table(status, "status", deep=False)]
-    parts += ["### status.plan\n", _description(status["properties"]["plan"]), ""]
-    parts += [_table(status["properties"]["plan"], "status.plan", deep=False)]
-    parts += ["## Columns of `kubectl get llm`\n", "| column | content |", "|---|---|"]
-    parts += [f"| {c['name']} | {c.get('description', 'Time since creation.')} |" for c in _columns(version)]
-    text = "\n".join(part for part in parts if part is not None)
+    sections += ["## status\n", f"{_description(status)}\n", _table(status, "status", deep=False)]
+    sections += ["### status.plan\n", _description(status["properties"]["plan"]), ""]
+    sections += [_table(status["properties"]["plan"], "status.plan", deep=False)]
+    sections += ["## Columns of `kubectl get llm`\n", "| column | content |", "|---|---|"]
+    sections += [f"| {c['name']} | {c.get('description', 'Time since creation.')} |" for c in _columns(version)]
+    text = "\n".join(sections)
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip() + "\n"
 
 

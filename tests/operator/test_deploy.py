@@ -84,7 +84,7 @@ def test_wheel_stage_copies_all_sources_of_the_wheel(dockerfile):
 
 def test_wheel_contains_the_crd():
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    (source,) = [source for source, place in included.items() if place == "quire_operator/llmservices.yaml"]
+    (source,) = [source for source, target in included.items() if target == "quire_operator/llmservices.yaml"]
     assert (ROOT / source) == crd.find_crd_file()
 
 

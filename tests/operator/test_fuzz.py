@@ -59,8 +59,8 @@ def random_value(rng, schema, path=()):
     if schema["type"] == "boolean":
         return rng.random() < 0.5
     if schema["type"] == "integer":
-        least, most = schema["minimum"], schema["maximum"]
-        return min(most, max(least, rng.choice([least, most, 2, 16, 512, 4096])))
+        low, high = schema["minimum"], schema["maximum"]
+        return min(high, max(low, rng.choice([low, high, 2, 16, 512, 4096])))
     if schema["type"] == "string":
         return rng.choice(texts(schema.get("pattern"), schema.get("minLength", 0), schema["maxLength"]))
     if schema["type"] == "array":
@@ -72,14 +72,16 @@ def random_value(rng, schema, path=()):
         kind = rng.choice([*fields])
         return {kind: random_value(rng, fields[kind], (*path, kind))}
     full = rng.choice([0.1, 0.3, 0.6])
-    wanted = [name for name in fields if name in schema.get("required", ()) or rng.random() < full]
-    return {name: random_value(rng, fields[name], (*path, name)) for name in wanted}
+    names = [name for name in fields if name in schema.get("required", ()) or rng.random() < full]
+    return {name: random_value(rng, fields[name], (*path, name)) for name in names}
 
 
 @functools.cache
-def texts(pattern, least, most):
+def texts(pattern, min_length, max_length):
     """Return the sample texts that a schema accepts."""
-    return [t for t in TEXTS if least <= len(t) <= most and re.search((pattern or "").replace("$", r"\Z"), t)]
+    return [
+        t for t in TEXTS if min_length <= len(t) <= max_length and re.search((pattern or "").replace("$", r"\Z"), t)
+    ]
 
 
 def valid(body):

@@ -86,8 +86,8 @@ def _url_port(url: str) -> int:
     """Return the port of a URL."""
     try:
         # The URL of a proxy can have no scheme.
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        return parts.port or (80 if parts.scheme == "http" else 443)
+        split_url = urlsplit(url if "://" in url else f"http://{url}")
+        return split_url.port or (80 if split_url.scheme == "http" else 443)
     except ValueError as error:
         raise ConfigError(f"{url!r} is not a URL ({error}); correct it in the spec") from error
 

@@ -245,26 +245,26 @@ def _cost(path, rule):
 
 
 @pytest.mark.parametrize(
-    ("words", "good", "bad", "path"), CEL_RULE_CASES, ids=[f"{r[0]}-{i}" for i, r in enumerate(CEL_RULE_CASES)]
+    ("message", "good", "bad", "path"), CEL_RULE_CASES, ids=[f"{r[0]}-{i}" for i, r in enumerate(CEL_RULE_CASES)]
 )
-def test_rule_accepts_valid_and_rejects_invalid_values(words, good, bad, path):
+def test_rule_accepts_valid_and_rejects_invalid_values(message, good, bad, path):
     assert validation_problems(good) == []
     (problem,) = crd.validate(service_with(bad)).problems
     assert format_path(problem.path) == path
-    assert problem.rule.startswith(words)
+    assert problem.rule.startswith(message)
 
 
-@pytest.mark.parametrize(("words", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
-def test_transition_rules_compare_with_the_stored_object(words, good, bad):
+@pytest.mark.parametrize(("message", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
+def test_transition_rules_compare_with_the_stored_object(message, good, bad):
     for old, new in good:
         assert not crd.validate(service_with({"spec.cache": new}), service_with({"spec.cache": old})).problems
     for old, new in bad:
         (problem,) = crd.validate(service_with({"spec.cache": new}), service_with({"spec.cache": old})).problems
-        assert problem.rule.startswith(words)
+        assert problem.rule.startswith(message)
         assert validation_problems({"spec.cache": new}) == []
 
 
 def test_every_rule_has_a_test_case():
-    words = [case[0] for case in (*CEL_RULE_CASES, *CEL_UPDATE_CASES)]
+    message = [case[0] for case in (*CEL_RULE_CASES, *CEL_UPDATE_CASES)]
     for _, _, rule in rules():
-        assert any(rule.requirement.startswith(w) for w in words), rule.requirement
+        assert any(rule.requirement.startswith(w) for w in message), rule.requirement

@@ -23,12 +23,12 @@ def service(spec):
     return LLMService.from_body(crd.require_valid(document))
 
 
-def parts(hint):
+def nested_dataclass(hint):
     """Return the dataclass in a type hint, also within Optional and tuples, or None."""
     if dataclasses.is_dataclass(hint):
         return hint
     if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple):
-        return next((dataclass for arg in typing.get_args(hint) if (dataclass := parts(arg))), None)
+        return next((dataclass for arg in typing.get_args(hint) if (dataclass := nested_dataclass(arg))), None)
     return None
 
 
@@ -37,7 +37,7 @@ def pairs(cls, schema, where="spec"):
     yield where, cls, schema
     for name, hint in typing.get_type_hints(cls).items():
         inner = schema["properties"][name]
-        dataclass = parts(hint)
+        dataclass = nested_dataclass(hint)
         # The classes of the catalog are shared with adapters.json; test_crd.py compares their fields.
         if dataclass and dataclass.__module__ == LLMServiceSpec.__module__:
             yield from pairs(dataclass, inner.get("items", inner), f"{where}.{name}")

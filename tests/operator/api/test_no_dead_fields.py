@@ -145,7 +145,7 @@ def candidates(path, node):
     return [*TEXTS.get(key, []), "other"]
 
 
-def places(value, path):
+def locations(value, path):
     """Yield every (container, key) in `value` at a path of the schema."""
     key, *rest = path
     if key == "[]":
@@ -158,7 +158,7 @@ def places(value, path):
         if not rest:
             yield value, key_found
         elif not isinstance(value, dict) or key_found in value:
-            yield from places(value[key_found], rest)
+            yield from locations(value[key_found], rest)
 
 
 def leaves():
@@ -234,10 +234,10 @@ def pod_template(text):
 
 def variants(document, path, node):
     """Yield copies of the service with another value at one place of the path, for each place and value."""
-    for i in range(len(list(places(document["spec"], path)))):
+    for i in range(len(list(locations(document["spec"], path)))):
         for value in candidates(path, node):
             changed = copy.deepcopy(document)
-            container, key = list(places(changed["spec"], path))[i]
+            container, key = list(locations(changed["spec"], path))[i]
             if isinstance(container, dict) and container.get(key) == value:
                 continue
             for sibling in list(container) if path[-2:] == ("source", "path") else WITHOUT.get(path, ()):

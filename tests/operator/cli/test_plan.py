@@ -116,7 +116,7 @@ def test_a_model_that_does_not_fit_gets_advice(configs):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["-f", "none.yaml"], "none.yaml: No such file or directory; give the path"),
         (["-f", LLAMA, "--gpu", "L4", "--model-config", "CONFIG"], "did you mean NVIDIA-L4 or NVIDIA-L40 or"),
@@ -127,10 +127,10 @@ def test_a_model_that_does_not_fit_gets_advice(configs):
         (["-f", LLAMA, "--nodes", "README.md"], "--nodes README.md: Expecting value"),
     ],
 )  # fmt: skip
-def test_errors_name_field_value_and_fix(configs, arguments, words):
+def test_errors_name_field_value_and_fix(configs, arguments, message):
     done = quire("plan", *(str(configs / "8b.json") if a == "CONFIG" else a for a in arguments))
     assert (done.returncode, done.stdout) == (1, "")
-    assert words in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -25,7 +25,7 @@ def test_size_comes_from_index_then_header_then_configuration():
 
 
 @pytest.mark.parametrize(
-    ("config", "index", "header", "words"),
+    ("config", "index", "header", "message"),
     [
         ([], None, None, "config.json: expected an object"),
         ({"architectures": ["X"]}, None, None, "'X' is not supported"),
@@ -40,6 +40,6 @@ def test_size_comes_from_index_then_header_then_configuration():
         (LLAMA_8B, None, {"a": {"data_offsets": "x"}}, "contains no tensors"),
     ],
 )
-def test_rejects_invalid_files(config, index, header, words):
-    with pytest.raises(ConfigError, match=words):
+def test_rejects_invalid_files(config, index, header, message):
+    with pytest.raises(ConfigError, match=message):
         CheckpointInfo.from_files(config, index, header)

@@ -161,7 +161,7 @@ async def test_reads_a_local_folder_or_config_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ({}, "config.json: does not exist"),
         ({"config.json": b"{"}, "config.json: not JSON: "),
@@ -172,8 +172,8 @@ async def test_reads_a_local_folder_or_config_file(tmp_path):
         (SHARDED | {"model.safetensors.index.json": b"{}"}, "total_size must be the bytes of all tensors, got None"),
     ],
 )
-async def test_rejects_invalid_files(tmp_path, content, words):
-    with pytest.raises(ConfigError, match=words) as error:
+async def test_rejects_invalid_files(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message) as error:
         await read_local_checkpoint(folder(tmp_path / "m", content))
     assert str(error.value).count(str(tmp_path / "m")) == 1
 

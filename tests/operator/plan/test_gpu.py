@@ -56,9 +56,9 @@ def test_mig_memory_and_gpus_per_node():
     assert (resolve_gpu(slice_, nodes).memory_mib, resolve_gpu(slice_, nodes).gpus_per_node) == (40448, None)
     with pytest.raises(Unplannable, match=r"the memory of 'nvidia.com/mig-3g.40gb' is unknown"):
         resolve_gpu(gpu_spec(f"{{product: {H100}, resourceName: nvidia.com/mig-3g.40gb}}"))
-    whole = resolve_gpu(None, nodes)
-    assert (whole.memory_mib, whole.gpus_per_node) == (81559, 2)
-    inputs = dataclasses.replace(planner_inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=whole)
+    gpu = resolve_gpu(None, nodes)
+    assert (gpu.memory_mib, gpu.gpus_per_node) == (81559, 2)
+    inputs = dataclasses.replace(planner_inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=gpu)
     assert planner.make_plan(inputs).tensorParallelSize.value == 2
     pinned = dataclasses.replace(inputs, engine=dataclasses.replace(inputs.engine, tensorParallelSize=4))
     with pytest.raises(Unplannable, match="4: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs"):

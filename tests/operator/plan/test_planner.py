@@ -291,14 +291,17 @@ def test_huge_sizes_stay_within_the_integers_of_a_status():
 
 
 def test_fp8_kv_cache_has_twice_the_tokens():
-    whole, half = (
+    default_cache, fp8_cache = (
         plan_for("8b", H100, f"lora: {{maxLoaded: 0}}\nengine: {{kvCacheMemory: 4Gi, kvCacheDtype: {kind}}}")
         for kind in ("auto", "fp8")
     )
-    assert (half.bytes.kv, half.kvTokens) == (whole.bytes.kv, 2 * whole.kvTokens)
-    assert half.inputsHash != whole.inputsHash
+    assert (fp8_cache.bytes.kv, fp8_cache.kvTokens) == (default_cache.bytes.kv, 2 * default_cache.kvTokens)
+    assert fp8_cache.inputsHash != default_cache.inputsHash
     # Setting the default value does not change the digest, so nothing is planned again.
-    assert whole.inputsHash == plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}").inputsHash
+    assert (
+        default_cache.inputsHash
+        == plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}").inputsHash
+    )
 
 
 # CPU.

@@ -417,7 +417,7 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a folder of one machine, and pods do not have"),
         ("adapters: [{name: a, source: {path: x}}]", r"spec.adapters\[0\].source.path: 'x' is a folder of one machine"),
@@ -428,7 +428,7 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
         ),
     ],
 )  # fmt: skip
-def test_rejects_services_that_no_cluster_can_run(text, words):
+def test_rejects_services_that_no_cluster_can_run(text, message):
     service = llm_service(GPU + text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         render_objects(service, plan_of_service(service), RENDER_CONTEXT)
