@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One running `quire serve` of the example for all tests that leave it as they found it."""
+"""One running `quire serve` of the example for all tests that do not change its state."""
 
 import pytest
 from support.quire_serve import example_document, running_service

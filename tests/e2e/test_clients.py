@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job: the example LLMService, served by a real server, used by the clients that people have."""
+"""The example LLMService on a real server, used with HTTP and gRPC clients."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ STORY = "Once upon a time"
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 
 
-def test_every_name_answers_and_differs(service):
+def test_every_model_generates_a_different_text(service):
     texts = {model: service.text(model, STORY, **GREEDY) for model in ("tales", "pirate", "sql")}
     assert all(len(text.split()) > 5 for text in texts.values()), texts
     assert texts["tales"] != texts["pirate"]
@@ -29,18 +29,18 @@ def test_sql_adapter_writes_sql(service):
     assert service.text("sql", prompt, **GREEDY).strip().upper().startswith("SELECT")
 
 
-def test_lora_name_on_the_base_is_the_adapters_own_model(service):
+def test_lora_name_equals_the_adapters_model(service):
     assert service.text("tales", STORY, lora_name="pirate", **GREEDY) == service.text("pirate", STORY, **GREEDY)
 
 
-def test_not_streaming_prepends_the_prompt_unless_excluded(service):
-    answer = service.generate("tales", STORY, **GREEDY).body
-    assert answer["text_output"] == STORY + service.text("tales", STORY, **GREEDY)
-    assert answer["model_name"] == "tales"
+def test_generate_prepends_the_prompt_unless_excluded(service):
+    response = service.generate("tales", STORY, **GREEDY).body
+    assert response["text_output"] == STORY + service.text("tales", STORY, **GREEDY)
+    assert response["model_name"] == "tales"
 
 
 def test_optional_outputs(service):
-    wanted = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+    outputs = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
     body = service.generate(
         "tales",
         STORY,
@@ -48,7 +48,7 @@ def test_optional_outputs(service):
         max_tokens=5,
         logprobs=2,
         ignore_eos=True,
-        **{f"return_{w}": True for w in wanted},
+        **{f"return_{name}": True for name in outputs},
     ).body
     assert body["finish_reason"] == "length"
     assert (int(body["num_output_tokens"]), int(body["num_input_tokens"]) > 2) == (5, True)
@@ -58,41 +58,41 @@ def test_optional_outputs(service):
     assert total == pytest.approx(float(body["cumulative_logprob"]), abs=1e-3)
 
 
-def test_log_probabilities_of_the_prompt(service):
-    asked = {"temperature": 0.0, "max_tokens": 3, "prompt_logprobs": 1, "return_prompt_logprobs": True}
-    body = service.generate("tales", STORY, return_num_input_tokens=True, **asked).body
+def test_prompt_logprobs(service):
+    parameters = {"temperature": 0.0, "max_tokens": 3, "prompt_logprobs": 1, "return_prompt_logprobs": True}
+    body = service.generate("tales", STORY, return_num_input_tokens=True, **parameters).body
     first, *positions = json.loads(body["prompt_logprobs"])
     assert first is None and len(positions) == int(body["num_input_tokens"]) - 1
     assert all(1 <= len(position) <= 2 for position in positions)
     assert all(entry["logprob"] < 0 and entry["decoded_token"] for p in positions for entry in p.values())
-    (stream,) = run_concurrently(service.http_stream("tales", STORY, **asked))
+    (stream,) = run_concurrently(service.http_stream("tales", STORY, **parameters))
     assert json.loads(stream.events[0]["prompt_logprobs"]) == [first, *positions]
     assert {event["prompt_logprobs"] for event in stream.events[1:]} <= {"null"}
 
 
-def test_seed_repeats_and_absence_does_not(service):
-    asked = {"temperature": 1.0, "max_tokens": 30, "ignore_eos": True}
-    assert service.text("tales", STORY, seed=7, **asked) == service.text("tales", STORY, seed=7, **asked)
-    assert len({service.text("tales", STORY, **asked) for _ in range(4)}) > 1
+def test_seed_is_reproducible(service):
+    parameters = {"temperature": 1.0, "max_tokens": 30, "ignore_eos": True}
+    assert service.text("tales", STORY, seed=7, **parameters) == service.text("tales", STORY, seed=7, **parameters)
+    assert len({service.text("tales", STORY, **parameters) for _ in range(4)}) > 1
 
 
-def test_several_outputs_in_one_answer(service):
-    asked = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
-    alone = [service.text("tales", STORY, seed=3 + i, **asked) for i in range(3)]
-    wanted = {f"return_{name}": True for name in ("finish_reason", "num_output_tokens", "output_ids")}
-    body = service.generate("tales", STORY, seed=3, n=3, **asked, **wanted).body
+def test_several_outputs_in_one_response(service):
+    parameters = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+    alone = [service.text("tales", STORY, seed=3 + i, **parameters) for i in range(3)]
+    outputs = {f"return_{name}": True for name in ("finish_reason", "num_output_tokens", "output_ids")}
+    body = service.generate("tales", STORY, seed=3, n=3, **parameters, **outputs).body
     assert body["text_output"] == [STORY + text for text in alone]
     assert body["finish_reason"] == ["length"] * 3
     assert (body["num_output_tokens"], len(body["output_ids"])) == ([20] * 3, 60)
-    (stream,) = run_concurrently(service.http_stream("tales", STORY, seed=3, n=3, **asked))
+    (stream,) = run_concurrently(service.http_stream("tales", STORY, seed=3, n=3, **parameters))
     texts = [event["text_output"] for event in stream.events]
     assert ["".join(parts) for parts in zip(*texts, strict=True)] == alone
-    best = service.generate("tales", STORY, seed=3, best_of=3, **asked).body
+    best = service.generate("tales", STORY, seed=3, best_of=3, **parameters).body
     assert best["text_output"] in [STORY + text for text in alone]
 
 
-def test_parameters_come_as_request_parameters(service):
-    """The generate endpoint takes neither lists nor objects: they are JSON texts there."""
+def test_all_kinds_of_request_parameters(service):
+    """The generate endpoint accepts neither lists nor objects; they are sent as JSON strings."""
     whole = service.text("tales", STORY, **GREEDY)
     word = whole.split()[3]
     without = service.text("tales", STORY, bad_words=json.dumps([word]), **GREEDY)
@@ -113,7 +113,7 @@ def test_stop_string_ends_the_text_before_it(service):
     assert cut == whole[: whole.index(stop)]
 
 
-def test_http_stream_adds_up_to_the_whole(service):
+def test_http_stream_equals_generate(service):
     whole = service.text("tales", STORY, **GREEDY)
     (stream,) = run_concurrently(service.http_stream("tales", STORY, **GREEDY))
     assert (stream.text, stream.error) == (whole, None)
@@ -126,18 +126,18 @@ def test_grpc_stream_asyncio(service):
 
 
 def test_grpc_stream_sync_with_sampling_parameters_tensor(service):
-    """As clients of NVIDIA's vllm_backend send it: one JSON tensor, numbers as strings."""
+    """Clients of NVIDIA's vllm_backend send one JSON tensor with numbers as strings."""
     import numpy as np
 
-    answers: queue.SimpleQueue = queue.SimpleQueue()
+    responses: queue.SimpleQueue = queue.SimpleQueue()
     parameters = grpcclient.InferInput("sampling_parameters", [1], "BYTES")
     encoded = json.dumps({"temperature": "0", "max_tokens": "40"}).encode()
     parameters.set_data_from_numpy(np.array([encoded], dtype=np.object_))
     exclude = grpc_flag("exclude_input_in_output", True)
     with grpcclient.InferenceServerClient(f"127.0.0.1:{service.ports['grpc']}") as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.start_stream(lambda result, error: responses.put((result, error)))
         client.async_stream_infer("tales", [grpc_text(STORY), grpc_flag("stream", False), parameters, exclude])
-        result, error = answers.get(timeout=60)
+        result, error = responses.get(timeout=60)
     assert error is None
     assert result.as_numpy("text_output")[0].decode() == service.text("tales", STORY, **GREEDY)
 
@@ -163,29 +163,29 @@ def test_input_ids_and_output_ids(service):
     by_text = service.generate("tales", STORY, return_num_input_tokens=True, **GREEDY).body
     assert int(by_text["num_input_tokens"]) > 0
     body = {"input_ids": [5, 6, 7], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-    answer = service.request("http", "/v2/models/tales/generate", body)
-    assert answer.status == 200, answer
-    assert len(answer.body["output_ids"]) == 4
+    response = service.request("http", "/v2/models/tales/generate", body)
+    assert response.status == 200, response
+    assert len(response.body["output_ids"]) == 4
 
 
-def test_prompts_of_equal_salts_share_and_of_others_never(service):
+def test_prefix_cache_is_shared_only_for_equal_salts(service):
     prompt = " ".join(f"The tenant of room {i} keeps a cat." for i in range(20))
 
-    def found(**salt: str) -> float:
+    def num_hits(**salt: str) -> float:
         before = gauge(service, "vllm:prefix_cache_hits_total")
         service.text("tales", prompt, temperature=0.0, max_tokens=1, **salt)
         return gauge(service, "vllm:prefix_cache_hits_total") - before
 
     salts = [{"cache_salt": "a"}, {"cache_salt": "b"}, {}]
-    assert [found(**salt) for salt in salts] == [0, 0, 0]
-    # The whole prompt but its last token, or its last block.
-    again = [found(**salt) for salt in salts]
-    assert again[0] > 100 and again == again[:1] * 3
+    assert [num_hits(**salt) for salt in salts] == [0, 0, 0]
+    # The whole prompt except its last token or block.
+    hits = [num_hits(**salt) for salt in salts]
+    assert hits[0] > 100 and hits == hits[:1] * 3
 
 
-def test_a_priority_is_refused_where_requests_run_in_order_of_arrival(service):
-    answer = service.generate("tales", STORY, priority=1)
-    assert answer.status == 400 and "priority: got 1, but scheduling_policy is fcfs" in str(answer.body)
+def test_rejects_priority_with_fcfs_scheduling(service):
+    response = service.generate("tales", STORY, priority=1)
+    assert response.status == 400 and "priority: got 1, but scheduling_policy is fcfs" in str(response.body)
     assert service.generate("tales", STORY, priority=0, **GREEDY).status == 200
 
 
@@ -198,20 +198,20 @@ def test_64_streams_at_once_with_mixed_adapters(service):
     assert [s.text for s in streams] == [alone[models[i % 3]] for i in range(64)]
 
 
-def test_a_closed_connection_frees_its_blocks(service):
-    async def leave_early() -> None:
+def test_disconnected_client_frees_its_kv_blocks(service):
+    async def disconnect() -> None:
         url = f"http://127.0.0.1:{service.ports['http']}/v2/models/tales/generate_stream"
         body = {"text_input": STORY, "stream": True, "max_tokens": 1800, "ignore_eos": True}
         async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
             await response.content.readline()
 
-    run_concurrently(*(leave_early() for _ in range(8)))
+    run_concurrently(*(disconnect() for _ in range(8)))
     service.wait(lambda: "vllm:num_requests_running" in service.metrics(), 5, "metrics")
     service.wait(lambda: gauge(service, "vllm:num_requests_running") == 0, 10, "free of running requests")
     assert gauge(service, "vllm:kv_cache_usage_perc") == 0
 
 
-def test_metrics_count_tokens_under_vllms_names(service):
+def test_metrics_count_tokens_under_vllm_names(service):
     before = gauge(service, "vllm:generation_tokens_total")
     service.generate("sql", STORY, max_tokens=12, ignore_eos=True)
     service.wait(lambda: gauge(service, "vllm:generation_tokens_total") >= before + 12, 5, "counted")
@@ -221,7 +221,7 @@ def test_metrics_count_tokens_under_vllms_names(service):
     assert "nv_inference" in page
 
 
-def test_status_is_truthful(service):
+def test_status(service):
     status = service.status()
     assert (status["ready"], status["served_name"], sorted(status["models"])) == (
         True,
@@ -232,13 +232,13 @@ def test_status_is_truthful(service):
     assert status["memory"]["num_blocks"] > 0
 
 
-def test_the_servers_control_apis_are_closed(service):
+def test_restricted_apis_require_the_key(service):
     for path in ("/v2/repository/index", "/v2/repository/models/tales/unload"):
         assert service.request("http", path, {}).status in (401, 403), path
     assert service.text("tales", STORY, **GREEDY)
 
 
 def gauge(service, name):
-    """Sum of a metric over its labels."""
+    """Return the sum of a metric over its labels."""
     lines = [line for line in service.metrics().splitlines() if line.startswith((name + "{", name + " "))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart's dashboard asks for nothing that a running server does not export, in PromQL that Prometheus reads."""
+"""The chart's dashboard uses valid PromQL, and only metrics and labels that a running pod exports."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from quire_operator.controller.metrics import ControllerMetrics
 DASHBOARD = json.loads((CHART / "files/dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 TARGETS = {"namespace", "pod"}
-"""Labels that Prometheus adds to what it scrapes through a PodMonitor."""
+"""Labels that Prometheus adds to samples scraped through a PodMonitor."""
 VARIABLES = {"namespace", "model", "pod", "datasource"}
 
 
@@ -27,18 +27,18 @@ def parsed(expression):
 
 
 def selectors(tree):
-    """Every selector below an expression, with the labels that it is grouped by on the way."""
-    found, stack = [], [(tree, set())]
+    """Return every selector of an expression with the labels of the aggregations around it."""
+    result, stack = [], [(tree, set())]
     while stack:
         node, labels = stack.pop()
         if isinstance(node, promql_parser.AggregateExpr):
             labels = labels | set(node.modifier.labels if node.modifier else ())
         if isinstance(node, promql_parser.VectorSelector):
-            found.append((node, labels))
-        inner = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "param", "vector_selector")]
-        inner += list(getattr(node, "args", None) or ())
-        stack += [(child, labels) for child in inner if isinstance(child, EXPRESSIONS)]
-    return found
+            result.append((node, labels))
+        children = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "param", "vector_selector")]
+        children += list(getattr(node, "args", None) or ())
+        stack += [(child, labels) for child in children if isinstance(child, EXPRESSIONS)]
+    return result
 
 
 EXPRESSIONS = (
@@ -49,21 +49,21 @@ EXPRESSIONS = (
 
 @pytest.fixture(scope="module")
 def exported(service):
-    """Labels by sample name, after traffic of every kind that panels are about."""
+    """Return labels by sample name, after every kind of traffic that the panels show."""
     service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
     service.generate("tales", "Once upon a time", max_tokens=4, ignore_eos=True)
-    service.generate("tales", "Once upon a time", lora_name="nobody")
+    service.generate("tales", "Once upon a time", lora_name="unknown")
     labels = {}
     for family in text_string_to_metric_families(service.metrics()):
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
         for suffix in ("_total", "") if family.type == "counter" else ("",):
             labels.setdefault(family.name + suffix, set())
-    return labels | of_the_operator()
+    return labels | operator_metrics()
 
 
-def of_the_operator():
-    """The same of the operator's metrics, which have no samples before it works: by its registry."""
+def operator_metrics():
+    """Return the labels of the operator's metrics from its registry; they have no samples before it runs."""
     labels = {}
     for collector in ControllerMetrics().registry._collector_to_names:
         for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(collector._type, ("",)):
@@ -75,21 +75,21 @@ def of_the_operator():
 def test_every_metric_and_label_is_exported(exported):
     missing = []
     for expression in expressions():
-        found = selectors(parsed(expression))
-        assert found, expression
-        for selector, grouped in found:
+        expression_selectors = selectors(parsed(expression))
+        assert expression_selectors, expression
+        for selector, group_labels in expression_selectors:
             known = exported.get(selector.name)
             if known is None:
                 missing.append(selector.name)
                 continue
-            asked = {matcher.name for matcher in selector.matchers.matchers} | grouped
-            # A family without a sample, such as swapping where there is no swap space, tells no labels.
-            missing += [f"{selector.name}{{{label}}}" for label in asked - known - TARGETS if known]
+            used = {matcher.name for matcher in selector.matchers.matchers} | group_labels
+            # A family without samples, such as swapping without swap space, has no known labels.
+            missing += [f"{selector.name}{{{label}}}" for label in used - known - TARGETS if known]
     assert missing == []
 
 
 @pytest.mark.server
-def test_variables_are_asked_of_metrics_that_are_there(exported):
+def test_variables_query_exported_metrics(exported):
     for variable in DASHBOARD["templating"]["list"][1:]:
         metric, label = re.fullmatch(r"label_values\(([\w:]+)(?:\{.*\})?, (\w+)\)", variable["query"]).groups()
         assert metric in exported
@@ -97,22 +97,22 @@ def test_variables_are_asked_of_metrics_that_are_there(exported):
         assert set(re.findall(r"\$(\w+)", variable["query"])) <= VARIABLES
 
 
-def test_panels_have_titles_reasons_and_their_own_place():
+def test_panels_have_titles_descriptions_and_do_not_overlap():
     assert len({panel["title"] for panel in PANELS}) == len(PANELS)
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    taken = set()
+    used_cells = set()
     for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        cells = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
-        assert not cells & taken, panel["title"]
+        grid = panel["gridPos"]
+        cells = {(grid["x"] + dx, grid["y"] + dy) for dx in range(grid["w"]) for dy in range(grid["h"])}
+        assert not cells & used_cells, panel["title"]
         assert max(x for x, _ in cells) < 24
-        taken |= cells
+        used_cells |= cells
     for panel in PANELS:
         assert panel["description"]
         for target in panel["targets"]:
             assert set(re.findall(r"\$(?!__)\{?(\w+)", target["expr"])) <= VARIABLES
-            assert not (set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - grouped(target["expr"]))
+            assert not (set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - group_labels(target["expr"]))
 
 
-def grouped(expression):
+def group_labels(expression):
     return set().union(*(labels for _, labels in selectors(parsed(expression))))

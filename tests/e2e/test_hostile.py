@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong requests: each costs its sender one clear error, and the next request works."""
+"""Invalid requests: each gets one clear error, and the next request works."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ STORY = "Once upon a time"
         ({"n": 3, "best_of": 2}, ("INVALID_ARG", "'best_of'")),
         ({"best_off": 3}, ("INVALID_ARG", "best_off")),
         ({"stop": str(["x"] * 10_000).replace("'", '"')}, ("INVALID_ARG", "stop", "10000")),
-        ({"lora_name": "nobody"}, ("NOT_FOUND", "nobody", "pirate")),
+        ({"lora_name": "unknown"}, ("NOT_FOUND", "unknown", "pirate")),
         ({"logprobs": 1000}, ("INVALID_ARG", "logprobs")),
         ({"presence_penalty": "3"}, ("INVALID_ARG", "presence_penalty", "3")),
         ({"repetition_penalty": 0}, ("INVALID_ARG", "repetition_penalty")),
@@ -39,35 +39,35 @@ STORY = "Once upon a time"
         ({"seed": -5}, ("INVALID_ARG", "seed")),
     ],
 )
-def test_a_wrong_parameter_is_named(service, parameters, words):
-    answer = service.generate("tales", STORY, **parameters)
-    assert answer.status == 400, answer
-    assert all(word in answer.body["error"] for word in words), answer.body
-    assert "Traceback" not in answer.body["error"]
-    assert len(answer.body["error"]) < 1000
+def test_error_names_the_parameter(service, parameters, words):
+    response = service.generate("tales", STORY, **parameters)
+    assert response.status == 400, response
+    assert all(word in response.body["error"] for word in words), response.body
+    assert "Traceback" not in response.body["error"]
+    assert len(response.body["error"]) < 1000
     works(service)
 
 
-def test_a_prompt_that_is_too_long_says_both_numbers(service):
-    answer = service.generate("tales", "word " * 5000)
-    assert answer.status == 400
-    assert "INVALID_ARG" in answer.body["error"]
-    assert "max_model_len" in answer.body["error"]
+def test_rejects_prompt_longer_than_max_model_len(service):
+    response = service.generate("tales", "word " * 5000)
+    assert response.status == 400
+    assert "INVALID_ARG" in response.body["error"]
+    assert "max_model_len" in response.body["error"]
     works(service)
 
 
-def test_a_50_megabyte_prompt(service):
-    answer = service.generate("tales", "x" * 50_000_000)
-    assert answer.status in (400, 413), answer
-    assert len(str(answer.body)) < 1000
+def test_rejects_50_megabyte_prompt(service):
+    response = service.generate("tales", "x" * 50_000_000)
+    assert response.status in (400, 413), response
+    assert len(str(response.body)) < 1000
     works(service)
 
 
 @pytest.mark.parametrize("prompt", [b"\xff\xfe\xfa", b"ok \xc3"])
 def test_invalid_utf8(service, prompt):
     body = b'{"max_tokens": 4, "text_input": "' + prompt + b'"}'
-    answer = service.request("http", "/v2/models/tales/generate", body)
-    assert answer.status == 400, answer
+    response = service.request("http", "/v2/models/tales/generate", body)
+    assert response.status == 400, response
     works(service)
 
 
@@ -78,29 +78,28 @@ def test_invalid_utf8_over_grpc(service):
     works(service)
 
 
-def test_an_unknown_model(service):
-    assert service.generate("nobody", STORY).status in (400, 404)
+def test_rejects_unknown_model(service):
+    assert service.generate("unknown", STORY).status in (400, 404)
     works(service)
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [10**6], [1] * 5000])
-def test_wrong_input_ids(service, ids):
-    answer = service.request("http", "/v2/models/tales/generate", {"input_ids": ids, "max_tokens": 2})
-    assert answer.status == 400, answer
+def test_rejects_invalid_input_ids(service, ids):
+    response = service.request("http", "/v2/models/tales/generate", {"input_ids": ids, "max_tokens": 2})
+    assert response.status == 400, response
     works(service)
 
 
 def test_grpc_gets_the_real_status(service):
     unknown, wrong = run_concurrently(
-        service.grpc_stream("tales", STORY, lora_name="nobody"), service.grpc_stream("tales", STORY, temperature=-1.0)
+        service.grpc_stream("tales", STORY, lora_name="unknown"), service.grpc_stream("tales", STORY, temperature=-1.0)
     )
     assert "NOT_FOUND" in unknown.error
     assert "INVALID_ARGUMENT" in wrong.error
     works(service)
 
 
-def test_refusals_are_counted_wherever_they_are_found(service):
-    """By the model's own process, or by text, whether it streams or not."""
+def test_counts_rejections_of_stub_and_text_process(service):
 
     def counted():
         families = text_string_to_metric_families(service.metrics())
@@ -111,13 +110,13 @@ def test_refusals_are_counted_wherever_they_are_found(service):
     assert service.generate("tales", STORY, temperature=-1).status == 400
     assert service.generate("sql", STORY, lora_name="pirate").status == 400
     assert service.request("http", "/v2/models/pirate/generate", {"input_ids": [-1]}).status == 400
-    assert service.generate("tales", STORY, lora_name="nobody").status == 400
+    assert service.generate("tales", STORY, lora_name="unknown").status == 400
     (stream,) = run_concurrently(service.grpc_stream("tales", b"\xff"))
     assert stream.error
     service.wait(lambda: counted() - before == {"INVALID_ARG": 4, "NOT_FOUND": 1}, 5, "counted")
 
 
-def test_wrong_requests_among_right_ones_disturb_nobody(service):
+def test_invalid_requests_do_not_affect_valid_ones(service):
     alone = service.text("pirate", STORY, temperature=0.0, max_tokens=60)
     good = [service.http_stream("pirate", STORY, temperature=0.0, max_tokens=60) for _ in range(8)]
     bad = [service.http_stream("tales", STORY, temperature=-1) for _ in range(8)]

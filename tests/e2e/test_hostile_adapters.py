@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders made to break an engine: each is refused in a sentence that says why, while everybody else is served."""
+"""Malicious adapter folders: each is rejected with a one-sentence reason, and other requests are not affected."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def _fifo(folder):
     os.mkfifo(folder / WEIGHTS)
 
 
-HOSTILE = {
+HOSTILE_ADAPTERS = {
     "truncated": (lambda f: os.truncate(f / WEIGHTS, 50_000), "is not a safetensors file"),
     "empty": (lambda f: os.truncate(f / WEIGHTS, 0), "is not a safetensors file"),
     "nan": (_nan, "holds NaN or infinity"),
@@ -68,38 +68,40 @@ HOSTILE = {
         "repeated group",
     ),
 }
-"""What is done to a good adapter, and what its error says."""
+"""By name: the modification of a valid adapter, and the text of its error."""
 
 
-def test_hostile_folders_are_refused_and_disturb_nobody(service, tmp_path):
+def test_rejects_hostile_folders_without_affecting_others(service, tmp_path):
     before = service.status()
     good = {name: {"name": name, "source": {"path": str(EXAMPLES / "adapters" / name)}} for name in ("pirate", "sql")}
     expected = service.text("pirate", STORY, **GREEDY)
     pids = {name: service.pid(name) for name in ("core", "text", "server")}
     hostile = []
-    for name, (spoil, _) in HOSTILE.items():
+    for name, (modify, _) in HOSTILE_ADAPTERS.items():
         shutil.copytree(PIRATE, tmp_path / name)
-        spoil(tmp_path / name)
+        modify(tmp_path / name)
         hostile.append({"name": name, "source": {"path": str(tmp_path / name)}})
     try:
-        answer = service.put_adapters({"generation": before["generation"] + 1, "adapters": [*good.values(), *hostile]})
-        assert answer.status == 202
-        for name, (_, said) in HOSTILE.items():
-            service.wait(lambda name=name: service.adapter(name).get("state") == "Failed", 60, f"{name} is refused")
+        response = service.put_adapters(
+            {"generation": before["generation"] + 1, "adapters": [*good.values(), *hostile]}
+        )
+        assert response.status == 202
+        for name, (_, message) in HOSTILE_ADAPTERS.items():
+            service.wait(lambda name=name: service.adapter(name).get("state") == "Failed", 60, f"rejecting {name}")
             error = service.adapter(name)["error"]
-            assert said in error, (name, error)
+            assert message in error, (name, error)
             assert len(error) < 600 and error.isprintable() and "Traceback" not in error, (name, error)
             assert service.text("pirate", STORY, **GREEDY) == expected
             assert service.generate("tales", STORY, lora_name=name, max_tokens=1).status == 400
         assert pids == {name: service.pid(name) for name in pids}
     finally:
         service.put_adapters({"generation": before["generation"] + 2, "adapters": list(good.values())})
-        service.wait(lambda: len(service.status()["adapters"]) == 2, 30, "rid of them")
+        service.wait(lambda: len(service.status()["adapters"]) == 2, 30, "free of the hostile adapters")
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "..", "a\x00b", "a" * 64, "tales"])
-def test_names_that_are_paths_are_refused_as_a_whole(service, name):
+def test_invalid_name_rejects_the_whole_catalog(service, name):
     entry = {"name": name, "source": {"path": str(PIRATE)}}
-    answer = service.put_adapters({"generation": service.status()["generation"] + 1, "adapters": [entry]})
-    assert answer.status == 400, answer
+    response = service.put_adapters({"generation": service.status()["generation"] + 1, "adapters": [entry]})
+    assert response.status == 400, response
     assert len(service.status()["adapters"]) == 2

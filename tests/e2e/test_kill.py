@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of every process while it streams: streams end with an error, service comes back, nothing is left behind."""
+"""SIGKILL of every process under load: streams end with an error, the service recovers, no process is left behind."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -25,12 +26,12 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize("victim", ["core", "text", "server", "stub"])
 def test_kill(own, victim):
-    """Every open stream ends with an error within 2 s; readiness drops; service is back by itself, adapters too."""
+    """Every open stream ends with an error within 2 s, readiness drops, and the service recovers with its adapters."""
     pid = own.stub("pirate").pid if victim == "stub" else own.pid(victim)
     models = ["tales", "pirate", "sql"]
     streams = [StreamedResponse() for _ in range(9)]
     calls = [own.http_stream, own.grpc_stream, own.http_stream]
-    seen = HealthWatch(own)
+    sampler = ReadinessSampler(own)
 
     async def scenario() -> float:
         tasks = [
@@ -45,23 +46,21 @@ def test_kill(own, victim):
         await asyncio.wait(tasks, timeout=20)
         return killed
 
-    with seen:
+    with sampler:
         killed = asyncio.run(scenario())
-        touched = streams if victim != "stub" else [s for i, s in enumerate(streams) if i % 3 == 1]
-        late = [round(s.ended_at - killed, 2) for s in touched]
-        assert all(s.error for s in touched), [s.error for s in touched]
-        assert max(late) < 2.0, late
-        back = own.wait(lambda: answers(own), 60, "serving all three models again")
-    print(
-        f"\n{victim}: streams ended within {max(late):.2f} s, all models back after {back + time.monotonic() * 0:.1f} s"
-    )
-    assert seen.unready, "the health port never said that it was not ready"
+        affected = streams if victim != "stub" else [s for i, s in enumerate(streams) if i % 3 == 1]
+        delays_s = [round(s.ended_at - killed, 2) for s in affected]
+        assert all(s.error for s in affected), [s.error for s in affected]
+        assert max(delays_s) < 2.0, delays_s
+        recovery_s = own.wait(lambda: serves_all_models(own), 60, "serving all three models again")
+    print(f"\n{victim}: streams ended within {max(delays_s):.2f} s, all models back {recovery_s:.1f} s later")
+    assert sampler.reasons, "the health port never reported not ready"
     own.wait(lambda: own.health()[0] == 200, 30, "ready")
     assert own.status()["processes"]["core" if victim == "core" else "server"]["state"] == "Ready"
 
 
-def test_kill_a_rank_that_shares_the_layers(tmp_path):
-    """The core goes with it, and the supervisor brings both back; adapters too."""
+def test_kill_a_tensor_parallel_rank(tmp_path):
+    """The core ends with it, and the supervisor restarts both with their adapters."""
     document = example_document()
     document["spec"]["engine"]["tensorParallelSize"] = 2
     with running_service(document, tmp_path) as service:
@@ -78,26 +77,26 @@ def test_kill_a_rank_that_shares_the_layers(tmp_path):
 
         asyncio.run(scenario())
         assert stream.error is not None and "UNAVAILABLE" in stream.error
-        service.wait(lambda: answers(service), 90, "serving all three models again")
+        service.wait(lambda: serves_all_models(service), 90, "serving all three models again")
         assert service.pid("core") != core and not rank.is_running()
 
 
-def test_kill_an_idle_stub_heals_that_model_alone(own):
+def test_kill_of_idle_stub_reloads_only_its_model(own):
     server = own.pid("server")
     own.stub("sql").kill()
-    own.wait(lambda: answers(own), 20, "serving again")
+    own.wait(lambda: serves_all_models(own), 20, "serving again")
     assert own.pid("server") == server
 
 
-def test_kill_the_supervisor_leaves_nothing(tmp_path):
-    with serving_without_stop(tmp_path) as service:
+def test_killed_supervisor_leaves_no_process(tmp_path):
+    with started_service(tmp_path) as service:
         service.child_processes()
         service.kill()
         service.assert_nothing_left()
 
 
-def test_sigterm_lets_open_requests_finish(tmp_path):
-    with serving_without_stop(tmp_path) as service:
+def test_sigterm_drains_open_requests(tmp_path):
+    with started_service(tmp_path) as service:
         stream = StreamedResponse()
 
         async def scenario() -> None:
@@ -119,30 +118,25 @@ def test_sigterm_lets_open_requests_finish(tmp_path):
         service.assert_nothing_left()
 
 
-def serving_without_stop(folder):
-    """A ready service whose end is the test's own business."""
-    from contextlib import contextmanager
-
-    @contextmanager
-    def manager():
-        service = QuireServeProcess(example_document(), folder)
-        try:
-            service.wait_ready()
-            yield service
-        finally:
-            if service.process.poll() is None:
-                service.kill()
-                service.assert_nothing_left()
-            service.clean_up()
-
-    return manager()
+@contextlib.contextmanager
+def started_service(folder):
+    """Start a service and wait until it is ready; kill it at the end if it still runs."""
+    service = QuireServeProcess(example_document(), folder)
+    try:
+        service.wait_ready()
+        yield service
+    finally:
+        if service.process.poll() is None:
+            service.kill()
+            service.assert_nothing_left()
+        service.clean_up()
 
 
-class HealthWatch:
-    """Samples the health port and remembers when it was not ready."""
+class ReadinessSampler:
+    """Samples the reasons of non-readiness in a thread."""
 
     def __init__(self, service):
-        self.service, self.unready, self._stop = service, [], threading.Event()
+        self.service, self.reasons, self._stop = service, [], threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self):
@@ -157,15 +151,15 @@ class HealthWatch:
         while not self._stop.wait(0.02):
             status, body = self.service.health()
             if status != 200:
-                self.unready.append((time.monotonic(), body.get("reason")))
+                self.reasons.append(body.get("reason"))
 
 
-def answers(service):
-    """True when all three models generate."""
+def serves_all_models(service):
+    """Return True if all three models generate."""
     return all(service.generate(m, STORY, max_tokens=2).status == 200 for m in ("tales", "pirate", "sql"))
 
 
-def test_requests_after_everything(own):
+def test_serves_after_all_kills(own):
     assert [
         s.error for s in run_concurrently(*(own.http_stream("pirate", STORY, max_tokens=20) for _ in range(8)))
     ] == [None] * 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA's load tools find what they expect here: perf_analyzer over gRPC, and genai-perf where there is one."""
+"""Compatibility with NVIDIA's load tools: perf_analyzer over gRPC, and genai-perf if installed."""
 
 import csv
 import importlib.metadata
@@ -16,27 +16,27 @@ from support.quire_serve import EXAMPLES
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 WHEEL = "tritonclient==2.51.0"
-"""Of the server's release, and one of those that carry the real perf_analyzer: 2.41 to 2.60 do, newer ones do not."""
+"""The server's release. Versions 2.41 to 2.60 contain the real perf_analyzer, newer ones do not."""
 PROGRAM = "tritonclient-2.51.0.data/data/bin/perf_analyzer"
 NUM_REQUESTS, NUM_TOKENS = 16, 24
 
 
 @pytest.fixture(scope="module")
 def perf_analyzer(tmp_path_factory):
-    """The program out of its wheel, with the two libraries that it wants from the server's."""
+    """Extract the program from its wheel, with two libraries of the server that it requires."""
     folder = tmp_path_factory.mktemp("perf_analyzer")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-q", "-d", folder]
     done = subprocess.run([*pip, WHEEL], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"no perf_analyzer: pip download {WHEEL} says: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"no perf_analyzer: pip download {WHEEL} failed: {done.stderr.strip().splitlines()[-1]}")
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         program = Path(archive.extract(PROGRAM, folder))
     program.chmod(0o755)
     libraries = Path(str(importlib.metadata.distribution("nvidia-pytriton").locate_file("nvidia_pytriton.libs")))
-    for name, wanted in (("libb64", "libb64.so.0d"), ("libcudart", "libcudart.so.12")):
-        [found] = libraries.glob(f"{name}-*")
-        (folder / wanted).symlink_to(found)
+    for name, soname in (("libb64", "libb64.so.0d"), ("libcudart", "libcudart.so.12")):
+        [library] = libraries.glob(f"{name}-*")
+        (folder / soname).symlink_to(library)
     return program, os.environ | {"LD_LIBRARY_PATH": str(folder), "PATH": f"{program.parent}:{os.environ['PATH']}"}
 
 
@@ -55,11 +55,11 @@ def test_perf_analyzer_streams_over_grpc(service, perf_analyzer, tmp_path):
     argv += ["--input-data", "inputs.json", "--concurrency-range", "4", "--request-count", str(NUM_REQUESTS)]
     argv += ["--profile-export-file", "profile.json", "-f", "report.csv"]
     profile = ""
-    # On a busy machine it leaves the file of a run empty once in fifty, and reports the run as it was.
+    # On a busy machine, perf_analyzer leaves the profile file empty in one of fifty runs, with a correct report.
     for _ in range(5):
-        said = run(argv, environment, tmp_path)
+        output = run(argv, environment, tmp_path)
         [report] = csv.DictReader((tmp_path / "report.csv").read_text().splitlines())
-        assert float(report["Inferences/Second"]) > 0 and "Failed" not in said
+        assert float(report["Inferences/Second"]) > 0 and "Failed" not in output
         if profile := (tmp_path / "profile.json").read_text():
             break
     requests = json.loads(profile)["experiments"][0]["requests"]
@@ -70,17 +70,15 @@ def test_perf_analyzer_streams_over_grpc(service, perf_analyzer, tmp_path):
 
 def test_genai_perf_reports_tokens(service, perf_analyzer, tmp_path):
     if not (program := os.environ.get("GENAI_PERF")):
-        pytest.skip(
-            "no genai-perf: pip install genai-perf==0.0.16 in an environment of its own (944 MB); set GENAI_PERF"
-        )
+        pytest.skip("no genai-perf: pip install genai-perf==0.0.16 in a separate environment (944 MB); set GENAI_PERF")
     _, environment = perf_analyzer
     argv = [program, "profile", "-m", "tales", "--endpoint-type", "kserve", "--backend", "vllm", "--streaming"]
     argv += ["-u", f"127.0.0.1:{service.ports['grpc']}", "--tokenizer", EXAMPLES / "models/tiny", "--concurrency", "4"]
     argv += ["--request-count", str(NUM_REQUESTS), "--synthetic-input-tokens-mean", "40"]
     argv += ["--output-tokens-mean", str(NUM_TOKENS), "--artifact-dir", tmp_path / "artifacts"]
     run(argv, environment, tmp_path)
-    [found] = (tmp_path / "artifacts").rglob("*_genai_perf.json")
-    report = json.loads(found.read_text())
+    [report_file] = (tmp_path / "artifacts").rglob("*_genai_perf.json")
+    report = json.loads(report_file.read_text())
     assert report["request_count"]["avg"] >= NUM_REQUESTS
     assert 0 < report["time_to_first_token"]["avg"] < report["request_latency"]["avg"]
     assert 1 < report["output_sequence_length"]["avg"] <= 2 * NUM_TOKENS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/metrics.md lists what a running pod exports: every series of ours, with its kind, labels and meaning."""
+"""docs/metrics.md lists every metric of Quire that a running pod exports, with its type, labels and description."""
 
 import re
 
@@ -15,16 +15,16 @@ ROW = re.compile(r"^\| `(?P<name>[\w:]+)` \| (?P<kind>\w+) \| (?P<labels>.*?) \|
 
 @pytest.fixture(scope="module")
 def families(service):
-    """By the name that queries use, after traffic that gives every labelled family a sample."""
+    """Return metric families by query name, after traffic that gives every labelled family a sample."""
     service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
     service.generate("pirate", "Once upon a time", max_tokens=4, ignore_eos=True)
-    service.generate("tales", "Once upon a time", lora_name="nobody")
-    found = text_string_to_metric_families(service.metrics())
-    ours = [family for family in found if family.name.startswith(("vllm:", "quire_"))]
-    return {family.name + ("_total" if family.type == "counter" else ""): family for family in ours}
+    service.generate("tales", "Once upon a time", lora_name="unknown")
+    exported = text_string_to_metric_families(service.metrics())
+    families = [family for family in exported if family.name.startswith(("vllm:", "quire_"))]
+    return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
 
-def test_the_page_has_every_series_and_no_other(families):
+def test_page_lists_exactly_the_exported_metrics(families):
     # tests/operator/test_docs_are_consistent.py compares the operator's metrics with its registry.
     rows = {row["name"]: row for row in ROW.finditer(PAGE.read_text()) if not row["name"].startswith("quire_operator")}
     assert sorted(rows) == sorted(families)
@@ -36,8 +36,8 @@ def test_the_page_has_every_series_and_no_other(families):
             assert {label.strip("` ") for label in row["labels"].split(",") if label.strip()} == labels, name
 
 
-def test_endpoint_pickers_find_what_they_read(families):
-    """Gateway API endpoint pickers take the newest sample of vllm:lora_requests_info, and the names in its labels."""
+def test_metrics_of_gateway_api_endpoint_pickers(families):
+    """They read the newest sample of vllm:lora_requests_info, and the adapter names in its labels."""
     (sample,) = families["vllm:lora_requests_info"].samples
     assert set(sample.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
     assert sample.labels["max_lora"] == "4", "as in the example"
@@ -49,20 +49,20 @@ def test_endpoint_pickers_find_what_they_read(families):
     assert {"block_size", "num_gpu_blocks"} <= set(sample.labels)
 
 
-def test_numbers_of_an_adapter_are_there_after_its_first_request(families):
+def test_adapter_metrics_exist_after_its_first_request(families):
     def value(name, **labels):
         family = families[name]
         matching = [s.value for s in family.samples if labels.items() <= s.labels.items() and "le" not in s.labels]
         return matching[0] if matching else None
 
-    of = {"adapter": "sql", "model_name": "tales"}
-    assert value("quire_adapter_requests_total", **of) >= 1
-    assert value("quire_adapter_tokens_total", **of) >= 4
-    assert value("quire_adapter_slot_residency", **of) == 1
-    for name, more in (("queue", {}), ("time_to_first_token", {}), ("load", {"to": "host"}), ("load", {"to": "slot"})):
-        name = f"quire_adapter_{name}_seconds"
+    sql = {"adapter": "sql", "model_name": "tales"}
+    assert value("quire_adapter_requests_total", **sql) >= 1
+    assert value("quire_adapter_tokens_total", **sql) >= 4
+    assert value("quire_adapter_slot_residency", **sql) == 1
+    for name, extra in (("queue", {}), ("time_to_first_token", {}), ("load", {"to": "host"}), ("load", {"to": "slot"})):
+        name, labels = f"quire_adapter_{name}_seconds", sql | extra
         assert [
-            s for s in families[name].samples if s.name == f"{name}_count" and (of | more).items() <= s.labels.items()
-        ], f"{name} {more}: {families[name].samples}"
+            s for s in families[name].samples if s.name == f"{name}_count" and labels.items() <= s.labels.items()
+        ], f"{name} {extra}: {families[name].samples}"
     assert value("quire_host_adapters") >= 2
     assert value("quire_host_adapter_bytes") > 0

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests, right and wrong, many at once over HTTP and gRPC: each ends as it does offline, and the counters of
-the pod add up to what its clients got."""
+"""Random valid and invalid requests, concurrently over HTTP and gRPC.
+
+Each response equals that of the offline engine, and the pod's counters equal the totals of the clients.
+"""
 
 import asyncio
 import json
@@ -33,7 +35,7 @@ TEXTS = [
 ]
 TEXTS += ["<|bos|>", "<|eos|>", "日本語", '"', "\\u0041", "\r\n", " 42", "ﬁ", "\u2028", "{}"]
 STOPS = ["e", ["the", "th"], [" Zoe", ". "], ["😀"], ["\ufffd"], ["ed a", "nd the"], ["<|eos|>"]]
-RIGHT = {
+VALID_VALUES = {
     "max_tokens": (1, 2, 8, "30", 60),
     "top_p": (0.1, 0.9, 1),
     "top_k": (-1, 0, 1, 50, 5000),
@@ -42,7 +44,7 @@ RIGHT = {
     "frequency_penalty": (-0.5, 2),
     "repetition_penalty": (0.5, 1.5),
     "logit_bias": ({"300": 5, "5": -100}, {"1": 100}),
-    # Bytes: characters that never become whole, and some that do.
+    # Byte tokens: mostly incomplete UTF-8 characters, and some complete ones.
     "allowed_token_ids": (list(range(100, 258)), [300, 301]),
     "bad_words": (["the"], ["said", "😀"]),
     "stop": STOPS,
@@ -54,12 +56,12 @@ RIGHT = {
     "skip_special_tokens": (True, "false"),
     "truncate_prompt_tokens": (-1, 1, 5),
 }
-WRONG = (-3, 1e9, "lots", "", "NaN", "[1.5]", [[1]], ["a", 1], {"a": 1}, [-1], "[" * 3000, "9" * 5000)
+INVALID_VALUES = (-3, 1e9, "lots", "", "NaN", "[1.5]", [[1]], ["a", 1], {"a": 1}, [-1], "[" * 3000, "9" * 5000)
 
 
 @dataclass
 class Case:
-    """One request, and what came of it."""
+    """One request and its response."""
 
     model: str
     prompt: str
@@ -74,23 +76,23 @@ def cases():
         values = (
             {"temperature": 0.0} if r.random() < 0.5 else {"temperature": r.choice((0.5, 1)), "seed": r.getrandbits(62)}
         )
-        values |= {name: r.choice(RIGHT[name]) for name in r.sample(sorted(RIGHT), r.randint(0, 5))}
+        values |= {name: r.choice(VALID_VALUES[name]) for name in r.sample(sorted(VALID_VALUES), r.randint(0, 5))}
         if i % 4 == 0:
-            values[r.choice(sorted(RIGHT))] = r.choice(WRONG)
+            values[r.choice(sorted(VALID_VALUES))] = r.choice(INVALID_VALUES)
         prompt = "".join(r.choices(TEXTS, k=r.randint(1, 8)))
         yield Case(r.choice(("tales", "pirate", "sql")), prompt, values, protocol=r.choice(("http", "grpc")))
 
 
-async def ask(service, case, gate):
-    """Parameters in the tensor and beside it, as each protocol has them."""
+async def send(service, case, gate):
+    """Send a request, with parameters in the tensor (HTTP) or as request parameters (gRPC)."""
     async with gate:
         if case.protocol == "http":
-            sent = {"sampling_parameters": json.dumps(case.values), "return_output_ids": True, "return_logprobs": True}
-            wanted = {f"return_{name}": True for name in ("finish_reason", "num_input_tokens", "num_output_tokens")}
-            case.stream = await service.http_stream(case.model, case.prompt, **sent, **wanted)
+            names = ("output_ids", "logprobs", "finish_reason", "num_input_tokens", "num_output_tokens")
+            parameters = {"sampling_parameters": json.dumps(case.values)} | {f"return_{name}": True for name in names}
+            case.stream = await service.http_stream(case.model, case.prompt, **parameters)
         else:
-            sent = {name: json.dumps(v) if isinstance(v, list | dict) else v for name, v in case.values.items()}
-            case.stream = await service.grpc_stream(case.model, case.prompt, **sent)
+            parameters = {name: json.dumps(v) if isinstance(v, list | dict) else v for name, v in case.values.items()}
+            case.stream = await service.grpc_stream(case.model, case.prompt, **parameters)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def offline():
 
 
 def expected(offline, case):
-    """What the offline engine makes of it, or why it does not."""
+    """Return the output of the offline engine, or its error message."""
     lora = None if case.model == "tales" else LoRARequest(case.model, 1, str(EXAMPLES / "adapters" / case.model))
     try:
         params = SamplingParams.from_mapping(case.values)
@@ -109,38 +111,38 @@ def expected(offline, case):
 
 
 def counted(service):
-    """What is counted so far, over all labels, and what runs."""
-    found = Counter()
+    """Return all counters summed over labels, and the number of running requests."""
+    totals = Counter()
     for family in text_string_to_metric_families(service.metrics()):
         for sample in family.samples:
             if sample.name.endswith("_total") or sample.name == "vllm:num_requests_running":
-                found[sample.name] += int(sample.value)
-    return found
+                totals[sample.name] += int(sample.value)
+    return totals
 
 
-def test_random_requests_end_as_offline(service, offline):
-    # Others may have left requests that are still being ended.
+def test_random_requests_match_offline(service, offline):
+    # Cancelled requests of earlier tests may still be ending.
     service.wait(lambda: not counted(service)["vllm:num_requests_running"], 20, "idle")
-    asked, before = list(cases()), counted(service)
+    requests, before = list(cases()), counted(service)
 
-    async def storm():
+    async def send_all():
         gate = asyncio.Semaphore(24)
-        await asyncio.gather(*(ask(service, case, gate) for case in asked))
+        await asyncio.gather(*(send(service, case, gate) for case in requests))
 
-    run_concurrently(storm(), timeout=60)
-    num_right = num_input = num_output = 0
-    for case in asked:
+    run_concurrently(send_all(), timeout=60)
+    num_valid = num_input = num_output = 0
+    for case in requests:
         output, error = expected(offline, case)
         if output is None:
             assert case.stream.error is not None and error in case.stream.error, (case, error)
             continue
-        num_right += 1
+        num_valid += 1
         num_input += len(output.prompt_token_ids)
         num_output += len(output.outputs[0].token_ids)
         assert (case.stream.error, case.stream.text) == (None, output.outputs[0].text), case
         if case.protocol == "http":
             same(case.stream.events, output)
-    assert 40 < num_right < NUM_REQUESTS - 10, "some of each"
+    assert 40 < num_valid < NUM_REQUESTS - 10, "expected both valid and invalid requests"
 
     def ended():
         now = counted(service)
@@ -155,20 +157,20 @@ def test_random_requests_end_as_offline(service, offline):
 
 
 def same(events, output):
-    """The events of a stream say together what the output says."""
+    """Assert that the concatenated events of a stream equal the offline output."""
     (wanted,) = output.outputs
     assert [token for event in events for token in _list(event["output_ids"])] == wanted.token_ids
     assert events[-1]["finish_reason"] == wanted.finish_reason
     assert {event["finish_reason"] for event in events[:-1]} <= {"None"}
     assert {int(event["num_input_tokens"]) for event in events} == {len(output.prompt_token_ids)}
     assert sum(int(event["num_output_tokens"]) for event in events) == len(wanted.token_ids)
-    told = [json.loads(event["logprobs"]) for event in events]
+    logprobs = [json.loads(event["logprobs"]) for event in events]
     if wanted.logprobs is None:
-        assert told == [None] * len(events)
+        assert logprobs == [None] * len(events)
         return
-    positions = [position for event in told for position in event]
+    positions = [position for event in logprobs for position in event]
     for token, position, by_token in zip(wanted.token_ids, positions, wanted.logprobs, strict=True):
-        # Which tokens come after it may hang on a near tie.
+        # The order of the other tokens can differ because of near ties.
         assert len(position) == len(by_token)
         assert position[str(token)]["logprob"] == pytest.approx(by_token[token].logprob, abs=1e-2)
         assert position[str(token)]["decoded_token"] == by_token[token].decoded_token

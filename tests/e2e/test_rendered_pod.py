@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendered pod, run: its container's arguments, files and folders, as a kubelet would lay them out, without one."""
+"""The rendered pod runs: its container's arguments, files and folders are laid out as a kubelet does, without one."""
 
 import asyncio
 import base64
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from nodocker_cluster.ports import free_ports
-from support.planning import llm_service as parsed
+from support.planning import llm_service
 from support.quire_serve import EXAMPLES, PORTS, QuireServeProcess
 
 from quire_operator.plan.checkpoint_files import read_local_checkpoint
@@ -34,7 +34,7 @@ runtime: {ports: {http: %d, grpc: %d, metrics: %d, health: %d}}
 
 
 class RenderedPod(QuireServeProcess):
-    """The container `server` of a Deployment, with its volumes as folders below `folder`."""
+    """The container `server` of a Deployment as a local process, with its volumes as folders below `folder`."""
 
     def __init__(self, manifests, folder: Path, ports: dict[str, int]) -> None:
         self.folder, self.ports, self.seen_processes = folder, ports, set()
@@ -58,7 +58,7 @@ class RenderedPod(QuireServeProcess):
             )
 
     def local(self, text: str) -> str:
-        """The text with the pod's folders as they are on this machine."""
+        """Return the text with the pod's mount paths replaced by local folders."""
         for path in sorted(self.mounts, key=len, reverse=True):
             if path != "/tmp":
                 text = text.replace(path, str(self.mounts[path]))
@@ -84,29 +84,29 @@ def _content(manifest) -> dict[str, str]:
 
 
 @pytest.mark.server
-def test_the_rendered_pod_runs(tmp_path):
-    numbers = free_ports(4)
-    of = parsed(SPEC % tuple(numbers), "rendered")
+def test_rendered_pod_runs(tmp_path):
+    ports = free_ports(4)
+    service = llm_service(SPEC % tuple(ports), "rendered")
     checkpoint = asyncio.run(read_local_checkpoint(EXAMPLES / "models/tiny"))
-    plan = make_plan(PlannerInputs.from_service(of, checkpoint, None))
-    manifests = render_objects(of, plan, RenderContext(admin_key=KEY)).manifests
-    pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, numbers, strict=True)))
+    plan = make_plan(PlannerInputs.from_service(service, checkpoint, None))
+    manifests = render_objects(service, plan, RenderContext(admin_key=KEY)).manifests
+    pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, ports, strict=True)))
     try:
         startup = pod.container["startupProbe"]
         pod.wait_ready(startup["periodSeconds"] * startup["failureThreshold"])
         assert pod.request("health", "/status").status == 401
         status = pod.request("health", "/status", key=KEY).body
         assert sorted(status["models"]) == ["pirate", "sql", "tales"]
-        # The engine took the memory that was planned for its KV cache, to the block.
+        # The KV cache has the planned size, to the block.
         memory = status["memory"]
         assert 0 <= plan.bytes.kv - memory["kv_bytes"] < memory["kv_bytes"] / memory["num_blocks"]
         assert memory["max_model_len"] == plan.maxModelLen.value
-        # bfloat16 where the CPU has it, and what is counted is float32.
-        for name, counted in (("weights_bytes", plan.bytes.weights), ("lora_bytes", plan.bytes.lora)):
-            assert memory[name] <= counted, (name, memory[name], counted)
-        answer = pod.request("http", "/v2/models/pirate/generate", {"text_input": "Hello", "max_tokens": 4})
-        assert answer.status == 200, answer
+        # The plan assumes float32; the engine uses bfloat16 if the CPU supports it.
+        for name, planned in (("weights_bytes", plan.bytes.weights), ("lora_bytes", plan.bytes.lora)):
+            assert memory[name] <= planned, (name, memory[name], planned)
+        response = pod.request("http", "/v2/models/pirate/generate", {"text_input": "Hello", "max_tokens": 4})
+        assert response.status == 200, response
         used = sum(p.memory_full_info().pss for p in (psutil.Process(pod.process.pid), *pod.child_processes()))
         assert used < plan.hostBytes.total
     finally:
-        assert pod.stop(of.spec.rollout.drainSeconds + 35) == 0
+        assert pod.stop(service.spec.rollout.drainSeconds + 35) == 0
