@@ -196,7 +196,7 @@ def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
     world.operating.requeue()
     world.until("Ready", "Unknown", "PodsUnreachable", 20)
     message = {c["type"]: c["message"] for c in world.operating.status()["conditions"]}["Ready"]
-    assert f"pod {hanging.pod['metadata']['name']} does not tell how it is: no response within 4 s" in message
+    assert f"pod {hanging.pod['metadata']['name']} does not report its status: no response within 4 s" in message
     world.edit(adapters=[SQL, PIRATE])
     wait_for(lambda: len(fine.fake_pod.catalog.adapters) == 2, REACHED_S, "the other one told")
     assert ("Warning", "PodsUnreachable") in world.events()

@@ -34,7 +34,7 @@ Manifest = dict[str, Any]
 
 
 class ApiError(AssertionError):
-    """The API server refused a request."""
+    """The API server rejected a request."""
 
     def __init__(self, response: httpx.Response) -> None:
         self.status = response.status_code
@@ -46,25 +46,25 @@ class ApiError(AssertionError):
 
     @property
     def message(self) -> str:
-        """What it said."""
+        """The message of the response."""
         return str(self.body.get("message", ""))
 
 
 class UnknownKind(AssertionError):
-    """The API server does not have that kind."""
+    """The API server does not serve that kind."""
 
 
 @dataclass(repr=False)
 class Cluster:
-    """An API server, reached as somebody who may do everything."""
+    """An API server, with administrator rights."""
 
     access: ClusterAccess
     kubeconfig: Path
-    """For programs: kubectl, the operator."""
+    """Kubeconfig for programs: kubectl, the operator."""
     folder: Path
-    """For files of this session."""
+    """Folder for files of this session."""
     programs: binaries.KubeBinaries | None = None
-    """None: the cluster was given."""
+    """None: the cluster was given by QUIRE_TEST_KUBECONFIG."""
     _kinds: dict[str, dict[str, Manifest]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,25 +81,25 @@ class Cluster:
 
     @functools.cached_property
     def version(self) -> tuple[int, int]:
-        """Of the API server."""
+        """Version of the API server."""
         document = self.request("GET", "/version")
         return int(document["major"]), int(document["minor"].rstrip("+"))
 
     def require_version(self, major: int, minor: int, feature: str) -> None:
-        """Skip the test where the server is older than what it tests."""
+        """Skip the test if the API server is too old for `feature`."""
         if self.version < (major, minor):
             version = ".".join(map(str, self.version))
             pytest.skip(f"needs Kubernetes {major}.{minor} for {feature}; this one is {version}")
 
     def require_controllers(self) -> None:
-        """Skip the test where nothing makes pods of Deployments and collects garbage (KUBEBUILDER_ASSETS alone)."""
+        """Skip the test if there is no controller-manager (KUBEBUILDER_ASSETS alone)."""
         if self.programs and not self.programs.has("kube-controller-manager"):
             pytest.skip(f"needs a controller-manager, and {self.programs.folder} has none; run make cluster-tools")
 
     # Requests
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Any:
-        """The answer's document; raises ApiError for a status of 400 and above."""
+        """Send a request and return the document; raises ApiError for a status of 400 and above."""
         headers = {"Content-Type": content_type or "application/json"} if body is not None else {}
         with self._request_lock:
             response = self.http.request(method, path, json=body, headers=headers, params=params)
@@ -108,7 +108,7 @@ class Cluster:
         return response.json()
 
     def path(self, api_version: str, kind: str, namespace: str | None = None, name: str = "") -> str:
-        """The URL path of a kind, or of one object; raises UnknownKind."""
+        """Return the URL path of a kind or of one object; raises UnknownKind."""
         resource = self._resource(api_version, kind)
         root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
         scope = f"/namespaces/{namespace or 'default'}" if resource["namespaced"] else ""
@@ -117,7 +117,7 @@ class Cluster:
     def apply(
         self, manifest: Mapping[str, Any], namespace: str | None = None, dry_run: bool = False, subresource: str = ""
     ) -> Manifest:
-        """Server-side apply, as kubectl apply --server-side does it; the object as it is then."""
+        """Apply a manifest as kubectl apply --server-side does, and return the object."""
         meta = manifest["metadata"]
         path = self.path(manifest["apiVersion"], manifest["kind"], meta.get("namespace", namespace), meta["name"])
         params: dict[str, Any] = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -129,7 +129,7 @@ class Cluster:
         return dict(self.request("PATCH", path, dict(manifest), "application/apply-patch+yaml", **params))
 
     def get(self, api_version: str, kind: str, name: str, namespace: str | None = None) -> Manifest | None:
-        """One object; None when there is none."""
+        """Return one object, or None."""
         try:
             return dict(self.request("GET", self.path(api_version, kind, namespace, name)))
         except ApiError as error:
@@ -138,7 +138,7 @@ class Cluster:
             raise
 
     def items(self, api_version: str, kind: str, namespace: str | None = None, **params: Any) -> list[Manifest]:
-        """The objects of a kind; labelSelector and fieldSelector are parameters."""
+        """Return the objects of a kind; labelSelector and fieldSelector are parameters."""
         return [*self.request("GET", self.path(api_version, kind, namespace), **params)["items"]]
 
     def merge(
@@ -150,12 +150,12 @@ class Cluster:
         namespace: str | None = None,
         subresource: str = "",
     ) -> Manifest:
-        """Change an object by a merge patch, as a person with kubectl edit does."""
+        """Change an object by a merge patch, as kubectl edit does."""
         path = self.path(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
         return dict(self.request("PATCH", path, dict(patch), "application/merge-patch+json"))
 
     def delete(self, api_version: str, kind: str, name: str, namespace: str | None = None, **params: Any) -> None:
-        """Delete an object; none there is well too."""
+        """Delete an object if it exists."""
         try:
             self.request("DELETE", self.path(api_version, kind, namespace, name), **params)
         except ApiError as error:
@@ -167,7 +167,7 @@ class Cluster:
     def kubectl(
         self, *arguments: str, namespace: str = "default", stdin: str | None = None, codes: tuple[int, ...] = (0,)
     ) -> str:
-        """What kubectl prints; fails the test when it ends with none of these codes."""
+        """Run kubectl and return its output; fails the test for another exit status."""
         program = self.programs.path("kubectl") if self.programs else "kubectl"
         argv = [program, f"--kubeconfig={self.kubeconfig}", f"--namespace={namespace}", *arguments]
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False)
@@ -175,7 +175,7 @@ class Cluster:
         return done.stdout
 
     def service_account(self, namespace: str, name: str, rules: list[Manifest]) -> Path:
-        """Kubeconfig of a new ServiceAccount that may do exactly what the RBAC rules say."""
+        """Create a ServiceAccount with exactly these RBAC rules and return its kubeconfig."""
         self.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}, namespace)
         group = "rbac.authorization.k8s.io"
         role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules}
@@ -191,7 +191,7 @@ class Cluster:
         return self.token_kubeconfig(namespace, name)
 
     def token_kubeconfig(self, namespace: str, name: str) -> Path:
-        """Kubeconfig of a ServiceAccount that is there, with a token of its own."""
+        """Return the kubeconfig of an existing ServiceAccount, with a new token."""
         path = self.path("v1", "ServiceAccount", namespace, name) + "/token"
         token_request = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -204,7 +204,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def namespace(self, prefix: str = "t") -> Iterator[str]:
-        """A namespace of its own, deleted afterwards without waiting for its end."""
+        """A new namespace, deleted afterwards without waiting."""
         name = f"{prefix}-{secrets.token_hex(4)}"
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         try:
@@ -262,13 +262,13 @@ def crd_without_schema(plural: str, group: str, version: str, kind: str) -> Mani
 
 
 def is_available() -> bool:
-    """Whether a cluster is given or can be started."""
+    """Whether a cluster was given or can be started."""
     return bool(os.environ.get(KUBECONFIG_VARIABLE)) or binaries.find() is not None
 
 
 @contextlib.contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """The cluster that was given, or a control plane of our own; skips the test where there is neither."""
+    """The given cluster, or a new control plane; skips the test if there is neither."""
     if kubeconfig := os.environ.get(KUBECONFIG_VARIABLE):
         cluster = Cluster(ClusterAccess.read(Path(kubeconfig)), Path(kubeconfig), folder)
         with cluster.http:

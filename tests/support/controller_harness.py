@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's controller beside a test: in a thread with an event loop, against a real API server.
+"""Runs the operator's controller in a thread of the test, against a real API server.
 
-LLMServices come from a Watch of ours instead of kopf's, so that a test can have many and end each in a moment, unless
-it asks for kopf; kopf's part is also tested with the operator as a process (tests/cluster/test_operator_process.py).
+LLMServices come from a Reflector, so that a test can start many operators and stop each at once. With `with_kopf` the
+whole operator runs under kopf; tests/cluster/test_operator_process.py also runs it as a process.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ CHILDREN = {
     ("v1", "Service"): "tales",
     ("apps/v1", "Deployment"): "tales",
 }
-"""One of each kind that an API server of any age has."""
+"""One object of each kind that every API server serves."""
 
 
 def llm_service(name: str = "tales", /, **spec: Any) -> Manifest:
@@ -58,19 +58,19 @@ def make_claim(name: str = "models") -> Manifest:
 
 
 def answer_model_readers(kubelet: FakeKubelet, model: Path = TINY) -> None:
-    """Have pods of the Jobs that read a claim find this model."""
+    """Make the Jobs that read a claim return this model."""
     completed = FakeContainer(exit_code=0, reason="Completed", message=termination_message(model))
     kubelet.set_behavior(lambda pod: pod["metadata"]["labels"].get(COMPONENT_LABEL) == READER_COMPONENT, completed)
 
 
 @dataclass
 class ControllerHarness:
-    """A controller for one namespace. A context manager; leaving it is as abrupt as a kill."""
+    """A controller for one namespace. A context manager; its exit is as abrupt as a kill."""
 
     cluster: Cluster
     namespace: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Settings."""
+    """Fields of ControllerSettings."""
     kubeconfig: Path | None = None
     make_client: Callable[[ClusterConfig], ApiClient] = ApiClient
     with_kopf: bool = False
@@ -90,7 +90,7 @@ class ControllerHarness:
         self.stop()
 
     def stop(self) -> None:
-        """End it; whatever it is doing stays half done."""
+        """Stop the controller in the middle of what it does."""
         self._stop.set()
         self._thread.join(20)
         assert not self._thread.is_alive()
@@ -160,24 +160,24 @@ class ControllerHarness:
     def _cluster_config(self) -> ClusterConfig:
         return ClusterConfig.from_environment(str(self.kubeconfig or self.cluster.kubeconfig))
 
-    # What tests ask
+    # State for tests
 
     def status(self, name: str = "tales") -> Manifest:
-        """The status of a service; empty while there is none."""
+        """Return the status of a service; empty while there is none."""
         body = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace) or {}
         return dict(body.get("status", {}))
 
     def condition(self, kind: str, name: str = "tales") -> Manifest:
-        """A condition; empty while there is none."""
+        """Return a condition; empty while there is none."""
         return next((c for c in self.status(name).get("conditions", []) if c["type"] == kind), {})
 
     def child(self, kind: str, name: str = "tales") -> Manifest | None:
-        """A child by kind."""
+        """Return a child object by kind."""
         version = next((v for v, k in CHILDREN if k == kind), "v1")
         return self.cluster.get(version, kind, name, self.namespace)
 
     def wait_settled(self, name: str = "tales", timeout: float = 30) -> None:
-        """Wait until the newest spec is applied, judged and written down, and nothing is left to be done."""
+        """Wait until the newest spec is applied, the status written, and the queue idle."""
 
         def is_settled() -> bool:
             body = self.cluster.get("quire.dev/v1alpha1", "LLMService", name, self.namespace)
@@ -197,13 +197,13 @@ class ControllerHarness:
             raise AssertionError(f"{error}: {self.status(name).get('conditions')}") from error
 
     def is_idle(self) -> bool:
-        """Whether nothing is due or being worked on."""
+        """Whether no service is due or being worked on."""
         queue = self.controller.queue
         now = queue._clock()
         return not queue._running and all(due > now + 0.5 for due in list(queue._due_at.values()))
 
     def requeue(self, name: str = "tales") -> None:
-        """Have a service looked at now, as a resync does."""
+        """Run a pass over a service now, as a resync does."""
         controller = self.controller
         asyncio.run_coroutine_threadsafe(self._add_to_queue((self.namespace, name)), self._loop()).result(20)
         wait_for(self.is_idle, 30, "the resync to be over")
@@ -217,7 +217,7 @@ class ControllerHarness:
 
 
 def normalized(body: Manifest) -> Manifest:
-    """An object less what no two runs have in common: uids, versions, times, addresses, the random key."""
+    """Return an object without values that differ between runs: uids, versions, times, addresses, the random key."""
     meta = {k: v for k, v in body["metadata"].items() if k in ("name", "labels", "annotations")}
     owners = [{k: v for k, v in o.items() if k != "uid"} for o in body["metadata"].get("ownerReferences", [])]
     content = {k: v for k, v in body.items() if k not in ("metadata", "status", "secrets")}
@@ -232,7 +232,7 @@ def normalized(body: Manifest) -> Manifest:
 
 
 def child_objects(cluster: Cluster, namespace: str, service: str = "tales") -> list[Manifest]:
-    """All children of a service, in order, without traces."""
+    """Return all children of a service, normalized and sorted."""
     selector = f"app.kubernetes.io/managed-by=quire-operator,app.kubernetes.io/instance={service}"
     bodies = []
     for version, kind in (*CHILDREN, ("batch/v1", "Job"), ("v1", "PersistentVolumeClaim")):

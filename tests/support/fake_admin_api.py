@@ -34,26 +34,26 @@ SINCE = "2026-01-01T00:00:00Z"
 
 @dataclass
 class FakePod:
-    """What is behind one admin port."""
+    """The fake pod behind one admin port."""
 
     served_name: str = "s"
     failing_adapters: dict[str, str] = field(default_factory=dict)
-    """Adapters that fail here, and with what error."""
+    """Errors of adapters that fail on this pod."""
     loading_adapters: set[str] = field(default_factory=set)
-    """Adapters that never finish to load."""
+    """Adapters that never finish loading."""
     unready_reason: str = ""
-    """Why it is not ready."""
+    """Why the pod is not ready."""
     hangs: bool = False
     delay_s: float = 0.0
-    """Before each answer."""
+    """Delay before each response."""
     status_fails: bool = False
-    """GET /status is an internal error."""
+    """GET /status returns an internal error."""
     put_fails: bool = False
-    """PUT /adapters is one."""
+    """PUT /adapters returns an internal error."""
     drops_catalog: bool = False
-    """Takes a catalogue and forgets it."""
+    """The pod accepts a catalog and drops it."""
     kv_tokens: int = 160_000
-    """Of the KV cache."""
+    """Blocks of the KV cache."""
     catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
     pushed_catalogs: list[AdapterCatalog] = field(default_factory=list)
     num_status_requests: int = 0
@@ -96,7 +96,7 @@ class FakePod:
             self.catalog = catalog
 
     def restart(self, catalog: AdapterCatalog | None = None) -> None:
-        """As a container that is started anew: what it was told is gone, it has what its ConfigMap says."""
+        """Restart the container: it loses pushed catalogs and loads the one of its ConfigMap."""
         self.catalog, self.num_restarts = catalog or AdapterCatalog(), self.num_restarts + 1
 
     def _adapter_status(self, name: str) -> AdapterStatus:
@@ -108,7 +108,7 @@ class FakePod:
 
 
 class FakeAdminServers:
-    """Admin ports served by a thread of its own, so that tests of any kind can use them. A context manager."""
+    """Admin ports served by a thread, for synchronous and asynchronous tests. A context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -127,15 +127,15 @@ class FakeAdminServers:
         self._loop.close()
 
     def open(self, pod: FakePod, host: str, key_file: Path | None, port: int = 0) -> int:
-        """Serve a pod; the port."""
+        """Serve a pod and return the port."""
         return self._run_in_loop(self._open(pod, host, key_file, port))
 
     def close(self, host: str, port: int) -> None:
-        """Nobody listens there any more."""
+        """Close the port."""
         self._run_in_loop(self._close(self._runners.pop((host, port))))
 
     def open_download(self, progress: DownloadProgress, host: str, port: int = 0) -> int:
-        """Serve a pod that downloads a model and is so far; the port."""
+        """Serve a download pod with this progress and return the port."""
         return self._run_in_loop(self._open_download(progress, host, port))
 
     async def _open_download(self, progress: DownloadProgress, host: str, port: int) -> int:
@@ -170,8 +170,8 @@ class FakeAdminServers:
         return bound_port
 
     async def _close(self, runner: web.AppRunner) -> None:
-        """asyncio loses a connection that it has accepted when its server closes (python/cpython#109564): so that there
-        is none, it accepts no more for a moment."""
+        """Stop accepting before the server closes: asyncio loses a connection that was just accepted
+        (python/cpython#109564)."""
         for site in runner.sites:
             for listening_socket in site._server.sockets:  # type: ignore[attr-defined]
                 self._loop.remove_reader(listening_socket.fileno())

@@ -32,23 +32,23 @@ GPU_LABELS = {
 
 @dataclass(frozen=True)
 class FakeContainer:
-    """What a pod's main container does."""
+    """Behavior of a pod's main container."""
 
     ready: bool = True
     waiting: tuple[str, str] | None = None
-    """Reason and message: it does not run."""
+    """Reason and message, if it does not run."""
     exit_code: int | None = None
-    """It has ended, and is not started again."""
+    """Exit code, if it has ended and is not restarted."""
     reason: str = ""
     message: str = ""
     """Termination message."""
     restarts: int = 0
     last_termination: tuple[int, str, str] | None = None
-    """Exit code, reason and message of the end before this run."""
+    """Exit code, reason and message of the previous run."""
 
 
 class FailedMount(Exception):
-    """What a pod mounts is not there yet: its containers wait."""
+    """An object that the pod mounts does not exist yet: its containers wait."""
 
 
 RUNNING = FakeContainer()
@@ -57,7 +57,7 @@ COMPLETED = FakeContainer(exit_code=0, reason="Completed")
 
 @dataclass
 class FakeKubelet:
-    """One node. A context manager; `behave` says what its pods do. By default those of Jobs end well, others serve."""
+    """One node. A context manager. By default pods of Jobs succeed and other pods serve."""
 
     cluster: Cluster
     name: str = "node-0"
@@ -65,14 +65,14 @@ class FakeKubelet:
     resource: str = "nvidia.com/gpu"
     labels: Mapping[str, str] = field(default_factory=lambda: dict(GPU_LABELS))
     on_start: Callable[[Manifest, str], None] = lambda pod, address: None
-    """Called with a pod and its address before it is first said to run, and whenever its container starts anew; raises
-    NotMounted where that cannot be."""
+    """Called with a pod and its address before the pod first runs, and at each restart of its container; raises
+    FailedMount if that is not possible."""
     probe: PodPredicate = lambda pod: True
-    """The readiness probe of pods that run."""
+    """The readiness probe of running pods."""
     on_end: Callable[[Manifest], None] = lambda pod: None
     """Called when a pod is being deleted."""
     errors: list[str] = field(default_factory=list)
-    """What went wrong in the thread; checked at the end."""
+    """Errors of the thread; checked at the end."""
 
     def __post_init__(self) -> None:
         self._behaviors: list[tuple[PodPredicate, FakeContainer]] = []
@@ -89,12 +89,12 @@ class FakeKubelet:
     # What tests say
 
     def set_behavior(self, predicate: PodPredicate, container: FakeContainer) -> None:
-        """Pods that match do this from now on; the last word counts."""
+        """Set the behavior of matching pods from now on; the last call counts."""
         with self._lock:
             self._behaviors.insert(0, (predicate, container))
 
     def restart(self, pod: Manifest, message: str = "") -> None:
-        """Its container ends and is started again, as after a crash: the pod stays."""
+        """Restart the container of a pod, as after a crash."""
         uid = pod["metadata"]["uid"]
         with self._lock:
             current = self._behavior_of(pod)
@@ -103,7 +103,7 @@ class FakeKubelet:
             self._behaviors.insert(0, (lambda body: body["metadata"]["uid"] == uid, restarted))
 
     def address(self, pod: Manifest) -> str:
-        """The pod's address on this machine; its own, and nobody's after it."""
+        """Return the pod's address on this machine, which no other pod gets."""
         uid = pod["metadata"]["uid"]
         with self._lock:
             if uid not in self._addresses:
@@ -204,7 +204,7 @@ class FakeKubelet:
         return next((container for predicate, container in self._behaviors if predicate(pod)), default)
 
     def _provision_volumes(self) -> None:
-        """A volume for each claim that waits for one; the real controller binds them."""
+        """Create a volume for each pending claim; the real controller binds them."""
         for claim in self.cluster.request("GET", "/api/v1/persistentvolumeclaims")["items"]:
             meta, spec = claim["metadata"], claim["spec"]
             if claim.get("status", {}).get("phase") != "Pending" or meta["uid"] in self._last_written:
@@ -236,7 +236,7 @@ class FakeKubelet:
 
 
 def _pod_status(pod: Manifest, container: FakeContainer, address: str, started_at: str) -> Manifest:
-    """A pod's status as a kubelet writes it."""
+    """Return a pod's status as a kubelet writes it."""
     main_container = pod["spec"]["containers"][0]
     is_terminated, is_running = (
         container.exit_code is not None,

@@ -26,7 +26,7 @@ _COMPONENT_LABEL = "app.kubernetes.io/component"
 
 @dataclass
 class RunningPod:
-    """A pod and what is behind its port."""
+    """A pod and the fake behind its port."""
 
     pod: Manifest
     fake_pod: FakePod
@@ -36,7 +36,7 @@ class RunningPod:
 
 
 class FakePods:
-    """All pods that serve on one node. A context manager."""
+    """All serving pods of one node. A context manager."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class FakePods:
         progress: DownloadProgress | None = None,
         pod_class: type[FakePod] = FakePod,
     ) -> None:
-        """`script(pod)` gives what `make` is called with, for pods that start from now on; pods that download a
-        model say that they are as far as `progress`, or nothing."""
+        """Set the script of pods that start from now on: `script(pod)` returns the arguments of the fake pod. Download
+        pods report `progress`, or nothing."""
         self.pod_options, self._download_progress, self._pod_class = pod_options, progress, pod_class
         self._kubelet = kubelet
         self._ports = FakeAdminServers()
@@ -70,7 +70,7 @@ class FakePods:
         self._keys.cleanup()
 
     def running_in(self, namespace: str) -> list[RunningPod]:
-        """The pods of a namespace that run, by name."""
+        """Return the running pods of a namespace, by name."""
         with self._lock:
             running = [
                 entry for entry in self._running_by_uid.values() if entry.pod["metadata"]["namespace"] == namespace

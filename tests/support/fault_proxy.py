@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy before the API server that answers in its place, or swallows everything, when a test says so."""
+"""A proxy in front of the API server that injects error responses, delays and lost connections."""
 
 import asyncio
 import json
@@ -22,29 +22,29 @@ _FORWARDED_HEADERS = ("Content-Type", "Accept")
 
 @dataclass(frozen=True)
 class Fault:
-    """An answer that is not the API server's."""
+    """An injected response."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     forwarded: bool = False
-    """The API server gets the request all the same; only its answer is lost."""
+    """The API server gets the request; only its response is lost."""
     error_event: int = 0
-    """Code of an ERROR event: the answer is a watch that sends it and ends."""
+    """Code of an ERROR event: the response is a watch that sends this event and ends."""
 
 
 @dataclass
 class FaultInjectingProxy:
-    """Plain HTTP on a free port of this machine. A context manager."""
+    """A proxy with plain HTTP on a free port. A context manager."""
 
     cluster: Cluster
     folder: Path
     fault: Callable[[str, str], Fault | None] = lambda method, path: None
-    """What happens to a request, by its method, path and query; set it at any time."""
+    """Returns the fault of a request, by method and path with query; can be set at any time."""
     delay_s: Callable[[str, str], float] = lambda method, path: 0.0
-    """How long it is kept before it is sent on, by the same; whoever has hung up by then is not served."""
+    """Returns the delay before a request is forwarded; it is dropped if the client has disconnected by then."""
     num_faults: int = 0
     _is_blackholed: Callable[[str], bool] = lambda path: True
-    """Which requests are swallowed."""
+    """Which requests get no response."""
 
     def __enter__(self) -> Self:
         self._ready, self._stop = threading.Event(), threading.Event()
@@ -61,20 +61,20 @@ class FaultInjectingProxy:
         self._thread.join(20)
 
     def blackhole(self, matches: Callable[[str], bool] = lambda path: True) -> None:
-        """From now on nothing gets through and nothing is closed, as behind a router that has lost its state.
+        """Forward nothing and close nothing from now on, as a router that has lost its state.
 
-        `only` says of which requests that is true, by path and query.
+        `matches` selects the requests, by path and query.
         """
         self._is_blackholed = matches
         self._forwarding.clear()
 
     def stop_blackhole(self) -> None:
-        """New connections work again; what was swallowed stays lost."""
+        """Forward new requests again; blackholed ones stay lost."""
         self._forwarding.set()
 
     @property
     def kubeconfig(self) -> Path:
-        """For the operator."""
+        """A kubeconfig for the operator."""
         file = self.folder / "proxy.kubeconfig"
         config = {
             "apiVersion": "v1",
@@ -141,7 +141,7 @@ class FaultInjectingProxy:
             return response
 
     async def _wait_while_blackholed(self, request: web.Request) -> None:
-        """Whoever comes to it while it is closed never gets on."""
+        """Block for ever if the request is blackholed."""
         if not self._forwarding.is_set() and self._is_blackholed(request.path_qs):
             await asyncio.Event().wait()
 

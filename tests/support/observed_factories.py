@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reconciler would have seen of a service: Deployments, pods, Jobs and pods' reports, made for tests."""
+"""Factories of observed states for tests: Deployments, pods, Jobs and pods' status documents."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,12 +37,12 @@ PLAN: Plan = plan_for("qwen-0.5b", "NVIDIA-L4", "lora: {maxLoaded: 4, maxRank: 1
 
 
 def desired_service(spec: str = ADAPTERS, generation: int = GENERATION) -> LLMService:
-    """A service with two adapters on two pods, unless the spec says otherwise."""
+    """A service with two adapters on two pods by default."""
     return replace(llm_service(spec), generation=generation)
 
 
 def pod_report(llm_service: LLMService, /, **changes: Any) -> PodStatus:
-    """What a pod says that has all of a service's adapters; changes are fields of the document."""
+    """The status of a pod that has all adapters; `changes` are fields of the document."""
     catalog = llm_service.build_catalog()
     adapters = [
         AdapterStatus(a.name, AdapterState.READY, "2026-01-01T00:00:00Z", f"sha256:{a.name:0>64}", a.name)
@@ -128,19 +128,19 @@ def job(**status: Any) -> dict[str, Any]:
 
 
 def finished_job(condition_type: str = "Complete", reason: str = "") -> dict[str, Any]:
-    """A Job that has ended."""
+    """A finished Job."""
     return job(conditions=[{"type": condition_type, "status": "True", "reason": reason}])
 
 
 def terminated_container(
     container: str, exit_code: int, reason: str = "Error", message: str = ""
 ) -> TerminatedContainer:
-    """The end of a container."""
+    """A terminated container."""
     return TerminatedContainer(container, exit_code, reason, message)
 
 
 def healthy_state(llm_service: LLMService | None = None, **changes: Any) -> ObservedState:
-    """Everything as it should be."""
+    """A service with everything ready."""
     llm_service = llm_service or desired_service()
     count = llm_service.spec.replicas
     pods = tuple(ready_pod(f"s-{i}", pod_report(llm_service)) for i in range(count))
@@ -165,7 +165,7 @@ def conditions_by_type(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def schema_problems(status: dict[str, Any]) -> list[str]:
-    """What an API server would find wrong with a status, or drop from it."""
+    """Return what an API server would reject in a status or drop from it."""
     return [str(problem) for problem in iter_problems(OPENAPI["properties"]["status"], status)]
 
 
@@ -180,7 +180,7 @@ def checked_status(
     previous: Mapping[str, Any] | None = None,
     now: datetime = NOW,
 ) -> dict[str, Any]:
-    """The status, which must always be one that an API server takes."""
+    """Build the status and check that an API server would accept it."""
     new_status = build_status(service, GENERATION, planning_result, observed, previous or {}, now)
     assert schema_problems(new_status) == []
     assert [c["type"] for c in new_status["conditions"]] == CONDITION_TYPES
@@ -198,7 +198,7 @@ def ready_condition(status: dict[str, Any]) -> tuple[str, str]:
 
 
 def state_with_pods(*pods: PodState, **changes: Any) -> ObservedState:
-    """Everything as it should be, but for these pods."""
+    """A service with everything ready except these pods."""
     return healthy_state(pods=pods, **changes)
 
 

@@ -9,8 +9,8 @@ kopf watches LLMServices and nothing else, through on.event: it adds no finalize
 the operator; it writes no annotations; and no handler state can be lost. Child kinds have a reflector of our own
 (kube/reflector.py states why). kopf is imported by `quire operate` alone: it takes 15 MB.
 
-kopf calls handlers only when something changes, so from here an idle watch and a dead watch look the same. To tell them
-apart, the login handler gives kopf an HTTP session with a trace: every watch request that the API server answers is a
+kopf calls handlers only when something changes, so from here an idle watch and a dead watch look the same. To
+distinguish them, the login handler gives kopf an HTTP session with a trace: every watch request with a response is a
 heartbeat. kopf starts a watch anew after _WATCH_INACTIVITY_PERIODS periods at the latest.
 """
 

@@ -20,7 +20,7 @@ NUM_SOURCES = 3
 
 
 def finished_download(result: DownloadReason, **fields: Any) -> FakeContainer:
-    """The end of a download."""
+    """A finished download container."""
     download_result = DownloadResult(result, **{"bytes": 1000, **fields})
     return FakeContainer(exit_code=0 if result is DownloadReason.DOWNLOADED else 1, message=download_result.dump())
 
@@ -31,7 +31,7 @@ def is_download(pod: Mapping[str, Any]) -> bool:
 
 
 def source_of(pod_spec: Mapping[str, Any]) -> Manifest:
-    """What a pod downloads."""
+    """Return the source that a pod downloads."""
     (text,) = [a for a in _arguments(pod_spec) if a.startswith("--source=")]
     source: Manifest = json.loads(text.partition("=")[2])
     return source
@@ -43,7 +43,7 @@ def _arguments(pod_spec: Mapping[str, Any]) -> list[str]:
 
 
 class DownloadTracker:
-    """What there is to download, and what was. A context manager."""
+    """Sources and completed downloads. A context manager."""
 
     def __init__(self, cluster: Cluster, namespace: str, kubelet: FakeKubelet) -> None:
         self.model_server = FakeModelServer()
@@ -74,11 +74,11 @@ class DownloadTracker:
         return {"http": {"url": f"{self.model_server.url}/v{index}"}}
 
     def num_source_bytes(self, index: int) -> int:
-        """How many there are of a source: no two have as many."""
+        """Return the bytes of a source; no two sources have the same number."""
         return 2**20 + index
 
     def end_pod(self, pod: Manifest, container: FakeContainer) -> None:
-        """A pod ends so, whatever others do."""
+        """Set how the download of one pod ends."""
         uid = pod["metadata"]["uid"]
         self._kubelet.set_behavior(lambda body: body["metadata"]["uid"] == uid, container)
 
@@ -134,7 +134,7 @@ class DownloadTracker:
         return {v.uid for v in versions if _resource_version(v) < resource_version} - deleted
 
     def _created_version(self, watch: WatchRecorder, uid: str) -> int:
-        """When an object was made: versions are counted over all objects."""
+        """Return the resourceVersion of an object's creation, which orders all objects."""
         return _resource_version(next(v for v in list(watch.versions) if v.uid == uid))
 
     def _is_slow(self, pod: Mapping[str, Any]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of every status of an LLMService, held against what remembering.py remembers."""
+"""Invariants of every status of an LLMService, checked against the recorders (recorders.py)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -23,29 +23,29 @@ from quire_spec.documents.pod_status import AdapterState, PodStatus
 Manifest = dict[str, Any]
 LLM_SERVICE_KIND = ("quire.dev/v1alpha1", "LLMService")
 SLACK_S, STALE_WATCH_S = 3.0, 11.0
-"""What an operator on a busy machine may not have heard of yet; and one whose watch was swallowed."""
+"""Age of events that the operator on a busy machine may not have seen; and with a blackholed watch."""
 WATCH_LAG_S = 1.0
-"""By which one of our own watches may be behind another."""
+"""By how much one of the recorders' watches may lag behind another."""
 
 
 def desired_catalog_digest(spec: Mapping[str, Any]) -> str:
-    """Of the adapters of a stored spec."""
+    """Return the catalog digest of a stored spec."""
     return AdapterCatalog.from_json({"adapters": spec.get("adapters") or []}).version.digest
 
 
 class StatusInvariants:
-    """What was seen, and what was wrong with it. A context manager."""
+    """Records services and pods, and returns violations. A context manager."""
 
     def __init__(
         self, cluster: Cluster, namespace: str, started_pods: Mapping[str, StartedPod], downloads: DownloadTracker
     ) -> None:
-        """`started` has every pod that ever ran, by uid."""
+        """`started_pods` contains every pod that ever ran, by uid."""
         self.services = WatchRecorder(cluster, *LLM_SERVICE_KIND, namespace)
         self.pods = WatchRecorder(cluster, "v1", "Pod", namespace)
         self.started_pods, self.downloads = started_pods, downloads
         self.recorded: list[RecordedStatus] = []
         self.watch_stalled_at: list[float] = []
-        """When operators began to hear late."""
+        """When the operator's watches were blackholed or delayed."""
 
     def __enter__(self) -> Self:
         self.services.__enter__()
@@ -57,7 +57,7 @@ class StatusInvariants:
         self.pods.__exit__()
 
     def violations(self) -> list[str]:
-        """What does not hold of the versions of services that were seen, in words."""
+        """Return the violations of all recorded versions of services."""
         watches = (self.services, self.pods, self.downloads.jobs, self.downloads.claims)
         violations = [f"the watch of {watch.path} ended: {watch.error!r}" for watch in watches if watch.error]
         violations += self._premature_pods()
@@ -81,7 +81,7 @@ class StatusInvariants:
         return violations
 
     def _premature_pods(self) -> Iterator[str]:
-        """Pods that ran before their model was there."""
+        """Yield pods that ran before their model was downloaded."""
         reported: set[str] = set()
         for version in list(self.pods.versions):
             started_pod = self.started_pods.get(version.uid)
@@ -155,14 +155,14 @@ class StatusInvariants:
             )
 
     def _possibly_stale_since(self, record: RecordedStatus) -> float:
-        """From when on an operator may not have heard of something yet."""
+        """Return since when the operator may not have seen events."""
         watch_stalled = any(
             record.pass_started_at - STALE_WATCH_S < at < record.written_at for at in self.watch_stalled_at
         )
         return record.pass_started_at - (STALE_WATCH_S if watch_stalled else SLACK_S)
 
     def _last_response(self, uid: str, record: RecordedStatus) -> PodStatus | None:
-        """What a pod said last before a status was written, to the pass that it is of."""
+        """Return a pod's last response to the pass that wrote a status."""
         responses = [
             response
             for at, response in self.started_pods[uid].fake_pod.responses
@@ -193,7 +193,7 @@ class StatusInvariants:
 
 
 def status_violations(generation: int, status: Manifest) -> Iterator[str]:
-    """What is wrong with a status in itself; `generation` is the spec's that it was written to."""
+    """Yield contradictions within a status; `generation` is that of its spec."""
     yield from schema_problems(status)
     if status["observedGeneration"] != generation:
         yield f"observedGeneration {status['observedGeneration']}"
@@ -210,7 +210,7 @@ def status_violations(generation: int, status: Manifest) -> Iterator[str]:
 
 
 def transition_violations(before: Manifest, after: Manifest) -> Iterator[str]:
-    """What is wrong with a status after the one before it."""
+    """Yield invalid transitions from the previous status."""
     if before.get("observedGeneration", 0) > after["observedGeneration"]:
         yield f"observedGeneration {after['observedGeneration']} after {before['observedGeneration']}"
     previous_conditions = {c["type"]: c for c in before.get("conditions") or ()}

@@ -74,7 +74,7 @@ _API_FAULTS = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault(503), Fault(5
 
 @dataclass
 class RandomOperations:
-    """What happens in a world, drawn."""
+    """Random operations on a chaos environment."""
 
     environment: ChaosEnvironment
     seed: int
@@ -113,9 +113,9 @@ class RandomOperations:
         self.environment.start_operator()
 
     def step(self) -> None:
-        """One thing happens; those that the API server refuses are part of it."""
+        """Run one operation; the API server may reject it."""
         self.num_steps += 1
-        # Each for itself: what was there to draw from before does not change what is drawn now.
+        # A generator for each step: earlier choices do not change later ones.
         self.rng = random.Random(f"{self.seed} {self.num_steps}")
         self.steps_until_recovery -= 1
         if self.steps_until_recovery == 0:

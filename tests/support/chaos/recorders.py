@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three who remember what was, and do not know of each other: watches of the API server, every version of an object;
+"""Recorders of a chaos test, independent of each other: watches record every version of an object;
 pods, what they answered; and the operators' client, when a pass began and what it came to say. witness.py holds them
 against each other.
 """
@@ -91,20 +91,20 @@ class WatchRecorder:
 
 @dataclass
 class RecordingPod(FakePod):
-    """A pod that remembers what it answered."""
+    """A fake pod that records its responses."""
 
     responses: list[tuple[float, PodStatus]] = field(default_factory=list)
     hang_toggles: list[float] = field(default_factory=list)
-    """When it began to hang and ended, in turn."""
+    """Times at which it began and stopped to hang, alternating."""
 
     def set_hanging(self, hangs: bool) -> None:
-        """Hang from now on, or no longer."""
+        """Start or stop hanging."""
         if hangs != self.hangs:
             self.hang_toggles.append(time.monotonic())
             self.hangs = hangs
 
     def was_hanging(self, since: float, until: float) -> bool:
-        """Whether it hung at some moment of a time: whoever asked then may not have waited for the answer."""
+        """Whether it hung at any moment of a period: a client may have got no response then."""
         return sum(at <= since for at in self.hang_toggles) % 2 == 1 or any(
             since < at < until for at in self.hang_toggles
         )
@@ -115,7 +115,7 @@ class RecordingPod(FakePod):
         return status
 
     def current_status(self) -> PodStatus | None:
-        """What it would answer now; None: nothing."""
+        """Return its current response; None: none."""
         return None if self.hangs or self.status_fails else super().status()
 
     def _adapter_status(self, name: str) -> AdapterStatus:
@@ -127,7 +127,7 @@ class RecordingPod(FakePod):
 
 
 def source_digest(source: Mapping[str, Any]) -> str:
-    """Digest of what an adapter is, wherever it comes from: another one for each source."""
+    """Return the digest of an adapter; each source has another one."""
     return f"sha256:{hashlib.sha256(orjson.dumps(source, option=orjson.OPT_SORT_KEYS)).hexdigest()}"
 
 
@@ -147,11 +147,14 @@ class OperatorKilled(BaseException):
 
 
 def recording_client(recorded: list[RecordedStatus], operator_state: Mapping[str, Any]) -> type[ApiClient]:
-    """A Client that remembers what it says, and dies when it is told so. `running["queue"]` is its operator's queue."""
+    """Return a client class that records statuses and can end the operator at a write.
+
+    `operator_state["queue"]` is the operator's work queue.
+    """
 
     class RecordingClient(ApiClient):
         remaining_writes: int | None = None
-        """It dies at the last of them; None: it lives."""
+        """Writes before the operator is killed; None: never."""
         send_last_write = False
 
         async def set_status(self, resource: Any, manifest: Mapping[str, Any]) -> Manifest:
@@ -186,7 +189,7 @@ class StartedPod:
     """Those that it mounts."""
 
     def matches_spec(self, spec: Mapping[str, Any]) -> bool:
-        """Whether it is what a spec asks for."""
+        """Whether it was started for a spec."""
         max_model_len = spec.get("engine", {}).get("maxModelLen")
         sources = [spec["model"]["source"], *(adapter["source"] for adapter in spec.get("adapters") or ())]
         required_claims = {source["pvc"]["claimName"] for source in sources if "pvc" in source}
@@ -198,14 +201,14 @@ class StartedPod:
 
 
 def _model_folder(source: Mapping[str, Any]) -> str:
-    """Where pods have a model."""
+    """Return the folder of a model in pods."""
     if "pvc" in source:
         return f"/mnt/claims/{source['pvc']['claimName']}/{source['pvc']['path']}"
     return f"/mnt/model/{hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:7]}"
 
 
 def is_ready(pod: Manifest) -> bool:
-    """By the kubelet, and neither ended nor on its way out."""
+    """Whether a pod is ready by the kubelet, running, and not being deleted."""
     status = pod.get("status", {})
     conditions = {c["type"]: c["status"] for c in status.get("conditions") or ()}
     is_running = "deletionTimestamp" not in pod["metadata"] and status.get("phase") == "Running"
@@ -219,18 +222,18 @@ def is_serving_pod_of(pod: Manifest, service: str) -> bool:
 
 
 class RecordingFakePods(FakePods):
-    """Pods that remember."""
+    """Fake pods that record when they started and what they returned."""
 
     def __init__(self, kubelet: FakeKubelet) -> None:
         super().__init__(kubelet, pod_class=RecordingPod)
         self.kubelet = kubelet
         self.started_pods: dict[str, StartedPod] = {}
-        """All that ever ran, by uid."""
+        """All pods that ever ran, by uid."""
         self.unready_uids: set[str] = set()
-        """By uid: their readiness probe fails, whatever they say."""
+        """Uids of pods whose readiness probe fails."""
 
     def refresh_secrets(self) -> None:
-        """Secrets that have changed reach the pods that run, where there are any."""
+        """Update the mounted Secrets of running pods."""
         with self._lock:
             entries = list(self._running_by_uid.values())
         for entry in entries:

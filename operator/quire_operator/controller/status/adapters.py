@@ -129,8 +129,8 @@ def _condition(
 def _describe_unreachable(unreachable: Sequence[PodState]) -> str:
     """Return the condition that ready pods do not report, if there are any."""
     more = f" (and {len(unreachable) - 1} more)" if len(unreachable) > 1 else ""
-    error = unreachable[0].report_error or "its health port was not asked yet"
-    return f"pod {unreachable[0].name} does not tell how it is: {error}{more}"
+    error = unreachable[0].report_error or "not read yet"
+    return f"pod {unreachable[0].name} does not report its status: {error}{more}"
 
 
 def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> str:

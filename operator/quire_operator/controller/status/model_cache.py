@@ -178,11 +178,11 @@ def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result:
     if observed.claim and is_terminating(observed.claim):
         return (
             f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; "
-            "then it is made again, and filled. Pods go on with it, but no new one can start: to have it now, set "
-            "spec.replicas to 0 until it is filled"
+            "then it is created again, and filled. Running pods keep it, but no new one can start: to delete it now, "
+            "set spec.replicas to 0 until it is filled"
         )
     if observed.job is None:
-        return "the download Job is being made"
+        return "the download Job is being created"
     phase = ((observed.claim or {}).get("status") or {}).get("phase", "")
     claim_text = (
         f"claim {observed.claim['metadata']['name']} is {phase}; " if observed.claim and phase != "Bound" else ""

@@ -59,7 +59,7 @@ def test_a_model_that_is_there_before_its_pod_has_said_so():
 
 
 DOWNLOADS = {
-    "the Job is being made": ({"job": None}, "DownloadPending", "Pending", "being made"),
+    "the Job is being created": ({"job": None}, "DownloadPending", "Pending", "being created"),
     "its pod has no node": (
         {"job_pods": (starting_pod("j", phase="Pending", unschedulable="0/1 nodes: unbound claim"),)},
         "DownloadPending", "Pending", "unbound claim",

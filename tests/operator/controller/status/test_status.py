@@ -144,7 +144,7 @@ def test_unreachable_pods_are_not_called_ready():
         == conditions_by_type(found)["AdaptersReady"]
         == ("Unknown", "PodsUnreachable")
     )
-    assert "pod s-1 does not tell how it is: connection refused" in condition(found, "Ready")["message"]
+    assert "pod s-1 does not report its status: connection refused" in condition(found, "Ready")["message"]
     assert conditions_by_type(found)["Available"] == ("True", "MinimumReplicas")
     assert found["models"] == []
 
