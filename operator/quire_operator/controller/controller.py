@@ -24,11 +24,11 @@ from quire_operator.controller.observe.pod_admin_client import PodAdminClient
 from quire_operator.controller.observe.pod_warnings import PodWarnings
 from quire_operator.controller.observe.secret_store import SECRET_TTL_S, SecretStore
 from quire_operator.controller.reconciler import Reconciler
-from quire_operator.controller.work_queue import WorkQueue
+from quire_operator.controller.work_queue import MAX_DELAY_S, WorkQueue
 from quire_operator.kube import discovery, resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.discovery import Discovery
-from quire_operator.kube.errors import ApiError
+from quire_operator.kube.errors import ApiError, ApiServerUnavailable
 from quire_operator.kube.reflector import Reflector, WatchTimeouts
 from quire_operator.kube.resources import OPTIONAL_RESOURCES, WATCHED_RESOURCES, Resource
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _OPTIONAL_SYNC_S = 10.0
 """How long the workers wait for the first list of an optional kind, which may answer 403 for ever."""
+_OUTAGE_RETRY_S = 30.0
+"""Longest delay of a retry while the API server is unavailable. No event requeues a service when an outage ends."""
 _STUCK_AFTER_S = 900.0
 """If a service waits or is worked on for so long, the work queue is stuck."""
 
@@ -188,7 +190,8 @@ class Controller:
                 result = await self.reconciler.reconcile(key)
             except ApiError as error:
                 made_progress = self.reconciler.num_applied(key) > num_applied_before
-                delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, reset_backoff=made_progress)
+                max_delay_s = _OUTAGE_RETRY_S if isinstance(error, ApiServerUnavailable) else MAX_DELAY_S
+                delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, made_progress, max_delay_s)
                 self._record_reconcile("error", started_at, type(error).__name__)
                 logger.warning("reconcile failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
                 continue

@@ -15,6 +15,7 @@ heartbeat. kopf starts a watch anew after _WATCH_INACTIVITY_PERIODS periods at t
 """
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from quire_operator.kube.cluster_config import ClusterConfig
 from quire_operator.kube.reflector import WatchTimeouts
 from quire_operator.kube.resources import LLM_SERVICE
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
+from quire_spec.backoff import backoff
 from quire_spec.errors import QuireError
 
 _CONNECT_S, _REQUEST_S = 10.0, 30.0
@@ -161,10 +163,8 @@ class EndlessBackoffs:
     """
 
     def __iter__(self) -> Iterator[float]:
-        delay_s = 1.0
-        while True:
-            yield delay_s
-            delay_s = min(30.0, 2.0 * delay_s)
+        for attempt in itertools.count():
+            yield backoff(attempt, first=1.0, cap=30.0)
 
 
 def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> None:

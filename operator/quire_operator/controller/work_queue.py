@@ -97,14 +97,16 @@ class WorkQueue(Generic[K]):
         if requeue_after_s is not None:
             self.add(key, requeue_after_s)
 
-    def add_rate_limited(self, key: K, min_delay_s: float = 0.0, reset_backoff: bool = False) -> float:
+    def add_rate_limited(
+        self, key: K, min_delay_s: float = 0.0, reset_backoff: bool = False, max_delay_s: float = MAX_DELAY_S
+    ) -> float:
         """Record failure; return the delay until the retry. `reset_backoff` starts with the first delay again.
 
         Adding the key shortens the delay, but not below `min_delay_s` or MIN_RETRY_S: a failed attempt may have changed
         objects, and their events must not cause the next attempt at once.
         """
         failures = self._failures[key] = 1 if reset_backoff else self._failures.get(key, 0) + 1
-        delay_s = backoff(failures - 1, BASE_DELAY_S, MAX_DELAY_S) * (0.8 + 0.4 * self._jitter())
+        delay_s = backoff(failures - 1, BASE_DELAY_S, max_delay_s) * (0.8 + 0.4 * self._jitter())
         delay_s = max(delay_s, min_delay_s)
         self._release(key)
         self._not_before[key] = self._clock() + max(min_delay_s, min(delay_s, MIN_RETRY_S))

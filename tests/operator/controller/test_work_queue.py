@@ -96,7 +96,15 @@ async def test_depth_and_age_say_what_waits(queue, clock):
     assert (queue.depth, queue.oldest_age_s) == (1, 7)
     await queue.get()
     clock.now += 5
-    assert (queue.depth, queue.oldest_age_s) == (0, 5), "one that is worked on for long is told too"
+    assert (queue.depth, queue.oldest_age_s) == (0, 5), "a key that is worked on counts too"
     queue.forget("b")
     queue.done("a")
     assert (queue.depth, queue.oldest_age_s) == (0, 0)
+
+
+async def test_caps_the_delay_of_a_retry(queue, clock):
+    for _ in range(9):
+        queue.add("a")
+        clock.now += 300
+        await queue.get()
+        assert queue.add_rate_limited("a", max_delay_s=30.0) <= 30.0 * 1.2
