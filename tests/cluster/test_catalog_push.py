@@ -156,7 +156,7 @@ def test_a_container_that_starts_anew_has_its_adapters_again(world, kubelet):
 
 
 def test_a_service_that_was_restored_from_a_backup_has_its_adapters_and_not_those_of_later(world):
-    """Its pods were told generations that the cluster has never heard of."""
+    """Its pods have catalogs of generations that the cluster does not know."""
     pirate = AdapterCatalog.from_json({"generation": 99, "adapters": [PIRATE]})
     pods = {m.pod["metadata"]["uid"] for m in world.pods()}
     for member in world.pods():
@@ -206,7 +206,7 @@ def test_a_pod_that_hangs_keeps_the_others_from_nothing(world):
 
 
 def test_an_object_that_is_long_in_going_keeps_nobody_from_his_adapters_nor_from_knowing(world, cluster):
-    """Such as one that a controller of somebody else's has not let go."""
+    """For example because of the finalizer of another controller."""
     cluster.merge(*POLICY, HELD, world.namespace)
     cluster.delete(*POLICY, world.namespace)
     world.edit(adapters=[SQL, PIRATE])
@@ -220,7 +220,7 @@ def test_an_object_that_is_long_in_going_keeps_nobody_from_his_adapters_nor_from
 
 
 def test_a_service_that_is_made_again_is_not_ready_by_what_was_done_for_the_one_before(world, cluster):
-    """Its objects were left, nobody tells the operator that it was gone meanwhile, and one of them is long in going."""
+    """Its objects were orphaned, the operator misses the deletion, and one object is deleted slowly."""
     cache = world.operating.controller.cache
     put, remove = cache.upsert, cache.remove
     ends = lambda kind, body: kind is resources.LLM_SERVICE and "deletionTimestamp" in body["metadata"]  # noqa: E731

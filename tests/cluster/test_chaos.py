@@ -88,7 +88,7 @@ def all_ready(world):
 
 
 def settle(world):
-    """Until each status says just what is so, and nobody writes any more."""
+    """Wait until each status is correct and the operator writes nothing."""
     end = time.monotonic() + SETTLED_S
     while True:
         world.fake_pods.refresh_secrets()
@@ -117,7 +117,7 @@ def versions(world):
 
 
 def differences(world, name):
-    """What a status says otherwise than it is."""
+    """Return the differences between a status and the cluster."""
     body = world.get_service(name)
     spec, status, generation = body["spec"], body.get("status", {}), body["metadata"]["generation"]
     if status.get("observedGeneration") != generation:
@@ -231,7 +231,7 @@ def collected(world):
 
 
 def not_owned(world):
-    """Objects of ours whose owner is not there. Without any are those of a service that was deleted without them."""
+    """Wait until no object has a deleted owner. Orphaned objects have no owner."""
     owners = {body["metadata"]["uid"] for name in SERVICES if (body := world.get_service(name))}
     found = []
     for version, kind in (*CHILDREN, ("apps/v1", "ReplicaSet"), ("batch/v1", "Job"), ("v1", "Pod")):

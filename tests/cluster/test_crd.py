@@ -139,7 +139,7 @@ def test_kubectl_scales(cluster, namespace):
 
 
 def test_status_is_a_subresource(server, namespace):
-    """Who writes the spec cannot write the status, and the other way round; a status makes no generation."""
+    """A write to the spec does not change the status, nor the reverse; a status write keeps the generation."""
     server.apply(SERVICE, namespace)
     both = {"spec": {"replicas": 2}, "status": {"replicas": 5}}
     server.merge(*API, "tales", both, namespace)

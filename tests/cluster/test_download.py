@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that has to be downloaded: what the status says on the way, and that no pod takes a GPU before it is there.
+"""Download of a model: its status meanwhile, and that no pod gets a GPU before it is downloaded.
 
 The pods of Jobs end as a test says (support/fake_kubelet.py); what their program does is in
 tests/server/downloads/test_model_download.py.
@@ -77,7 +77,7 @@ def test_no_pod_before_the_model_is_there_and_every_step_is_told(cluster, namesp
         assert (cache["state"], cache["progress"], cache["totalBytes"]) == ("Downloading", "25%", str(4 * 2**20))
         assert "1.0 MiB of 4.0 MiB (25%), 256.0 KiB/s, about 12 s left" in message(operating, "ModelCached")
         assert "25%" in cluster.kubectl("get", "llm", "tales", "--output=wide", namespace=namespace)
-        # The token is refused; the Job tries again after 10 s, when somebody has put that right.
+        # The token is rejected; the Job retries after 10 s, when the token is right.
         why = "http://models/config.json: HTTP 401; the source's secret is missing, wrong, or lacks access"
         downloads(kubelet, namespace, finished_download(DownloadReason.AUTH_FAILED, message=why))
         says(operating, "ModelCached", "False", "AuthFailed")
@@ -139,7 +139,7 @@ def test_a_download_that_gave_up_is_tried_again(cluster, namespace, kubelet, pla
         operating.requeue()
         uid = job["metadata"]["uid"]
         assert cluster.get("batch/v1", "Job", name, namespace)["metadata"]["uid"] == uid, "not at once"
-        # It is due some seconds after it is looked at, of which nobody tells.
+        # It is due some seconds after the pass, without an event.
         since = datetime.now(UTC) - datetime.fromisoformat(now)
         monkeypatch.setattr(reconciler, "_FAILED_DOWNLOAD_RETRY_S", since.total_seconds() + 3)
         operating.requeue()
@@ -210,7 +210,7 @@ def test_a_claim_that_is_deleted_is_made_again_and_filled_once_no_pod_has_it(clu
         # The Job's pod held it too, although it had ended.
         wait_for(lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone")
         downloads(kubelet, namespace, FakeContainer())
-        # All that needs no new pod is done; those that are there would be gone for nothing.
+        # Changes that need no new pod are applied; the existing pod is kept.
         (pod,) = cluster.items("v1", "Pod", namespace)
         clients = [{"podSelector": {"matchLabels": {"app": "chat"}}}]
         tales["spec"] |= {"engine": {"maxModelLen": 512}, "networking": {"networkPolicy": {"ingressFrom": clients}}}

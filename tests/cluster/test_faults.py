@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may go wrong between operator and API server: kills at every write, lost answers, storms of errors, dead
-connections. Whatever it was, the same objects come of it.
+"""Faults between operator and API server: kills at every write, lost responses, error storms, dead connections.
+
+The resulting objects are the same as without faults.
 """
 
 import os
@@ -64,7 +65,7 @@ def kubelet(cluster):
 
 @pytest.fixture(scope="module")
 def reference(cluster, kubelet):
-    """What comes of it when nothing goes wrong, and in how many writes, events aside."""
+    """The objects without faults, and the number of writes except events."""
     with cluster.namespace() as namespace, ControllerHarness(cluster, namespace) as operating:
         cluster.apply(make_claim(), namespace)
         cluster.apply(llm_service(**SPEC), namespace)
@@ -74,7 +75,7 @@ def reference(cluster, kubelet):
 
 
 def test_killed_at_every_write_and_started_again(cluster, namespace, kubelet, reference):
-    """Each life makes one write, whose answer it does not live to see; the next goes on from there."""
+    """Each process makes one write and ends before the response; the next one continues."""
     wanted, _ = reference
     cluster.apply(make_claim(), namespace)
     cluster.apply(llm_service(**SPEC), namespace)
@@ -157,7 +158,7 @@ def test_a_dead_connection_is_noticed(cluster, namespace, kubelet, tmp_path):
         proxy.blackhole()
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)
         cluster.delete("networking.k8s.io/v1", "NetworkPolicy", "tales", namespace)
-        wait_for(lambda: "is stale" in operating.controller.unhealthy_reason(), 20, "liveness says so")
+        wait_for(lambda: "is stale" in operating.controller.unhealthy_reason(), 20, "failed liveness")
         assert operating.child("Deployment")["spec"]["replicas"] == 1
         proxy.stop_blackhole()
         wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
@@ -171,7 +172,7 @@ def more_than(found, number):
 
 
 def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tmp_path):
-    """Its watch alone goes deaf, and new connections too; ours go on. Silence before that is no fault."""
+    """Only its watch and new connections are blackholed. An idle watch before that is not stale."""
     path = f"/namespaces/{namespace}/llmservices"
     begun = []
     patience = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
@@ -194,7 +195,7 @@ def test_kopf_that_hears_nothing_more_is_noticed(cluster, namespace, kubelet, tm
         wait_for(
             lambda: "the watch of llmservices is stale" in operating.controller.unhealthy_reason(),
             20,
-            "liveness says so",
+            "failed liveness",
         )
         others = [heard for heard in operating.controller.heartbeats if heard.resource is not LLM_SERVICE]
         assert others and all(heard.age_s < patience.stale_after_s for heard in others)

@@ -45,7 +45,7 @@ def accepted(cluster, manifest, namespace) -> dict:
 
 
 def agrees(wanted, found, path="") -> list[str]:
-    """Paths of what was applied and is not in the answer: fields that a server drops without a word."""
+    """Return the paths of applied fields that the response lacks, because the API server dropped them."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         return [p for k, v in wanted.items() for p in agrees(v, found.get(k), f"{path}.{k}")]
     if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire operate` as a process: killed in the middle, started again, stopped politely; with kopf and its port."""
+"""`quire operate` and `kopf run` as processes: killed, restarted, stopped; handlers, ports and liveness."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def fetch(port, path):
         return 0, str(error)
 
 
-def test_killed_in_the_middle_started_again_and_stopped(cluster, namespace, kubelet, tmp_path):
+def test_restarts_after_a_kill_and_stops_on_sigterm(cluster, namespace, kubelet, tmp_path):
     cluster.apply(make_claim(), namespace)
     cluster.apply(llm_service(), namespace)
     with operator(cluster, namespace, tmp_path) as (process, _):
@@ -98,7 +98,7 @@ def test_killed_in_the_middle_started_again_and_stopped(cluster, namespace, kube
     assert '"level": "error"' not in log.read_text(), log.read_text()
 
 
-def test_started_before_the_definition_it_says_so_and_goes_on_once_it_is_there(tmp_path):
+def test_waits_for_a_missing_crd_and_logs_it(tmp_path):
     with running_cluster(tmp_path / "cluster") as bare:
         if bare.programs is None:
             pytest.skip("a cluster that was given has the definition")
@@ -110,7 +110,7 @@ def test_started_before_the_definition_it_says_so_and_goes_on_once_it_is_there(t
             bare.install_crd()
             wait_for(lambda: get(log, "/health/ready")[0] == 200, 15, "ready")
             bare.apply(llm_service(paused=True), "default")
-            wait_for(lambda: status(bare, "default").get("conditions"), 15, "somebody looks after it")
+            wait_for(lambda: status(bare, "default").get("conditions"), 15, "a status")
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0, log.read_text()
 
@@ -135,7 +135,7 @@ def test_kopf_run_serves_all_namespaces(cluster, namespace, kubelet, tmp_path):
         assert process.wait(20) == 0, log.read_text()
 
 
-def test_without_a_cluster_it_says_how_to_give_one(tmp_path):
+def test_without_a_cluster_the_error_names_kubeconfig(tmp_path):
     argv = [str(Path(sys.executable).with_name("quire")), "operate"]
     bare = {k: v for k, v in os.environ.items() if not k.startswith("KUBE")} | {"HOME": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, env=bare, timeout=60, check=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator as the chart's own ServiceAccount: all that it asks for is granted, and nothing is granted in vain.
+"""The operator with the chart's ServiceAccount: it has all rights that it needs, and uses all that it has.
 
 What it asked for is what the API server wrote into its audit log, so this wants a control plane of our own.
 """
@@ -93,7 +93,7 @@ def operating(cluster):
 
 
 class Models(http.server.SimpleHTTPRequestHandler):
-    """Says nothing: whoever wants the head of a file only hangs up."""
+    """Logs nothing: a client that reads only the head of a file disconnects."""
 
     def log_message(self, *_):
         pass
@@ -123,7 +123,7 @@ def asked(cluster):
                 ref = event["objectRef"]
                 resource = "/".join(filter(None, (ref["resource"], ref.get("subresource"))))
                 code = event.get("responseStatus", {}).get("code", 0)
-                # Applying an object that is not there takes the right to create it, and is written down as a patch.
+                # Apply of an object that does not exist needs the right to create it, and is logged as a patch.
                 verbs = {event["verb"], "create"} if code == 201 else {event["verb"]}
                 for verb in verbs:
                     found.setdefault((ref.get("apiGroup", ""), resource, verb), set()).add(code)
@@ -150,7 +150,7 @@ def test_the_roles_are_the_operators_own_table(cluster):
     assert granted(cluster) == wanted
 
 
-def test_everything_is_granted_and_nothing_in_vain(cluster, models):
+def test_grants_exactly_the_rights_that_the_operator_uses(cluster, models):
     with cluster.namespace() as namespace:
         # Watches are written down when they end, so it is read after the operator; before the namespace ends, which
         # refuses events from then on.
@@ -201,7 +201,7 @@ def test_named_namespaces_take_no_right_beyond_them(cluster):
             available(cluster, namespace, "tales")
         refused = {what: codes for what, codes in asked(cluster).items() if codes & {401, 403}}
         assert refused == {what: codes for what, codes in before.items() if codes & {401, 403}}
-        assert not cluster.get(API, KIND, "elsewhere", "default").get("status"), "nobody looks after it"
+        assert not cluster.get(API, KIND, "elsewhere", "default").get("status"), "it is in no watched namespace"
 
 
 def live(cluster, namespace, models):

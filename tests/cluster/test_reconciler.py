@@ -73,7 +73,7 @@ def test_a_service_becomes_its_objects_and_its_status_says_so(operating, cluster
 
 
 def test_a_volume_that_cannot_be_mounted_is_told_of(cluster, namespace, kubelet):
-    """The kubelet says so in an event of the pod, and nowhere else."""
+    """The kubelet reports it in an event of the pod only."""
     waits = FakeContainer(waiting=("ContainerCreating", ""))
     kubelet.set_behavior(lambda pod: pod["metadata"]["namespace"] == namespace, waits)
     with ControllerHarness(cluster, namespace) as operating:
@@ -264,7 +264,7 @@ def told(cluster, namespace):
 
 
 def test_an_operator_that_hears_nothing_of_an_edit_undoes_nothing_of_it(operating, cluster, namespace, tmp_path):
-    """Its watch of services is dead and not yet found to be, those of their objects go on."""
+    """Its watch of services is dead, which is not noticed yet; its other watches work."""
     lost = f"/namespaces/{namespace}/llmservices?"
     settings = {"watch_timeouts": WatchTimeouts(inactivity_s=60.0)}
     with (
@@ -370,7 +370,7 @@ def test_an_object_of_somebody_else_is_left_alone(cluster, namespace, kubelet):
         cluster.apply(llm_service(), namespace)
         wait_for(lambda: operating.condition("ConfigValid").get("reason") == "Conflict", 20, "Conflict")
         said = operating.condition("ConfigValid")["message"]
-        assert "Service 'tales'" in said and "somebody else" in said and "delete it" in said
+        assert "Service 'tales'" in said and "has another owner" in said and "delete it" in said
         assert cluster.get("v1", "Service", "tales", namespace)["spec"]["selector"] == {"app": "theirs"}
         assert operating.child("Deployment") is None
         cluster.delete("v1", "Service", "tales", namespace)
@@ -473,7 +473,7 @@ def engine_maps(cluster, namespace):
 
 
 def quiet(*operators):
-    """Whether nobody writes while each looks twice."""
+    """Whether no operator writes while each runs two passes."""
     before = [len(o.recorded_writes) for o in operators]
     for _ in range(2):
         for operating in operators:

@@ -55,7 +55,7 @@ def test_an_upgrade_of_the_operator_restarts_nobody(cluster, namespace, kubelet,
     with ControllerHarness(cluster, namespace, settings) as new:
         new.wait_settled()
         assert [write for write in new.recorded_writes if write[0] not in (KIND, "Event")] == []
-        # Neither when something else of the service changes, nor when somebody edits the pods by hand.
+        # Neither when another field of the service changes, nor when the pods are edited by hand.
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2, "disruption": {"pdb": "None"}}}, namespace)
         new.wait_settled()
         theirs = {"spec": {"template": {"spec": {"containers": [{"name": "server", "image": "theirs"}]}}}}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real API server for tests, and a small blocking client of it.
 
-`running` gives the cluster that QUIRE_TEST_KUBECONFIG names (never the default kubeconfig), or starts a control plane
-of its own; hack/nodocker_cluster has the programs. What is told here is what the API server answered: nothing is
-imitated.
+running_cluster() uses the cluster that QUIRE_TEST_KUBECONFIG names (never the default kubeconfig), or starts a control
+plane with the programs of hack/nodocker_cluster. Nothing is simulated.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods that answer: each pod of a node without a kubelet gets an admin port (admin_port.py) at its own address.
+"""Fake pods: each pod of a fake node gets an admin port (fake_admin_api.py) at its own address.
 
-What is scripted is what a pod says of itself. As a real one it begins from the catalogue of its ConfigMap, and has
-the key of its Secret.
+Tests script the status that a pod reports. Like a real pod it starts with the catalog of its ConfigMap and the key of
+its Secret.
 """
 
 import base64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of what is cached with what the API server lists, which finds out a watch that has gone deaf."""
+"""The comparison of the object cache with the API server, which finds stale watches."""
 
 import asyncio
 from types import SimpleNamespace
@@ -88,7 +88,7 @@ async def test_newer_in_the_cache_than_in_the_list_is_no_fault(cache):
         ([body()], []),
         ([body(uid="u", version="5")], [body(uid="other", version="4")]),
     ],
-    ids=["missing", "old", "versions that are no numbers", "gone", "made again"],
+    ids=["missing", "old", "versions without an order", "deleted", "recreated"],
 )
 async def test_behind_for_good(cache, cached, listed):
     for each in cached:
@@ -137,7 +137,7 @@ async def test_an_object_that_changes_all_the_time_is_no_fault(cache):
 
 
 async def test_objects_that_vanish_meanwhile_are_no_fault(cache):
-    """One whose end is on its way to us, and one that nobody told us of before it was gone."""
+    """One whose deletion event is late, and one that was created and deleted without an event."""
     listed = Listed({POD: [body("new")]})
     cache.upsert(POD, body("old"))
 
@@ -174,7 +174,7 @@ async def test_evicts_a_service_that_was_deleted_without_an_event():
 
 
 async def test_a_kind_that_cannot_be_listed_keeps_no_other_from_being_compared(cache, caplog):
-    """Such as one whose definition somebody deleted."""
+    """For example because its CRD was deleted."""
     listed = Listed({POD_MONITOR: ObjectNotFound("GET podmonitors: 404", 404), POD: [body()]})
     with pytest.raises(CacheDiverged, match="pods"):
         await verifier(listed, cache, POD_MONITOR, POD).verify()

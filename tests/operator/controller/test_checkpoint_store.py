@@ -113,7 +113,7 @@ async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
     models = CheckpointStore(Events(), cache, PodWarnings(Events(), 0.2), lambda key, s: woken.append(key), None)  # type: ignore[arg-type]
     with pytest.raises(NotReadYet) as first:
         await models.get(asked, "u1", {}, "image")
-    assert str(first.value).endswith("from claim models") and asked_for == [], "most pods start, and nobody asks"
+    assert str(first.value).endswith("from claim models") and asked_for == [], "events are not listed at once"
     assert woken == [("team", asked.name)]
     await asyncio.sleep(0.25)
     for _ in range(2):
@@ -136,7 +136,7 @@ async def test_a_job_whose_pod_said_nothing():
 
 
 async def test_a_job_whose_pod_is_gone_is_started_again():
-    """As the node went, or somebody deleted it: nothing is known of the model."""
+    """Its node went away, or it was deleted: the model is unknown."""
     pods = Pods()
     with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the pod of the Job .* was deleted"):
         await _found(pods)

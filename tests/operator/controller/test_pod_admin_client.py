@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's side of the admin port: who is told what, and that no pod holds up the others or learns the key's way.
+"""The client of the admin port: which pods get a push, that no pod delays the others, and that the key does not leak.
 
 The ports are scripted ones (support/fake_admin_api.py says why); real supervisors are in test_adapter_push.py.
 """

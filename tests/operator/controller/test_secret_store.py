@@ -41,7 +41,7 @@ async def test_secrets_that_nobody_asks_for_any_more_are_forgotten():
 
 
 async def test_a_secret_that_is_missing_is_looked_for_again_soon(monkeypatch):
-    """Whoever is told to make it should not wait for as long as one that is there is remembered."""
+    """A missing Secret is read again sooner than a cached one: the user may be creating it."""
     hub = {"repo": "org/model", "tokenSecretRef": {"name": "hub"}}
     service = LLMService.from_body(crd.validate(service_with({"spec.model.source": {"huggingFace": hub}})).body)
     now = [1000.0]
@@ -54,4 +54,4 @@ async def test_a_secret_that_is_missing_is_looked_for_again_soon(monkeypatch):
     assert await store.credentials(service) == {"hub": {"token": "hub"}}
     now[0] += MISSING_SECRET_TTL_S + 1
     assert await store.credentials(service) == {"hub": {"token": "hub"}}
-    assert api.asked == ["hub"], "one that is there is remembered"
+    assert api.asked == ["hub"], "an existing Secret is cached"

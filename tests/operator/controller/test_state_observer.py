@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of a service does not depend on the order in which it was heard of."""
+"""The observed state of a service does not depend on the order of events."""
 
 import random
 from types import SimpleNamespace

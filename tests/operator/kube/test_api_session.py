@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session to an API server leaves no connection behind, whatever the other side does."""
+"""An API session closes all connections, even if the server does not respond."""
 
 import asyncio
 import ssl
@@ -12,7 +12,7 @@ from quire_operator.kube.cluster_config import ClusterConfig
 
 
 async def test_connections_that_were_cut_in_a_request_are_closed_with_the_session(tmp_path):
-    """The other side says nothing more: neither to the request, nor to the end of TLS."""
+    """The server sends no response and does not end TLS."""
     asked, over = asyncio.Event(), asyncio.Event()
 
     async def answer(reader, writer):

@@ -96,7 +96,7 @@ class DownloadTracker:
         if not self.is_downloaded_to_claim(
             body["metadata"]["name"], source, since, int(body["metadata"]["resourceVersion"])
         ):
-            yield f"Downloaded, and nobody has brought {source} to the claim that is there"
+            yield f"Downloaded, and no Job has downloaded {source} to the existing claim"
         index = next(which for which in range(NUM_SOURCES) if self.source(which) == source)
         for key, value in {"bytes": str(self.num_source_bytes(index)), "revision": f"v{index}"}.items():
             if cache.get(key) not in (None, value):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of two LLMServices (world.py): what people, pods, the cluster and its API server do to them.
+"""Random operations on two LLMServices: edits by users, faults of pods, of the cluster and of the API server.
 
-What happens is drawn from a seed; when, and to which pods, is the cluster's affair. What holds of every status
-meanwhile is in witness.py.
+The operations follow from a seed; their timing, and the pods that they hit, do not. invariants.py checks every status.
 """
 
 import base64
@@ -32,7 +31,7 @@ SERVICES = ("tales", "tales-two")
 CREDENTIALS_SECRET = "keys"
 """The Secret that some adapters need."""
 FOREIGN_FINALIZER = "example.com/held"
-"""A finalizer of somebody's."""
+"""A finalizer of another controller."""
 _MERGE = "application/merge-patch+json"
 _CHILD_KINDS = [(version, kind, name.removeprefix("tales")) for (version, kind), name in CHILDREN.items()]
 _CHILD_EDITS: dict[str, list[Manifest]] = {
@@ -234,8 +233,8 @@ class RandomOperations:
         return f"deleted ({propagation_policy}) and made again: {spec}"
 
     def _relabel_orphans(self, name: str) -> None:
-        """An object without owner is known by its labels alone. Where somebody has changed these too, which no operator
-        repairs while the spec cannot be used, it would be a stranger's."""
+        """Restore the labels of objects without owner, by which alone the operator finds them: it does not repair them
+        while the spec is invalid."""
         label_patch = {
             "metadata": {"labels": {object_names.MANAGED_BY: object_names.MANAGER, object_names.INSTANCE: name}}
         }
@@ -463,7 +462,7 @@ class RandomOperations:
     # Its end
 
     def unblock(self) -> None:
-        """The API server is well, as is what models are downloaded from, and nothing is held back from going."""
+        """Remove all faults of the API server and of downloads, and all foreign finalizers."""
         self.restore_api_server()
         world = self.environment
         world.downloads.model_server.is_down = False

@@ -36,7 +36,7 @@ def after(before, observed, verdict=PLANNING_RESULT, service=SERVICE):
 
 
 def told(before, observed, verdict=PLANNING_RESULT):
-    """Type, reason and message of what is told, as lines."""
+    """Return type, reason and message of the events, as lines."""
     return [f"{e.type} {e.reason}: {e.message}" for e in build_events(before, after(before, observed, verdict))]
 
 

@@ -155,9 +155,9 @@ def test_progress_is_told_each_5_percent_or_30_s_and_never_twice_in_10_s():
         found, _ = on_its_way(DownloadProgress(percent * MIB, 100 * MIB, 2 * MIB), first, seconds)
         assert found["cache"]["progress"] == f"{told}%", (seconds, percent)
         again = seconds >= 30 or told != 20
-        assert (found == first) == (not again), "nothing is written when nothing is told"
+        assert (found == first) == (not again), "unchanged fields cause no write"
     assert on_its_way(None, first, 119)[0] == first, "it did not answer"
-    assert on_its_way(None, first, 120)[0]["cache"] == {"state": "Downloading"}, "nobody knows any more"
+    assert on_its_way(None, first, 120)[0]["cache"] == {"state": "Downloading"}, "the numbers are outdated"
     done = checked_status(healthy_state(job_pods=(ended_download(DownloadReason.DOWNLOADED),)), previous=first)
     assert done["cache"] == {"state": "Ready", "bytes": str(3 * 2**30)}
 

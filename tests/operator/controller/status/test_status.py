@@ -80,7 +80,7 @@ def test_a_condition_keeps_its_time_while_its_status_stays():
     )
     assert condition(broken, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
     assert condition(broken, "Available")["lastTransitionTime"] == "2026-01-02T03:04:05Z"
-    # Another reason under the same status is no transition.
+    # Another reason with the same status is not a transition.
     other = checked_status(healthy_state(applied_generation=GENERATION - 1), previous=broken, now=NOW)
     assert ready_condition(other) == ("False", "Updating")
     assert condition(other, "Ready")["lastTransitionTime"] == "2026-01-02T03:05:00Z"
@@ -163,7 +163,7 @@ UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 PODS = {
     "no GPU is free": ({"unschedulable": UNSCHEDULABLE}, "InsufficientGPU", UNSCHEDULABLE),
     "no node fits": ({"unschedulable": "0/1 nodes: 1 Insufficient cpu."}, "Unschedulable", "Insufficient cpu"),
-    "the image is not there": (
+    "the image does not exist": (
         {"waiting": 'ImagePullBackOff: Back-off pulling image "x"'},
         "PodsNotReady",
         'pod s-1: ImagePullBackOff: Back-off pulling image "x"',
@@ -227,7 +227,7 @@ def test_the_deadline_names_its_cause():
     )
     message = condition(found, "Progressing")["message"]
     assert "600 s" in message and UNSCHEDULABLE in message
-    # Of an older Deployment it says nothing.
+    # It reports nothing of an older Deployment.
     old = deployment(2, ready=1, conditions=late, observedGeneration=3)
     assert conditions_by_type(checked_status(state_with_pods(*pods, deployment=old)))["Progressing"] == (
         "True",
@@ -376,7 +376,7 @@ def test_a_pod_with_a_newer_catalogue_is_told_from_one_behind():
 
 
 def test_an_edit_of_something_else_leaves_the_adapters_ready():
-    # The pods were told an older generation with just these adapters.
+    # The pods have an older generation with exactly these adapters.
     pods = [ready_pod(f"s-{i}", pod_report(SERVICE, generation=3)) for i in range(2)]
     assert ready_condition(checked_status(state_with_pods(*pods))) == ("True", "Ready")
 

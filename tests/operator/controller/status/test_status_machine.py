@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of every status, whatever Deployment, pods and generations come together: drawn at random."""
+"""Invariants of every status, for random combinations of Deployments, pods and generations."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ LATE = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineEx
 
 
 def said(**changes):
-    """A change of what a pod says; nothing where it says nothing."""
+    """Change a pod's status document, if it has one."""
     return lambda p: replace(p, report=p.report and replace(p.report, **changes))
 
 
