@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisons fresh memory: an output that an operation leaves unwritten is NaN, and cannot pass by luck."""
+"""Poisons new memory: an output that an operation does not write is NaN, so the test fails."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,13 @@ def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
-    """Two threads wait for each other in every operation where the cores are busy, and these are small."""
+    """One thread: on busy cores two threads would wait for each other in every operation, and these are small."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every float tensor that is only allocated holds NaN."""
+    """Fill every uninitialized float tensor with NaN."""
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on ragged batches: the form that runs equals the reference, the reference equals plain attention."""
+"""Paged attention on ragged batches: the implementation equals the reference, the reference equals plain attention."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def seed() -> None:
 
 
 def _check(queries, cache, batch, tolerance=2e-6, **options):
-    """The form that runs equals the reference."""
+    """Assert that the selected implementation equals the reference."""
     found = paged_attention(queries, cache, batch, SCALE, **options)
     expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -40,7 +40,7 @@ def test_shapes(heads, block_size, head_dim):
     _check(queries, cache, batch)
 
 
-# The last one is wider than every context but one.
+# The last window is wider than every context but one.
 @pytest.mark.parametrize("window", [1, 5, 16, 40, 299])
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -62,7 +62,7 @@ def test_blocks_outside_the_window_are_not_read(spans, softcap):
     queries, cache, batch = make_batch(spans)
     expected = paged_attention.reference(queries, cache, batch, SCALE, 100, softcap)
     first = min(start for start, _ in spans) - 100 + 1
-    # A table is padded with its first block, which is then read to be masked.
+    # A block table is padded with its first block, which is then read and masked.
     cache[:, batch.block_tables[:, 1 : first // 16]] = float("nan")
     found = paged_attention(queries, cache, batch, SCALE, 100, softcap)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
@@ -140,13 +140,13 @@ def test_single_gemm_is_as_exact_as_fused_attention(heads, loudness, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("wishes", "reads"),
+    ("overrides", "reads"),
     [({}, False), ({"paged_attention": "fused"}, False), ({"paged_attention": "torch"}, True), ({"": "torch"}, True)],
 )
-def test_cleared_blocks_depend_on_the_implementation(wishes, reads, monkeypatch):
-    """A pass over all new blocks of all layers, in steps with prompts. The kernel's own tests have NaN in what no span
-    has written."""
-    monkeypatch.setattr(dispatch, "overrides", lambda: wishes)
+def test_cleared_blocks_depend_on_the_implementation(overrides, reads, monkeypatch):
+    """Clearing is a pass over all new blocks of all layers, in steps with prompts. The kernel's own tests have NaN in
+    memory that no span has written."""
+    monkeypatch.setattr(dispatch, "overrides", lambda: overrides)
     monkeypatch.setattr(paged_attention, "_preferred", {})
     cache = SimpleNamespace(device=torch.device("cuda"))
     assert reads_whole_blocks(cache, 32) == reads

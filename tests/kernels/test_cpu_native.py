@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled forms against the references, computed in float64 from the same bfloat16 numbers, and what happens where
-they cannot be had."""
+"""The compiled CPU kernels equal the references, computed in float64 from the same bfloat16 numbers; and the behaviour
+without them."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ from quire_kernels import (
 
 @pytest.fixture(autouse=True)
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test our products also where oneDNN's are taken."""
+    """Test our GEMM also on processors where oneDNN's is used."""
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
 
 
@@ -40,7 +40,7 @@ EPS = 2.0**-8
 
 
 def _close(found: Tensor, wanted: Tensor, slack: float) -> None:
-    """One rounding to bfloat16, and `slack` for what was rounded on the way."""
+    """Allow one rounding to bfloat16, and `slack` for intermediate roundings."""
     assert found.dtype == torch.bfloat16
     bound = EPS * wanted.abs() + slack
     worst = ((found.double() - wanted).abs() - bound).max().item()
@@ -97,7 +97,7 @@ def test_onednn_multiplies_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed.is_mkldnn and not supports_embedding(packed)
     wanted = x.double() @ weight.double().t()
     _close(linear(x, packed, None), wanted, 1e-4)
-    # Rounded twice: the product, then the sum.
+    # Two roundings: the product, then the sum.
     expected = wanted + residual.double()
     _close(linear(x, packed, None, residual), expected, EPS * wanted.abs().max().item() + 1e-4)
 
@@ -183,26 +183,26 @@ def test_rope_and_cache(heads: int, kv_heads: int, head_dim: int, rotary: int) -
 def test_attention(
     heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None, block_size: int, count: int
 ) -> None:
-    """Prompts, chunks and decoded tokens side by side, in blocks that lie anywhere; many spans and few."""
+    """Batches of prompts, chunks and decoding tokens in scattered blocks; with many spans and with few."""
     torch.manual_seed(head_dim)
     lengths, starts = [1, 5, 64, 130, 1, 2] * count, [200, 0, 33, 7, 0, 63] * count
     counts = [-(-(s + n) // block_size) for s, n in zip(starts, lengths, strict=True)]
     blocks = torch.randperm(sum(counts))
     tables = torch.stack([part[torch.arange(max(counts)) % len(part)] for part in blocks.split(counts)])
     cache = _random(2, len(blocks), block_size, kv_heads, head_dim)
-    # Queries lie beside keys and values.
+    # Queries are a view of the merged projection.
     queries = _random(sum(lengths), heads + 2 * kv_heads, head_dim)[:, :heads]
     batch = build_attention_metadata(starts, lengths, tables, cache, torch.device("cpu"))
     found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap)
     assert "groups" not in batch.__dict__, "the gathering implementation ran"
     wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap)
-    # Probabilities are rounded to bfloat16 before they weigh the values, of which one is at most 6 here.
+    # Probabilities are rounded to bfloat16 before the multiplication with values, which are at most 6 here.
     _close(found, wanted, EPS * cache.abs().max().item())
 
 
 @requires_native_kernels
 def test_attention_reads_no_block_of_another_sequence() -> None:
-    """NaN in every block and token that is not a sequence's own leaves its output as it is."""
+    """NaN in all blocks and tokens of other sequences does not change the output."""
     cache = torch.full((2, 4, 16, 1, 16), float("nan")).bfloat16()
     cache[:, 2, :5] = _random(2, 5, 1, 16)
     batch = build_attention_metadata([4], [1], torch.tensor([[2]]), cache, torch.device("cpu"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a GPU reads: as much of it as is asked for, and given back with its tensor."""
+"""Pinned host memory: it has the requested size and is unpinned with its tensor."""
 
 import gc
 
@@ -10,7 +10,7 @@ from quire_kernels import pinned_empty
 
 
 class _Driver:
-    """Of CUDA, which there is none of without a GPU: pinned memory, by address."""
+    """Fake CUDA runtime that records pinned memory by address."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
@@ -30,7 +30,7 @@ def test_pins_the_exact_size_and_unpins_when_freed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     tensor = pinned_empty((3, 1000, 7), torch.bfloat16)
     assert tensor.shape == (3, 1000, 7) and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
-    # There torch asks whether a tensor is pinned: from its storage's start on.
+    # torch checks whether memory is pinned at the start of the tensor's storage.
     assert driver.sizes == {tensor.untyped_storage().data_ptr(): 3 * 1000 * 7 * 2}
     tensor.fill_(1)
     del tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory in large pages: tensors that do not overlap, aligned, and pages that cost nothing before they are written."""
+"""Huge pages: tensors are disjoint and aligned, and pages use no memory before they are written."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter deltas of mixed batches against the product written out token by token, in every form."""
+"""LoRA deltas of mixed batches equal the product computed token by token, for every implementation."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def no_amx(monkeypatch):
-    """Panels also where oneDNN's products are faster."""
+    """Use panels also on processors where oneDNN's GEMM is faster."""
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
 
 
 def _slots(site, dtype, ranks=RANKS):
-    """Filled slots of one module, after others that were there before; and each slot's dense delta."""
+    """Return filled slots of one module, which contained other adapters before, and each slot's dense delta."""
     slots = LoRASlots([LoRATarget(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype))
     deltas = torch.zeros(NUM_SLOTS, sum(site.widths), site.in_features, dtype=torch.float64)
     for slot, own in enumerate(ranks):
@@ -175,9 +175,9 @@ def test_rows_of_an_embedding(dtype):
 
 
 def test_pinned_chunks_equal_the_adapter(monkeypatch):
-    """All but the last are of a size that torch need not round up."""
+    """All chunks except the last have a size that torch does not round up."""
     monkeypatch.setattr(lora_slots, "PINNED_BYTES", 256)
-    # Nothing can be pinned without a GPU.
+    # Without a GPU, memory cannot be pinned.
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     site = SITES["odd"]
     slots = LoRASlots([site], 2, MAX_RANK, torch.empty(0))

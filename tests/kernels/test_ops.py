@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small operations: each form equals its reference, and the reference equals the formula written out."""
+"""Small operations: each implementation equals its reference, and the reference equals the formula."""
 
 import math
 import re
@@ -74,7 +74,7 @@ def test_rms_norm_formula():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (5, 3, 64), (33, 12, 80)], ids=str)
 def test_rope(shape, dtype):
-    # Queries and keys are a strided part of a merged projection.
+    # Queries and keys are a strided view of a merged projection.
     x = torch.randn(shape[0], shape[1] + 2, shape[2], dtype=dtype)[:, : shape[1]]
     angles = torch.rand(shape[0], shape[2] // 2) * 100
     cos = torch.cat((angles.cos(), angles.cos()), -1)

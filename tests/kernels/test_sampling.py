@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws against published numbers and statistics; thresholds against sets computed by hand."""
+"""Samples are compared with published numbers and statistics, filters with sets computed by hand."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_mixed_rows_equal_reference(scale):
     kept, reference = (
         f(probs, top_k, top_p, min_p) for f in (filter_top_k_top_p_min_p, filter_top_k_top_p_min_p.reference)
     )
-    # Sums are rounded in a different order; a token exactly on the edge may go either way.
+    # Sums are rounded in a different order: a token exactly at the threshold may be kept or not.
     assert ((kept > 0) != (reference > 0)).sum(-1).max() <= 1
     assert torch.equal(kept[kept > 0], probs[kept > 0])
 

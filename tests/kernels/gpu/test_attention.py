@@ -48,7 +48,7 @@ def test_block_sizes(block_size):
 
 @pytest.mark.parametrize("heads", [(3, 3), (8, 1), (14, 2), (20, 1)], ids=str)
 def test_groups_of_heads(heads):
-    """Seven heads leave rows of a tile empty; twenty take a larger one."""
+    """Seven heads leave rows of a tile empty; twenty need a larger tile."""
     _check(*make_batch([(40, 1), (3, 30), (30, 2)], heads=heads))
 
 
@@ -65,7 +65,7 @@ def test_soft_caps(window):
 
 @pytest.mark.parametrize("workers", [1, 40])
 def test_any_number_of_workers(workers, monkeypatch):
-    """One worker cuts nothing; forty leave most pairs in parts, some of them in more parts than are merged at once."""
+    """One worker splits no pair; forty split most, some into more parts than are merged at once."""
     monkeypatch.setattr(gpu, "num_workers", lambda device: workers)
     monkeypatch.setattr(gpu, "MIN_SHARE", 1)
     _check(*make_batch([(300, 1), (3, 1), (700, 1), (64, 1), (63, 2)], heads=(4, 2), head_dim=32))
@@ -78,7 +78,7 @@ def test_context_split_over_many_workers(monkeypatch):
 
 
 def test_short_spans_of_several_tokens():
-    """Speculated tokens go with the short spans, four heads of four of them in a tile of sixteen rows."""
+    """Spans of a few tokens are short spans: four heads of four tokens fit into a tile of sixteen rows."""
     queries, cache, batch = make_batch([(100, 4), (13, 3), (700, 1), (0, 2)], heads=(8, 2))
     assert batch.max_query_len <= 16 // 4
     _check(queries, cache, batch)
@@ -100,7 +100,7 @@ def test_blocks_outside_the_window_are_not_read():
 
 
 def test_memory_past_the_context_is_not_read():
-    """Blocks need no clearing for this form."""
+    """This kernel does not require cleared blocks."""
     queries, cache, batch = make_batch([(20, 1), (3, 30)], heads=(4, 2))
     expected = paged_attention.reference(queries, cache, batch, SCALE)
     for table, context in zip(batch.block_tables, batch.context_lengths, strict=True):
@@ -121,7 +121,7 @@ def test_work_plan():
     work = gpu._get_work_plan(batch, window=0, max_short=4, short_keys=64, long_tokens=42)
     assert work.tolist() == [[0, 2, 2, 5, 13], [0, 0, 8, 8, 8]]
     windowed = gpu._get_work_plan(batch, window=100, max_short=4, short_keys=64, long_tokens=42)
-    # Keys from 28, 29 and 401 on: of 128, 129 and 502 keys the first 0, 0 and 6 tiles are out of the window.
+    # Keys from 28, 29 and 401 on: of 128, 129 and 502 keys, the first 0, 0 and 6 tiles are outside the window.
     assert windowed[0].tolist() == [0, 2, 2, 5, 7]
 
 

@@ -45,15 +45,15 @@ def test_kernels_fit_into_shared_memory_and_registers(kernels):
 
 
 def test_lora_kernels_do_not_use_wgmma(kernels):
-    """Their tiles are too small for those, so the fault that ptxas before CUDA 13.3 has with operands in registers
-    (https://github.com/triton-lang/triton/pull/11781) cannot reach them. Matrices come in 16 bytes at a time."""
+    """Their tiles are too small for wgmma, so the bug of ptxas before CUDA 13.3 with operands in registers
+    (https://github.com/triton-lang/triton/pull/11781) cannot affect them. Matrices are loaded 16 bytes at a time."""
     of_lora = [k for k in kernels if k["name"] in ("_shrink", "_expand")]
     assert not any(k["matrix"] for k in of_lora)
     assert all(k["wide_copies"] for k in of_lora)
 
 
 def test_kernels_with_early_launch_call_gdc_wait(kernels):
-    """Prompts have nothing to put together, and rows that are looked up no shrink before them."""
+    """Prompts have no partial results to merge, and embedding lookups have no shrink before them."""
     found = {name: {tuple(k["early"]) for k in kernels if k["name"] == name} for name in EARLY}
     first, second = ("launch_dependents",), ("wait",)
     assert found == {"_paged_attention": {first, ()}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
@@ -98,20 +98,20 @@ LISTING = """
     [("R44", "R39", []), ("R38", "R43", ["IADD3"]), ("R39", "R0", ["LDS.64"]), ("R42", "R0", ["LDS.64"])],
 )
 def test_finds_registers_that_wgmma_still_reads(free, later, expected):
-    """Of a product that is waited for on both sides of a branch, in R40 to R43."""
+    """A wgmma result in R40 to R43, with a wait on both sides of a branch."""
     found = sass.hazards(LISTING.format(free=free, later=later))
     assert [re.split(r"\s+", text)[1] for text in found] == expected
 
 
 def test_no_register_is_overwritten_while_wgmma_reads_it(kernels):
-    """Attention's weights stay in registers, which are read after the product was issued; see support/sass.py."""
+    """Attention weights are in registers, which wgmma reads after it was issued; see support/sass.py."""
     from_registers = [k for k in kernels if k["from_registers"]]
     assert {k["name"] for k in from_registers} == {"_paged_attention"}
     assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 
 def test_next_key_tile_is_loaded_during_the_multiplication(kernels):
-    """Nothing else hides the memory's latency from prompts: a program has a multiprocessor to itself."""
+    """Nothing else hides the memory latency of prompts: one program occupies a multiprocessor."""
     assert all(k["in_flight"] > 0 for k in kernels if k["name"] == "_paged_attention")
 
 
@@ -119,7 +119,7 @@ def test_long_spans_use_wgmma(kernels):
     decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_paged_attention")
     assert prefill["matrix"]
     assert mixed["matrix"]
-    # A tile of 16 rows is too small for them; three workers share a multiprocessor.
+    # A tile of 16 rows is too small for wgmma; three workers share a multiprocessor.
     assert 3 * decode["shared"] <= MAX_SHARED
     assert all(3 * 128 * (-(-k["registers"] // 8) * 8) <= REGISTERS for k in (decode, decode_of_eight_bits))
     assert decode_of_eight_bits["shared"] <= decode["shared"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long prompts by PyTorch's fused attention, the rest by the kernel, interpreted: together they equal the reference."""
+"""Long prompts in PyTorch's fused attention and the rest in the interpreted kernel: the result equals the reference."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def short_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the prompts that the fused attention computes, as it comes to them."""
+    """Lengths of the prompts that the fused attention computes, in order."""
     found: list[int] = []
     attend_itself = fused_attention._prefill_with_sdpa
 
@@ -85,7 +85,7 @@ def test_unsupported_options_use_the_triton_kernel(options, alone):
 
 
 def test_triton_kernel_skips_long_prompts():
-    """It is launched for decoding spans alone where the others are not its own."""
+    """The Triton kernel is launched only for decoding spans if the fused attention computes the others."""
     queries, cache, batch = make_batch([(40, 1), (0, 33)], heads=(4, 2))
     apart = fused_attention.replace(batch, separate_prefill_min_tokens=32)
     assert (batch.max_query_len, apart.max_query_len) == (33, 1)

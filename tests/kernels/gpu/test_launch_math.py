@@ -17,7 +17,7 @@ def test_equals_tritons_functions():
 
 
 def test_launches_do_not_call_tritons_functions():
-    """They take as long as a launch takes the host otherwise."""
+    """Triton's functions take as long as the rest of a launch on the host."""
     folder = Path(quire_kernels.gpu.__file__).parent
     found = [
         path.name for path in folder.glob("*.py") if re.search(r"\btriton\.(cdiv|next_power_of_2)", path.read_text())

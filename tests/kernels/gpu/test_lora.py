@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing and adapter deltas in the kernel language, interpreted: they equal their references on sizes that fill no
-tile, with tokens in any order."""
+"""Routing and LoRA deltas in interpreted Triton: they equal their references on sizes that do not fill a tile, with
+tokens in any order."""
 
 import dataclasses
 
@@ -40,12 +40,12 @@ SLOTS = torch.tensor([-1] * 3 + [0] * 9 + [1] + [2] * 2 + [3] * 20)
 
 
 def _shuffled():
-    """Tokens of all slots, in any order."""
+    """Return tokens of all slots, in any order."""
     return SLOTS[torch.randperm(len(SLOTS))]
 
 
 def _batch(slots):
-    """As it is on a GPU: nothing is known on the host."""
+    """Build a batch as on a GPU: the host does not know the slots."""
     routing = TokenRouting.empty(len(slots), 4, CPU)
     interpreted_kernel(route_tokens)(slots, routing)
     return LoRABatch(slots, routing=routing)
@@ -67,7 +67,7 @@ def _filled(sites, index, ranks, dtype):
 
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, 1), (1, 4), (16, 1), (17, 4), (300, 4), (1100, 70)])
 def test_routing(num_tokens, num_slots):
-    """More tokens and slots than a program takes at a time; slots without tokens; tokens without a slot."""
+    """More tokens and slots than one iteration of a program; slots without tokens; tokens without a slot."""
     slots = torch.randint(-1, num_slots, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
     slots[slots == 2] = -1
     found, expected = (TokenRouting.empty(num_tokens, num_slots, CPU) for _ in range(2))
@@ -80,7 +80,7 @@ def test_routing(num_tokens, num_slots):
     assert torch.equal(found.slot_counts, expected.slot_counts)
     assert torch.equal(found.tile_slots, expected.tile_slots)
     assert torch.equal(found.tile_rows[used], expected.tile_rows[used])
-    # What the reference says, token by token.
+    # The reference, token by token.
     wanted = {slot: (slots == slot).nonzero()[:, 0].tolist() for slot in range(num_slots)}
     for slot, tokens in wanted.items():
         rows = expected.tile_rows[expected.tile_slots == slot].flatten()
@@ -173,7 +173,7 @@ def test_side_stream_is_created_only_if_selected(monkeypatch):
 
 
 def test_kernels_are_compiled_before_the_capture(monkeypatch):
-    """By the same step before it, which is not captured: nothing is launched early there, either."""
+    """The same step runs before the capture and compiles the kernels; it also does not use early launch."""
     early = []
 
     def logged(function):
@@ -198,7 +198,7 @@ def test_kernels_are_compiled_before_the_capture(monkeypatch):
 
 
 def test_deltas_of_another_adapter_in_the_same_slot():
-    """As in a captured step: the same batch and memory, only the slot's content is another one."""
+    """As in a captured step: the same batch and buffers with a different adapter in the slot."""
     torch.manual_seed(42)
     site = LoRATarget(40, (70, 33, 33))
     slots = LoRASlots([site], 4, 24, torch.empty(0))
@@ -231,7 +231,7 @@ def test_rows_of_an_embedding(dtype):
 
 
 def test_reference_accepts_tokens_in_any_order():
-    """With slots that only the device knows, it equals itself on the same tokens side by side."""
+    """With slots that only the device knows, the result equals that of the same tokens in sorted order."""
     torch.manual_seed(42)
     module = _filled([LoRATarget(40, (70, 33, 33))], 0, SITES["q, k and v"][1], torch.float32)
     segments = [AdapterSegment(s, int((s > SLOTS).sum()), int((s >= SLOTS).sum())) for s in range(4)]
@@ -243,7 +243,7 @@ def test_reference_accepts_tokens_in_any_order():
 
 
 def test_step_planned_for_a_gpu(monkeypatch):
-    """What the host plans there, all but the copy to the device: tiles for the kernels, segments for who asks less."""
+    """The host's part without the copy to the device: tiles for the kernels, segments for other implementations."""
     torch.manual_seed(42)
     monkeypatch.setattr(lora, "to_device_async", lambda tensor, device: tensor)
     empty = TokenRouting.empty

@@ -47,7 +47,7 @@ ADAPTER_FORMS = (add_lora, add_lora_embedding, route_tokens)
 
 
 def _run(folder):
-    """A prompt, then a step of its next token and another prompt; tokens, and log probabilities of the prompts."""
+    """Run a prompt, then a step with its next token and another prompt; return tokens and prompt log probabilities."""
     runner = DeviceModelRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     draw = torch.Generator().manual_seed(1)
     sequences = []
@@ -69,7 +69,7 @@ def _run(folder):
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "phi3-partial"])
 def test_equals_the_cpu_implementations(name, tmp_path, monkeypatch):
-    """Between them: soft caps, windows, norms of heads, partial rotation."""
+    """Together the models use soft caps, windows, head norms and partial rotation."""
     folder = make_checkpoint(tmp_path, name)
     expected = _run(folder)
     for op in FORMS:
@@ -80,8 +80,8 @@ def test_equals_the_cpu_implementations(name, tmp_path, monkeypatch):
 
 
 def test_graph_step_with_adapters(tmp_path, monkeypatch):
-    """Sequences of two adapters and of the base in one step, run as a graph has it: logits as in a step of the CPU's
-    forms, where the host sorts tokens by adapter."""
+    """Sequences of two adapters and of the base in one step, with the inputs of a graph: the logits equal those of the
+    CPU kernels, for which the host sorts tokens by adapter."""
     folder = make_checkpoint(tmp_path, "llama")
     config = dataclasses.replace(CONFIG, model=str(folder), enable_lora=True, max_loras=2, max_lora_rank=24)
     runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)

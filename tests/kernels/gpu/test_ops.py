@@ -32,7 +32,7 @@ def test_rms_norm(shape, dtype):
 
 
 def test_rms_norm_of_heads():
-    """Queries and keys are a strided part of a merged projection."""
+    """Queries and keys are a strided view of a merged projection."""
     x, weight = torch.randn(9, 7, 24)[:, 1:6], torch.randn(24)
     _close(interpreted_kernel(rms_norm)(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
 
@@ -61,8 +61,8 @@ def _cache(like, blocks=5, block_size=8):
 @pytest.mark.parametrize("cache_dtype", [torch.float32, E4M3], ids=str)
 @pytest.mark.parametrize("heads", [(1, 64), (3, 80), (17, 96)], ids=str)
 def test_write_kv(heads, cache_dtype):
-    # Numbers that the cache can hold: the interpreter rounds to e4m3 without carrying into the exponent (1.99 to 1).
-    # One is beyond its largest.
+    # Numbers that e4m3 represents exactly: the interpreter rounds without carrying into the exponent (1.99 to 1).
+    # One number is larger than its maximum.
     merged = torch.randn(5, 2 * heads[0], heads[1]).to(cache_dtype).float()
     merged[2, :, 3] = 1e4
     merged[3, :, 5], merged[4, :, 7] = float("nan"), -float("nan")
@@ -84,7 +84,7 @@ def test_rope_and_cache(sizes, dtype, cache_dtype):
     qkv = torch.randn(6, num_heads + 2 * num_kv_heads, head_dim).to(cache_dtype or dtype).to(dtype)
     angles = torch.rand(6, dim // 2) * 100
     if cache_dtype is not None:
-        # A quarter turn leaves numbers that the cache can hold; see test_write_kv.
+        # A rotation by 90 degrees keeps numbers that e4m3 represents exactly; see test_write_kv.
         cos, sin = torch.zeros(6, dim), torch.ones(6, dim)
         sin[:, : dim // 2] = -1.0
     else:
@@ -100,7 +100,7 @@ def test_rope_and_cache(sizes, dtype, cache_dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_stays_nan_in_an_eight_bit_cache(dtype):
-    """It would hide that a model's numbers overflow. Keys are rotated, values and the heads' ends are not."""
+    """Otherwise an overflow of the model would be hidden. Keys are rotated; values and the heads' ends are not."""
     qkv = torch.ones(3, 4, 24, dtype=dtype)
     qkv[0, 2, 3], qkv[1, 3, 5], qkv[1, 2, 20], qkv[2, 3, 1] = (float(x) for x in ("nan", "nan", "nan", "6e4"))
     cos, sin = torch.ones(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=dtype)
@@ -109,5 +109,5 @@ def test_nan_stays_nan_in_an_eight_bit_cache(dtype):
         form(qkv.clone(), cos, sin, cache, torch.tensor([0, 9, 39]), 2)
     rows = found.float().view(2, -1, 24)
     assert torch.equal(rows.isnan(), expected.float().view(2, -1, 24).isnan())
-    # One number is half of a pair that is turned.
+    # One number is half of a rotated pair.
     assert rows.isnan().sum() == 4 and rows.nan_to_num(0.0).max() == 448.0

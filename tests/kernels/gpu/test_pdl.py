@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a kernel is launched before the one before it is over."""
+"""Devices with programmatic dependent launch."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """So that a row takes several rounds."""
+    """A small block, so that a row takes several iterations."""
     monkeypatch.setattr(gpu, "_BLOCK", 256)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's inputs from what the device keeps: the reference equals the formulas, the kernel the reference."""
+"""Inputs of a step from the device state: the reference equals the formulas, the kernel equals the reference."""
 
 import torch
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
@@ -13,7 +13,7 @@ BLOCK_SIZE = 8
 
 
 def _state():
-    """Five rows: computed tokens 0, 7, 8, 20 and 90, each with blocks of its own."""
+    """Return a state of five rows with 0, 7, 8, 20 and 90 computed tokens, each with its own blocks."""
     state = SequenceState.empty(5, 30, CPU)
     state.lengths.copy_(torch.tensor([0, 7, 8, 20, 90]))
     state.tables.copy_(torch.arange(1, 151).view(5, 30).flip(1))
@@ -37,7 +37,7 @@ def test_reference():
 
 
 def test_kernel_equals_reference():
-    # More tokens than a program takes in a round, and rows in any order.
+    # More tokens than one iteration of a program, and rows in any order.
     lengths = [1, 300 - 190, 1, 16]
     found, expected = (
         _run(form, [4, 0, 3, 2], lengths) for form in (interpreted_kernel(prepare_inputs), prepare_inputs.reference)
