@@ -157,14 +157,17 @@ class NoDiffStorage(kopf.DiffBaseStorage):
 
 
 class EndlessBackoffs:
-    """Seconds between the attempts of kopf's requests: 1 to 30, without an end.
+    """Seconds between the attempts of kopf's requests: from 1 to a maximum, without an end.
 
     kopf's default ends after 54 s, and with it the operator: an API server that restarts takes longer.
     """
 
+    def __init__(self, max_s: float) -> None:
+        self._max_s = max_s
+
     def __iter__(self) -> Iterator[float]:
         for attempt in itertools.count():
-            yield backoff(attempt, first=1.0, cap=30.0)
+            yield backoff(attempt, first=1.0, cap=self._max_s)
 
 
 def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> None:
@@ -183,7 +186,8 @@ def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> 
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = _REQUEST_S
     settings.networking.connect_timeout = _CONNECT_S
-    settings.networking.error_backoffs = EndlessBackoffs()
+    # Several attempts before the watch counts as stale: each error response is a sign of life.
+    settings.networking.error_backoffs = EndlessBackoffs(timeouts.max_backoff_s)
     settings.process.ultimate_exiting_timeout = _EXIT_TIMEOUT_S
 
 
