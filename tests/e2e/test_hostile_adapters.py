@@ -52,8 +52,11 @@ def _fifo(folder):
 HOSTILE_ADAPTERS = {
     "truncated": (lambda f: os.truncate(f / WEIGHTS, 50_000), "is not a safetensors file"),
     "empty": (lambda f: os.truncate(f / WEIGHTS, 0), "is not a safetensors file"),
-    "nan": (_nan, "holds NaN or infinity"),
-    "giant-header": (lambda f: (f / WEIGHTS).write_bytes((100 * 2**30).to_bytes(8, "little") + b"{}"), "claims a head"),
+    "nan": (_nan, "contains NaN or infinity"),
+    "giant-header": (
+        lambda f: (f / WEIGHTS).write_bytes((100 * 2**30).to_bytes(8, "little") + b"{}"),
+        "declares a header",
+    ),
     "giant-file": (lambda f: os.truncate(f / WEIGHTS, 100 * 2**30), "the limit is"),
     "names": (_names, "is not a LoRA matrix"),
     "nested": (lambda f: _header(f, b"[" * 100_000), "is not a safetensors file"),
