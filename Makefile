@@ -56,7 +56,7 @@ e2e: cluster-tools cluster-images ## test real pods: the chart, an LLMService, t
 cluster-down: dev-env ## stop the cluster of make cluster-up, with everything on it
 	@$(CLUSTER) down
 
-check: lint types contracts commits ## lint, types, import contracts and commit subjects
+check: lint types contracts prose commits ## lint, types, import contracts, prose and commit subjects
 
 lint: dev-env ## ruff: style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CUDA runtime without a GPU: what PyTorch's CUDA build calls of libcudart, on host memory.
 //
-// It is made to find faults, not to be fast. Work that is queued on a stream is done as late as CUDA allows: when
-// somebody waits for it, or for an event behind it, and one piece at each question whether it is done. So a host buffer
-// that is written again too early, a stream that does not wait for another, or memory that is given away while a copy
-// is under way shows in the results. A captured graph runs its pieces in a random order of those that their edges allow.
-// Fresh memory is filled with 0xff (NaN, -1), and freed memory is unmapped. What may not be done while a stream is
-// captured is refused with CUDA's own errors.
+// It is made to find faults, not to be fast. The runtime executes queued work as late as CUDA allows: when a thread
+// waits for it or for a later event, and one piece per query of its completion. A host buffer that is overwritten too
+// early, a missing wait between streams, or memory that is freed during a copy therefore changes the results. A captured
+// graph runs its nodes in a random order that its edges allow. Fresh memory is filled with 0xff (NaN, -1), and freed
+// memory is unmapped. Calls that CUDA forbids during capture fail with CUDA's own errors.
 //
-// Kernels are not run here: device.py queues what computes the same with `emulator_enqueue`. A kernel that is launched
-// past it is listed by `emulator_unknown`.
+// This library runs no kernels: device.py queues equivalent functions with `emulator_enqueue`. `emulator_unknown` lists
+// kernels that were launched without an equivalent.
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -169,7 +168,7 @@ void finish(Stream* stream) {
 
 std::atomic<bool> stopped{false};
 
-// Ranks wait for each other's work, so that it must be done also where nobody in a process waits for it.
+// Ranks wait for each other's work, so it must also run in a process where no thread waits for it.
 void progress() {
   while (!stopped) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// NCCL for the emulated runtime: ranks are processes, and meet in shared memory when their streams come to the call.
+// NCCL for the emulated runtime: ranks are processes that meet in shared memory when their streams reach the call.
 //
-// One exchange after another, each with two barriers of all ranks. A rank that is aborted, or whose peers are gone,
-// leaves the barrier once it is told, as NCCL's kernels do.
+// Collectives run one after another, each with two barriers of all ranks. An aborted rank, or a rank whose peers ended,
+// leaves the barrier as NCCL's kernels do.
 
 #include <fcntl.h>
 #include <sys/mman.h>

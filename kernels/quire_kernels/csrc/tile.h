@@ -49,8 +49,8 @@ struct Tile {
   int64_t stride;
   bool near;  // prefetch to L1, else to L2
   const Delta* deltas = nullptr;  // one for each row
-  const Run* runs = nullptr;      // further cache lines to prefetch, one a pair: more at once than a core keeps in
-  int64_t num_runs = 0;           // flight would hold up the products
+  const Run* runs = nullptr;      // further cache lines to prefetch, one per pair: more than a core keeps in
+  int64_t num_runs = 0;           // flight would delay the products
 };
 
 inline void finish(__m512 v, bf16* out, const bf16* bias, bool add) {
