@@ -141,7 +141,7 @@ def test_random_requests_match_offline(service, offline):
         num_output += len(output.outputs[0].token_ids)
         assert (case.stream.error, case.stream.text) == (None, output.outputs[0].text), case
         if case.protocol == "http":
-            same(case.stream.events, output)
+            assert_same_output(case.stream.events, output)
     assert 40 < num_valid < NUM_REQUESTS - 10, "expected both valid and invalid requests"
 
     def ended():
@@ -156,20 +156,20 @@ def test_random_requests_match_offline(service, offline):
     assert now["vllm:prompt_tokens_total"] >= num_input
 
 
-def same(events, output):
+def assert_same_output(events, output):
     """Assert that the concatenated events of a stream equal the offline output."""
-    (wanted,) = output.outputs
-    assert [token for event in events for token in _list(event["output_ids"])] == wanted.token_ids
-    assert events[-1]["finish_reason"] == wanted.finish_reason
+    (offline_output,) = output.outputs
+    assert [token for event in events for token in _list(event["output_ids"])] == offline_output.token_ids
+    assert events[-1]["finish_reason"] == offline_output.finish_reason
     assert {event["finish_reason"] for event in events[:-1]} <= {"None"}
     assert {int(event["num_input_tokens"]) for event in events} == {len(output.prompt_token_ids)}
-    assert sum(int(event["num_output_tokens"]) for event in events) == len(wanted.token_ids)
+    assert sum(int(event["num_output_tokens"]) for event in events) == len(offline_output.token_ids)
     logprobs = [json.loads(event["logprobs"]) for event in events]
-    if wanted.logprobs is None:
+    if offline_output.logprobs is None:
         assert logprobs == [None] * len(events)
         return
     positions = [position for event in logprobs for position in event]
-    for token, position, by_token in zip(wanted.token_ids, positions, wanted.logprobs, strict=True):
+    for token, position, by_token in zip(offline_output.token_ids, positions, offline_output.logprobs, strict=True):
         # The order of the other tokens can differ because of near ties.
         assert len(position) == len(by_token)
         assert position[str(token)]["logprob"] == pytest.approx(by_token[token].logprob, abs=1e-2)

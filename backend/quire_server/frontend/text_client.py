@@ -2,8 +2,8 @@
 """Client of the text process in a stub: sends requests and receives deltas over one Unix socket.
 
 A writer thread connects and sends; a reader thread decodes deltas. `submit` and `cancel` therefore never block on the
-socket. When the connection ends, every request open on it gets an UNAVAILABLE delta. The writer reconnects without a
-request, so that the text process knows all live frontends. Independent of the server's API; stub_model.py owns it.
+socket. When the connection ends, every request open on it gets an UNAVAILABLE delta. The writer reconnects without
+waiting for a request, so that every live frontend is connected. Independent of the server's API; stub_model.py owns it.
 """
 
 import logging

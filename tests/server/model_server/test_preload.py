@@ -112,7 +112,7 @@ def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(runnin
     """A load over HTTP blocks such a thread; meanwhile several times the capacity of its queue is sent."""
     streams = [StreamedResponse() for _ in range(16)]
     files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
-    config = json.dumps(repository.model_config("held", BASE, running.socket))
+    config = json.dumps(repository.model_config("blocking", BASE, running.socket))
     url = f"http://127.0.0.1:{running.ports['http']}/v2"
     headers = {launch.KEY_HEADER: running.key}
 
@@ -128,13 +128,13 @@ def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(runnin
             while not all(stream.pieces for stream in streams):
                 await asyncio.sleep(0.01)
             body = {"parameters": {"config": config, **files}}
-            async with session.post(f"{url}/repository/models/held/load", json=body) as response:
+            async with session.post(f"{url}/repository/models/blocking/load", json=body) as response:
                 assert response.status == 200, await response.text()
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
 
     asyncio.run(scenario())
     assert [(s.text, s.error) for s in streams] == [(scripted_text(200), None)] * 16
-    running.remove_model("held")
+    running.remove_model("blocking")
 
 
 @pytest.mark.server
