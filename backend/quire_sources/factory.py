@@ -94,7 +94,8 @@ class SourceFactory:
         raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's mounted Secret; raises ConfigError as `open_reader`."""
+        """Return a number that changes with the source's mounted Secret. Raises the same ConfigError as
+        `open_reader`."""
         return 0 if source.secret_ref is None else self._mounted_secrets.version(source.secret_ref)
 
     def _pvc_reader(self, pvc: PvcSource) -> SourceReader:

@@ -143,7 +143,7 @@ def build_attention_metadata(
         starts: for each span, the tokens of its sequence that come before it.
         lengths: tokens of each span.
         block_tables: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same span, so that no
-            sequence reads another one's keys and values, not even masked ones.
+            sequence reads keys and values of another sequence, even masked ones.
         cache: one layer's cache, for its layout; see `write_kv`.
         device: device of the batch.
     """

@@ -144,7 +144,7 @@ def _run(command: list[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise BuildError(f"{command[0]}: cannot run the compiler: {error}; set CXX to another one") from error
+        raise BuildError(f"{command[0]}: cannot run the compiler: {error}; set CXX to another compiler") from error
     if result.returncode:
         raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
 

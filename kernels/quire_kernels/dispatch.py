@@ -108,7 +108,7 @@ class Op(Generic[P, R]):
         candidates = self.implementations(device_type)
         override = overrides().get(self.name) or overrides().get("")
         if override in candidates:
-            # Selected by name: an error is better than another implementation.
+            # The name was selected explicitly: an error is better than another implementation.
             candidates = (override,)
         for name in candidates:
             try:

@@ -205,7 +205,7 @@ class FusedDecoder:
 
 
 def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> FusedDecoder | None:
-    """Return the layers as one call; None if a part has no compiled kernel, or QUIRE_KERNELS selects another one."""
+    """Return the layers as one call; None if a part has no compiled kernel, or QUIRE_KERNELS selects another kernel."""
     linears = [linear for layer in layers for linear in layer.linears()]
     norms = [norm for layer in layers for norm in layer.norms()]
     is_supported = all(

@@ -3,9 +3,9 @@
 
 For a linear of d inputs and D outputs, an adapter of LoRA rank r costs 2 r (d + D) operations per token, and r (d + D)
 elements read per step, however few its tokens are. For all linears of a 135M Llama that is 9.8 MB at rank 16. 64
-sequences on 16 adapters: 156 MB and 0.62 GFLOP per step, beside 269 MB of weights and 17.2 GFLOP. On two Zen 5 cores
-that is 5.2 ms at the memory's 30 GB/s, or 1.3 ms of vdpbf16ps at 466 GFLOP/s; a step without adapters takes 58 ms. The
-cost is memory traffic, unless it overlaps with the base GEMM: see csrc/lora.cpp.
+sequences on 16 adapters: 156 MB and 0.62 GFLOP per step, compared with the base's 269 MB and 17.2 GFLOP. On two Zen 5
+cores that is 5.2 ms at the memory's 30 GB/s, or 1.3 ms of vdpbf16ps at 466 GFLOP/s; a step without adapters takes 58
+ms. The cost is memory traffic, unless it overlaps with the base GEMM: see csrc/lora.cpp.
 """
 
 import ctypes

@@ -40,7 +40,7 @@ def main(args: process.ProcessArgs) -> None:
 
 
 def log_memory(engine: Engine) -> None:
-    """Log the planned memory of a tensor-parallel rank beside the measured one."""
+    """Log the planned and the measured memory of a tensor-parallel rank."""
     memory, config = engine.memory, engine.config
     shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
     element_bytes = DTYPE_BYTES[memory.dtype]

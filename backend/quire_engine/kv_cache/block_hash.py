@@ -18,7 +18,7 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class BlockHasher:
-    """Everything besides the tokens that determines the bytes of a block.
+    """Everything except the tokens that determines the bytes of a block.
 
     The hash of block i is sha256(hash of block i - 1, its tokens as little-endian uint32). `root` returns the hash
     before block 0. Both use a fixed binary encoding.

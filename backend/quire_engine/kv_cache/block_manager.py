@@ -132,7 +132,7 @@ class BlockManager:
         self._swapping_out = []
 
     def num_blocks_freed_by(self, sequences: Iterable[Sequence], prefix: PrefixHit) -> list[int]:
-        """Return how many blocks besides those of `prefix` become free if the first 1, 2, ... of `sequences` stop."""
+        """Return how many blocks, except those of `prefix`, become free if the first 1, 2, ... of `sequences` stop."""
         excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
         total, totals = 0, []
         for sequence in sequences:

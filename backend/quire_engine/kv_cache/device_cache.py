@@ -26,9 +26,9 @@ def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 class KVCache:
     """Keys and values of `num_blocks` blocks.
 
-    Isolation: no sequence reads the remains of another one, not even under a mask, where NaN would still spread. If the
-    attention kernels read whole blocks, a block is zeroed when its first token is written, and the padding of a block
-    table repeats a block of the same sequence.
+    Isolation: no sequence reads the remains of another sequence, even under a mask, where NaN would still spread. If
+    the attention kernels read whole blocks, a block is zeroed when its first token is written, and the padding of a
+    block table repeats a block of the same sequence.
     """
 
     def __init__(

@@ -50,8 +50,9 @@ class DeviceAdapterSlots:
     def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int) -> Callable[[], None]:
         """Return a function that copies an adapter from host memory into a slot, for any thread.
 
-        On a GPU it uses a stream only for loads. That stream waits for the work that is queued now, because a step may
-        still read the slot, and does not delay work that is queued later. When the function returns, the copy is done.
+        On a GPU the copy runs on a separate stream. That stream waits for the work that is queued now, because a step
+        may still read the slot. It does not delay work that is queued later. When the function returns, the copy is
+        done.
         """
         queued_work = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         return lambda: self._copy(adapter_slot, packed_adapter, queued_work)

@@ -12,7 +12,7 @@ from quire_engine.models.base import CausalLM
 from quire_spec.model.architectures import ARCHITECTURES
 
 _ALIASES = {"MistralForCausalLM": "LlamaForCausalLM", "Qwen2ForCausalLM": "LlamaForCausalLM"}
-"""Architectures that differ from another one in their configuration only: sliding windows, biases on q, k and v."""
+"""Architectures that differ from another only in their configuration: sliding windows, biases on q, k and v."""
 
 
 def get_model_class(architecture: str) -> type[CausalLM]:

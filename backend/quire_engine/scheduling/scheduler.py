@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous-batching scheduler: selects the sequences of each step and the number of tokens of each.
+"""Continuous-batching scheduler: selects the sequences of each step and their numbers of tokens.
 
 It owns the life cycle of a Sequence. It is torch-free and deterministic: the clock is an argument, block ids come from
 `kv_cache` and adapter slots from `lora.registry`. It never sees a runner.
@@ -44,7 +44,7 @@ class Scheduler:
     Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, only decoding allocates:
     one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. It is later
     restored from host memory or the prefix cache, and the rest is computed again. So the most urgent sequence is never
-    preempted while another one runs. Alone it always fits, because the pool holds `max_model_len` tokens (checked at
+    preempted while another runs. Alone it always fits, because the pool holds `max_model_len` tokens (checked at
     startup). It therefore finishes, and then the next sequence is the most urgent.
 
     Urgency. If a waiting sequence does not fit, running sequences of lower priority (a larger number) are preempted,
@@ -202,7 +202,7 @@ class Scheduler:
     def schedule_ahead(self, now: float) -> StepPlan | None:
         """Plan the step after the one in flight as if that were complete; return None if it must complete first.
 
-        It must complete first if a block is missing, if a waiting sequence would preempt another one or swap in, if a
+        It must complete first if a block is missing, if a waiting sequence would swap in or preempt another, if a
         sequence requires its tokens on the host, and always if the model has a long-rope threshold.
         """
         [step_in_flight] = self._in_flight

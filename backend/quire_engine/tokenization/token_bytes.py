@@ -125,7 +125,9 @@ def _byte_level(token: str, at_start: bool) -> bytes:
 
 
 def _build_byte_decoder() -> dict[str, int]:
-    """Return the byte of each character in byte-level BPE: itself if printable, else the next one from U+0100.
+    """Return the map from characters to bytes in byte-level BPE.
+
+    The character of a printable byte has the same code. The other bytes have the characters from U+0100 on, in order.
 
     Source: `bytes_to_unicode` of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """

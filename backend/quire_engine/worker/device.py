@@ -113,7 +113,8 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
 
     A second core helps a small model little and can slow it down a lot: threads wait for each other in every product,
     so a busy process on one core delays both. 64 sequences, two Zen 5 cores: 6 MB of weights take 6.2 ms a step on one
-    thread and 5.7 ms on two, but 6.7 ms and 272 ms beside one busy process. 326 MB take 90 ms and 53 ms.
+    thread and 5.7 ms on two, but 6.7 ms and 272 ms while another process keeps one core busy. 326 MB take 90 ms and 53
+    ms.
     """
     cores, requested = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     max_threads = int(requested) if requested.isdecimal() else cores

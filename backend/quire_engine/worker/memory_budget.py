@@ -92,7 +92,7 @@ def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: i
     """Return the error for a largest step that does not fit; all sizes in bytes."""
     return ConfigError(
         f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences "
-        "does not fit beside the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"
+        "does not fit next to the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"
         f"{_format_table([('weights', weights), *_adapter_slot_rows(config, lora), ('device', total)])}"
     )
 

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerMemory:
-    """What startup allocates beside weights and adapter slots."""
+    """What startup allocates in addition to weights and adapter slots."""
 
     kv_cache: KVCache
     graphs: CudaGraphRunner | None

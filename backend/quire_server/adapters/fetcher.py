@@ -82,7 +82,7 @@ class AdapterFetcher:
         return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's Secret; raises InvalidArgument as `fetch`."""
+        """Return a number that changes with the source's Secret. Raises the same InvalidArgument as `fetch`."""
         return self._sources.secret_version(source)
 
     def prune_cache(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_server.download`: downloads a model into a folder, once. A Job runs it before a GPU is allocated.
 
-A download resumes where an earlier run was cut, and verifies digests if the source declares them. The folder gets its
-name after the last file. Only safetensors weights, configuration and tokenizer are downloaded, never code. The file
-names are fixed, so that no protocol has to list files.
+A download resumes where an earlier run was cut, and verifies digests if the source declares them. The folder is
+renamed to its final name when its last file is complete. Only safetensors weights, configuration and tokenizer are
+downloaded, never code. The file names are fixed, so that no protocol has to list files.
 """
 
 import argparse
@@ -273,7 +273,7 @@ def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int
                 f"{reader.display_name(INDEX_FILE)}: {str(name)[:100]!r} is not a file of weights beside it"
             )
     if not names:
-        raise InvalidArgument(f"{reader.display_name(INDEX_FILE)}: names no files; save the model again")
+        raise InvalidArgument(f"{reader.display_name(INDEX_FILE)}: its weight_map lists no files; save the model again")
     metadata = document.get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     return names, int(total_bytes) if isinstance(total_bytes, int | float) and 0 < total_bytes < 2**63 else None

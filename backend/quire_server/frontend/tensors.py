@@ -47,7 +47,7 @@ _NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for nam
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Outputs that a request selects for its responses, besides the text."""
+    """Outputs that a request selects for its responses, in addition to the text."""
 
     stream: bool
     prompt_prefix: str

@@ -70,7 +70,7 @@ class ModelServerClient:
         )
 
     async def load_from_disk(self, name: str) -> None:
-        """Load a model from its folder in the repository; raises as `load_model`."""
+        """Load a model from its folder in the repository. Raises the same errors as `load_model`."""
         await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def unload_model(self, name: str) -> None:

@@ -149,8 +149,8 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> N
 
     Raises:
         ConfigError: the server has no stub for this Python version, libpython is missing, the numpy version is not
-            supported, `python3` beside the interpreter is another one, or shared memory is too small for `num_models`
-            stubs.
+            supported, `python3` in the interpreter's folder is a different interpreter, or shared memory is too small
+            for `num_models` stubs.
     """
     interpreter = f"python {str(python.executable)!r}"
     if python.version not in install.stubs:
@@ -258,7 +258,7 @@ def _stub_version(stub: Path) -> str:
 
 
 def _check_sibling_python(python: Interpreter) -> None:
-    """Check that `python3` beside the interpreter is the same one: the stub runs the first `python3` on PATH."""
+    """Check that `python3` in the interpreter's folder is this interpreter: a stub runs the first `python3` on PATH."""
     sibling = python.executable.parent / "python3"
     if not sibling.exists() or sibling.resolve() != python.executable.resolve():
         raise ConfigError(

@@ -35,7 +35,7 @@ def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path
     """Write engine.json and adapters.json of a vllm_backend model to `target`; return their paths.
 
     Raises:
-        ConfigError: as `read_vllm_repository`, or `target` cannot be written.
+        ConfigError: `folder` is not valid, see `read_vllm_repository`, or `target` cannot be written.
     """
     config, catalog = read_vllm_repository(folder, device)
     engine, adapters = target / constants.ENGINE_FILE, target / constants.CATALOG_FILE

@@ -108,7 +108,7 @@ class HttpClient:
             except aiohttp.InvalidURL as error:
                 raise Unavailable(f"{display_name}: its URL or the proxy's URL is not valid; correct it") from error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                # ValueError: an invalid host, or a secret header beside a user in the URL. After a redirect, the
+                # ValueError: an invalid host, or a secret header together with a user in the URL. After a redirect, the
                 # message names the host behind it, whose certificate may be the problem.
                 verb = "no response from" if target == url else "no response after a redirect to"
                 raise Unavailable(f"{display_name}: {verb} {target.origin()}: {describe_error(error)}") from error

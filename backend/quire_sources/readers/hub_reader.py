@@ -40,7 +40,7 @@ class HubReader:
         token: Callable[[], str | None],
         endpoint: str | None = None,
     ) -> None:
-        """`token` returns the token; None is the environment's (HF_TOKEN, or a login).
+        """`token` returns the hub's token. If it returns None, the environment's token is used (HF_TOKEN, or a login).
 
         `endpoint` None is huggingface_hub's default, which HF_ENDPOINT sets.
         """

@@ -36,7 +36,7 @@ class Expose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SecretRef:
-    """A mounted Secret, by name; its keys are files in a folder of that name."""
+    """Name of a mounted Secret. Its keys are files in a folder of that name."""
 
     name: str
     key: str | None = None
@@ -183,7 +183,7 @@ class AdapterCatalog:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read adapters.json from `path`; raises ConfigError as `from_json`, and for text that is not JSON."""
+        """Read adapters.json from `path`. Raises ConfigError if `from_json` does, or if the text is not JSON."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:

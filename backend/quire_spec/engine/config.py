@@ -132,7 +132,7 @@ class EngineConfig:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read engine.json from `path`; raises ConfigError as `from_json`, and for text that is not JSON."""
+        """Read engine.json from `path`. Raises ConfigError if `from_json` does, or if the text is not JSON."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:

@@ -90,8 +90,8 @@ class SamplingParams:
     """Continue after the end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of most likely tokens with log probabilities at each position, besides the sampled token; -1: all. The
-    engine's max_logprobs limits it."""
+    """Number of most likely tokens with log probabilities at each position, in addition to the sampled token; -1: all.
+    The engine's max_logprobs limits it."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
     """The same for each token of the prompt but the first. Such a request computes its whole prompt, cached or not."""
@@ -109,7 +109,7 @@ class SamplingParams:
     """Keep the space that some tokenizers insert between two adjacent added tokens."""
 
     truncate_prompt_tokens: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Keep only this number of tokens at the end of the prompt; -1 keeps as many as fit beside max_tokens."""
+    """Keep only this number of tokens at the end of the prompt; -1 keeps as many as leave space for max_tokens."""
 
     n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
     """Outputs per prompt. With a seed, output i uses seed + i. More than one requires a temperature."""

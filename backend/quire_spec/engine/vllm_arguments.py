@@ -2,7 +2,8 @@
 """Conversion of vLLM's engine arguments to fields of EngineConfig.
 
 Arguments that do not affect the output are ignored. Some arguments accept only the values that this engine supports.
-All other unknown arguments are rejected by name. Callers: the offline LLM and the reader of vllm_backend repositories.
+All other unknown arguments are rejected with an error that names them. Callers: the offline LLM and the reader of
+vllm_backend repositories.
 """
 
 import json

@@ -109,7 +109,7 @@ class ModelConfig:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read `folder`/config.json; raises ConfigError as `from_config`, and if the file cannot be read."""
+        """Read `folder`/config.json. Raises ConfigError if `from_config` does, or if the file cannot be read."""
         return cls.from_config(read_json(folder / "config.json"))
 
     @classmethod

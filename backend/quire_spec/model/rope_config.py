@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position settings of a checkpoint, in both formats of transformers. The engine computes the angles.
 
-transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` beside `rope_scaling`. Phi-3
+transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` and `rope_scaling`. Phi-3
 has some of its values at the top level.
 """
 

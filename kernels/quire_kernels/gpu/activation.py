@@ -18,17 +18,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def relu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.get_gated_op; moves as many bytes as `silu_mul`."""
+    """See activation.get_gated_op. Moves the same number of bytes as `silu_mul`."""
     return _launch_gated(gate_up, "relu")
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.get_gated_op; moves as many bytes as `silu_mul`."""
+    """See activation.get_gated_op. Moves the same number of bytes as `silu_mul`."""
     return _launch_gated(gate_up, "gelu")
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """See activation.get_gated_op; moves as many bytes as `silu_mul`."""
+    """See activation.get_gated_op. Moves the same number of bytes as `silu_mul`."""
     return _launch_gated(gate_up, "gelu_tanh")
 
 

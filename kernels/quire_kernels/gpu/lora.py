@@ -30,9 +30,9 @@ _MIN_RANKS = 16
 _MAX_RANKS = 64
 """LoRA ranks per iteration for adapters of higher rank, limited by the slots' maximum: inputs are read once for all."""
 _MIN_INPUTS_PER_PROGRAM = 512
-"""Minimum inputs of a program of shrink: smaller inputs are not split."""
+"""Minimum number of input features that one program of the shrink kernel reads; fewer features are not split."""
 _MAX_BLOCKS_PER_PROGRAM = 16
-"""Maximum blocks of columns of a program of expand."""
+"""Maximum number of column blocks that one program of the expand kernel computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) ->
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
-    """See lora.adapted_linear. In a captured step, shrink runs on a side branch of the graph, beside the base GEMM;
-    expand follows both."""
+    """See lora.adapted_linear. In a captured step, shrink runs on a side branch of the graph, parallel to the base
+    GEMM; expand follows both."""
     if not torch.cuda.is_current_stream_capturing():
         out = linear(x, weight, bias, residual)
         # Compiles the kernels that the capture uses.
@@ -160,7 +160,8 @@ def _constants(adapters: ModuleSlots) -> dict[str, int]:
 
 
 def _inputs_per_program(in_features: int, num_programs: int) -> int:
-    """Return the inputs per program of shrink, given the number of programs without a split."""
+    """Return the number of input features per program of the shrink kernel; `num_programs`: programs without a
+    split."""
     num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
     return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
 

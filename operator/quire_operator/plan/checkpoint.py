@@ -45,7 +45,7 @@ class CheckpointInfo:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the tensors in config.json, normally float32, bfloat16 or float16."""
+        """Dtype of the tensors according to config.json, normally float32, bfloat16 or float16."""
         return self.shape.dtype
 
     @classmethod

@@ -31,7 +31,7 @@ async def read_local_checkpoint(path: Path) -> CheckpointInfo:
     """Read a model's folder, or a single config.json, from which the size of the weights is estimated.
 
     Raises:
-        ConfigError, Unavailable: as `read_checkpoint`.
+        ConfigError, Unavailable: see `read_checkpoint`.
     """
     if path.is_dir():
         return await read_checkpoint(FolderReader.unrestricted(path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of rendering besides the service and its plan: facts about the cluster.
+"""Inputs of rendering, except the service and its plan: facts about the cluster.
 
 The controller observes them; `quire render` takes them from its options.
 """

@@ -122,7 +122,7 @@ async def test_checks_digests(tmp_path, web):
     [
         ({"w": "../../etc/passwd.safetensors"}, "'../../etc/passwd.safetensors' is not a file of weights beside it"),
         ({"w": "setup.py"}, "'setup.py' is not a file of weights"),
-        ({}, "names no files"),
+        ({}, "its weight_map lists no files"),
         (["x"], "has no weight_map"),
         ({"w": "a\0b.safetensors"}, "is not a file of weights"),
         ({"w": "\ud800.safetensors"}, "is not a file of weights"),

@@ -66,8 +66,8 @@ def read_adapter(
     Args:
         shard: return only the part for this tensor-parallel rank. Everything is checked, so that all ranks report the
             same error.
-        checkpoint: folder of the base model. PEFT saves the embedding itself beside an adapter of the embedding; it
-            must equal that of the checkpoint.
+        checkpoint: folder of the base model. With an adapter of the embedding PEFT also saves the embedding itself,
+            which must equal the checkpoint's.
 
     Raises:
         InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of adapter_config.json: LoRA ranks, scales and target modules. Rejects features that cannot be served.
 
-A field that changes what an adapter computes in an unsupported way is rejected by name. An unknown field is rejected if
-it is set, because PEFT introduces its variants with new fields.
+If a field changes the adapter's computation in an unsupported way, the config is rejected, and the error names the
+field. An unknown field that is set is rejected too, because PEFT introduces its variants with new fields.
 """
 
 import json
@@ -40,7 +40,7 @@ UNSUPPORTED_FIELDS = {
     "target_parameters": "parameters other than linear layers were adapted",
     "trainable_token_indices": "rows of the embedding were trained",
     "use_bdlora": "A or B is block-diagonal",
-    "use_dora": "there are magnitudes beside A and B",
+    "use_dora": "there are magnitudes in addition to A and B",
     "use_qalora": "inputs are pooled before A",
     "velora_config": "it is a variant",
 }

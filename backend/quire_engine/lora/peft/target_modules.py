@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Target modules: which modules were adapted according to an adapter's config, by PEFT's rule. A part of PeftConfig.
 
-PEFT silently ignores tensors of other modules, so a file with such tensors does not belong to its config.
+PEFT silently ignores tensors of modules that the config does not target. The reader rejects a file with such tensors.
 
 Source: `check_target_module_exists` in PEFT 0.21, tuners/tuners_utils.py
 """

@@ -53,7 +53,7 @@ def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTar
 def parallel_embedding(
     batch: ForwardBatch, table: Tensor, adapters: ModuleSlots | None, communicator: Communicator | None
 ) -> Tensor:
-    """Return the embeddings of the batch, including its adapters, as a new tensor [num_tokens, embedding_size]. The
+    """Return the embeddings of the batch, changed by its adapters, as a new tensor [num_tokens, embedding_size]. The
     shards of all ranks are summed."""
     ids = batch.token_ids
     if communicator is not None:

@@ -55,8 +55,8 @@ class LogprobTensors:
 
 
 def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
-    """Return the number of rows of logits per chunk: enough for a matrix product, but little memory beside the weights.
-    `max_logprobs` is the number of top log probabilities per row."""
+    """Return the number of rows of logits per chunk: enough for a matrix product, but little memory relative to the
+    weights. `max_logprobs` is the number of top log probabilities per row."""
     return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size + 12 * max_logprobs))
 
 

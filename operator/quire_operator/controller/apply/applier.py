@@ -153,7 +153,7 @@ class Applier:
     async def prune(
         self, key: ServiceKey, uid: str, retained: Set[tuple[str, str]], check_newest: FreshnessCheck
     ) -> None:
-        """Delete the objects of a service except `retained`, by kind and name; raises as `apply`.
+        """Delete the objects of a service except `retained` (kind and name). Raises the same errors as `apply`.
 
         ConfigMaps that a ReplicaSet or a pod still mounts are kept: an old pod that restarts needs its own.
         """
@@ -197,8 +197,8 @@ class Applier:
 
         A manifest of an optional kind that the operator is not allowed to read becomes a rejection of `result`.
 
-        Raises as `_lookup`, after all lookups: so a deleted service's objects are removed in one pass, instead of one
-        object a pass with a growing wait between them.
+        Raises the same errors as `_lookup`, but only after all lookups. All objects of a deleted service are then
+        removed in one pass. Otherwise each pass would remove one object, with a growing wait between the passes.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
         existing: list[Any] = await _gather(self._lookup(key, uid, manifest, check_newest) for manifest in annotated)
