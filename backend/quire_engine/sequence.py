@@ -101,7 +101,7 @@ class Sequence:
     num_swapped_tokens: int = 0
     """While swapped out: tokens [0, num_swapped_tokens) are in those blocks and in the host blocks."""
     num_cached_blocks: int = 0
-    """First blocks of its table that came from the prefix cache or were offered to it."""
+    """Number of first blocks of the table that came from the prefix cache or were offered to the cache."""
     sort_key: tuple[int, int] = (0, 0)
     """Priority, then arrival number; the scheduler's order."""
     finish_reason: FinishReason | None = None
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def requires_host_tokens(self) -> bool:
-        """True if a step of it must not start before the previous one is complete.
+        """True if a step of this sequence must not start before the previous step is complete.
 
         Either the step requires the previous tokens on the host, or it returns much more than a token to the host.
         """

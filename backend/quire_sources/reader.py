@@ -69,10 +69,10 @@ class SourceReader(Protocol):
     ) -> AbstractAsyncContextManager[OpenFile]:
         """Read a file from offset `start` if it still has `version` (None: any), else from its beginning.
 
-        At least `num_bytes` follow `start` in a longer file; None reads to the end.
+        If the file is long enough, at least `num_bytes` bytes from `start` on are read; None reads to the end.
 
         Raises:
-            FileMissing, NotFound, Unavailable: as `version`; `chunks` raises Unavailable if the connection is cut.
+            FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is cut.
         """
         ...
 

@@ -44,7 +44,7 @@ class AttentionGroup:
     num_keys: int
     """Keys of each span that are read: whole blocks for decoding spans, the exact length for prompts."""
     positions: Tensor
-    """[num_spans or 1, length] int64: each token's position in its sequence; prompts of a group have the same."""
+    """[num_spans or 1, length] int64: each token's position in its sequence. The prompts of a group share one row."""
     first_position: int
     """The smallest position."""
     masks: dict[int | None, Tensor]
@@ -380,8 +380,10 @@ def _softcapped_attention(
 
 
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
-    """Return whether one GEMM over all heads, mostly zeros, is faster than torch's fused attention, whose bf16 GEMMs on
-    a CPU are as small as one KV head's queries. It is for few heads, or one query head per KV head, with enough keys.
+    """Return whether one GEMM over all heads, whose operand is mostly zeros, is faster than torch's fused attention.
+
+    On a CPU the bf16 GEMMs of fused attention are as small as one KV head's queries. A single GEMM is faster with
+    enough keys, if there are few heads or one query head per KV head.
     """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers and embeddings, with the weight packed once for the processor's GEMM."""
+"""Linear layers and embeddings. On a CPU, a linear's weight is packed once for the processor's GEMM."""
 
 import torch
 import torch.nn.functional as F

@@ -18,7 +18,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt of token ids. Its text, if given, is returned with the output."""
+    """A prompt of token ids. The prompt's text, if given, is returned with the output."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]

@@ -158,9 +158,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one or many conversations: render each with the chat template, then `generate`.
 
-        A conversation is a list of {"role": ..., "content": ...}. The other arguments are those of `generate` and of
-        `ChatTemplate.render`. `chat_template` defaults to that of this object or of the model. Templates always receive
-        contents as text, so `chat_template_content_format` must be "string" or "auto".
+        A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
+        `ChatTemplate.render`. `chat_template` defaults to the template of this object, else of the model. Templates
+        always receive contents as text, so `chat_template_content_format` must be "string" or "auto".
 
         Raises:
             InvalidArgument: no template exists, it rejects the messages, or `generate` rejects an argument.

@@ -23,7 +23,7 @@ class OfflineRequest:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """`base_request` is the engine request for one output; its params are replaced by those of `params`."""
+        """`base_request` is the engine request for one output; `params` replaces its parameters."""
         self.sequence_requests = fan_out(base_request, params)
         """Engine requests, one per output."""
         self.num_input_tokens = len(base_request.prompt_token_ids)

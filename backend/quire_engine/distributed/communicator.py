@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collective operations of the tensor-parallel ranks: all-reduce, gather and broadcast.
 
-It uses process groups of torch.distributed, gloo on CPUs and NCCL on GPUs. They are created directly and are not
-torch's global group, because a process can have several engines. All ranks must make the same calls in the same order;
-`worker_group.py` makes them compute the same steps. It has run on emulated GPUs only (`make emulated`).
+The communicator uses process groups of torch.distributed, gloo on CPUs and NCCL on GPUs. The groups are created
+directly and are not torch's global group, because a process can have several engines. All ranks must make the same
+calls in the same order; `worker_group.py` makes the ranks compute the same steps. With NCCL, the communicator has run
+on emulated GPUs only (`make emulated`).
 """
 
 import os
@@ -22,7 +23,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 TIMEOUT_S = 30.0
 """Time limit of one call. Ranks reach it within milliseconds of each other; otherwise one of them hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
-"""How long torch waits for a store's file that was deleted; its own default is 5 minutes."""
+"""How long torch waits for a store's file that was deleted; torch's default is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 

@@ -38,9 +38,9 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _EXIT_DETECTION_S = 1.0
-"""How long it takes at most until the exit of a worker is noticed."""
+"""Maximum seconds until the exit of a worker is noticed."""
 _POLL_S = 20e-6
-"""Interval of polling a device. The system makes about 80 us of it; a step takes milliseconds."""
+"""Interval of polling a device. The real interval is about 80 us because of the system; a step takes milliseconds."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -26,18 +26,18 @@ class _Adapter:
     needed_since: int | None = None
     """Tick since which sequences wait while none runs."""
     starved_since: int | None = None
-    """Tick since which a sequence could not run because of the adapter, whether or not others of it run."""
+    """Tick since which a sequence could not run because of the adapter, even if other sequences of the adapter run."""
     last_used: int = 0
     """Tick of the last arrival or start; the lowest is evicted first."""
     num_bytes: int = 0
-    """Bytes of its host copy. Known, because an adapter is registered only after it was read."""
+    """Bytes of the adapter's host copy. Known, because an adapter is registered only after it was read."""
 
 
 class AdapterRegistry:
-    """Adapters by digest. Any number is registered, some of them have a host copy, and some of these a slot.
+    """Adapters by digest. Any number is registered. Some have a host copy, and some of those also have a slot.
 
-    Host memory is limited by a number of copies and a number of bytes. An adapter without a host copy is read from disk
-    when a sequence of it arrives, in order of the oldest need.
+    Both the number and the total bytes of host copies are limited. An adapter without a host copy is read from disk
+    when a sequence of that adapter arrives; the adapter with the oldest need comes first.
 
     Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. After
     that, a copy is evicted only for an adapter with an older need. So the oldest need is always met, independent of the

@@ -107,7 +107,7 @@ class SlotTable:
         (self._pinned.add if pinned else self._pinned.discard)(digest)
 
     def touch(self, digest: AdapterDigest) -> None:
-        """Mark an adapter as recently used, because a sequence of it arrived."""
+        """Mark an adapter as recently used, because one of its sequences arrived."""
         if (slot := self._slot_by_digest.get(digest)) is not None:
             self._tick += 1
             self._slots[slot].last_used = self._tick
@@ -267,7 +267,8 @@ class SlotTable:
         return min(idle_slots)[3] if idle_slots else None
 
     def _slot_to_reserve(self, digest: AdapterDigest) -> SlotId | None:
-        """Return an idle slot, else that of the running adapter with the oldest last start; None if none is left."""
+        """Return an idle slot, else the slot of the running adapter with the oldest last start; None if no slot is
+        left."""
         unreserved = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reservations]
         candidates = [(s, i) for s, i in unreserved if self.can_evict_pinned or s.digest not in self._pinned]
         slot = self._find_idle_slot(digest)

@@ -40,7 +40,7 @@ class CausalLM(ABC):
     layers: Sequence[DecoderLayer]
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
-        """`shape` is that of this rank's shard."""
+        """`shape` is the configuration of this rank's shard."""
         self.shape = shape
         self.communicator = factory.communicator
         self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)

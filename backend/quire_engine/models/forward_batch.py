@@ -38,14 +38,14 @@ class ForwardBatch:
     adapters: LoRABatch | None
     """None when no span has an adapter."""
     logit_rows: Tensor | None
-    """[num_logits] int64: tokens that need logits. Those that sample a token come first, then those of prompt log
+    """[num_logits] int64: tokens that need logits: first the tokens that sample, then the tokens that need prompt log
     probabilities. None: all tokens, in order."""
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 without an adapter; empty if no span has an adapter."""
 
     def for_logit_rows(self, rows: slice) -> "ForwardBatch":
-        """Return the batch for the output projection of some of the rows that need logits."""
+        """Return the batch for the output projection of `rows`, a slice of the tokens that need logits."""
         if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
             return self
         slots, device = self.logit_adapter_slots[rows], self.token_ids.device

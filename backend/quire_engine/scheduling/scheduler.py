@@ -263,7 +263,7 @@ class Scheduler:
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
         """Finish, and return, the sequences of the earlier step in flight, which failed.
 
-        Blocks computed by earlier steps stay valid. A step that was planned ahead fails too: call this again for it.
+        Blocks computed by earlier steps stay valid. The caller must also fail a step that was planned ahead.
         """
         self._complete_step(plan, step_failed=True)
         failed_sequences = [span.sequence for span in plan.spans if span.sequence.status is not SequenceStatus.FINISHED]

@@ -42,9 +42,9 @@ class StepInput:
     awaits_tokens: bool = False
     """True if some tokens are sampled by the previous step. Only rank 0's device has them, and broadcasts them."""
     long_rope: list[int] = field(default_factory=list)
-    """Per span: 1 if its keys are rotated as those of long sequences, else 0. Empty if no span is long."""
+    """Per span: 1 if its keys are rotated with the factors for long sequences, else 0. Empty if no span is long."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
-    """See StepPlan, also for the next ones."""
+    """See StepPlan, also for `swap_ins` and `copies`."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
@@ -57,12 +57,12 @@ class GraphStepInput:
     has_adapters: bool
     """Whether to use the graph with adapters."""
     inputs: Tensor
-    """[4, size] int64 on the CPU, where `size` is that of the graph. Per span: the row of its sequence in the block
-    tables on the device, position, token, and adapter slot; then padding."""
+    """[4, size] int64 on the CPU, where `size` is the number of rows of the graph. Per span: the row of its sequence in
+    the block tables on the device, position, token, and adapter slot; then padding."""
     table_updates: Tensor
     """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into these tables first."""
     awaits_tokens: bool = False
-    """See StepInput, also for the next ones."""
+    """See StepInput, also for the following fields."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -98,7 +98,7 @@ def build_step_input(
     Args:
         spans: in the order of `sort_spans`.
         block_size: tokens of a block.
-        long_rope_threshold: that of the model, see ModelConfig.
+        long_rope_threshold: the model's, see ModelConfig.
         plan: the step of the spans; its copies become part of the input.
     """
     token_ids: list[int] = []

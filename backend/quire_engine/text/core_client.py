@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the engine core: the text process's connection to it, which reconnects whenever it closes.
+"""Client of the engine core: the text process's connection to the core. Reconnects whenever the connection closes.
 
 Knows messages but no requests: the `CoreListener` handles results and the loss of the core.
 """

@@ -48,7 +48,7 @@ class OutputDeltaBuffer:
 
     @property
     def overflow_reason(self) -> str | None:
-        """The limit that the waiting bytes exceed; None within the limits.
+        """Name of the limit that the waiting bytes exceed; None if they exceed none.
 
         A single unmerged delta is always accepted: a final answer can be as long as the model's context.
         """

@@ -37,8 +37,8 @@ class TokenBytesTable:
         """The remaining decoders apply to the whole text, not to single tokens."""
         self.decode_errors = "replace"
         """Codec error handler for bytes that are not UTF-8. "replace" returns one U+FFFD per invalid character, as the
-        byte-level decoder does. "surrogateescape" keeps each byte, for one U+FFFD per byte as the byte-fallback decoder
-        does."""
+        byte-level decoder does. "surrogateescape" keeps each byte, which later becomes one U+FFFD, as in the
+        byte-fallback decoder."""
         self._parse_decoder(tokenizer)
         self._bytes_by_id: dict[int, bytes] = {}
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device setup and the resources of the machine: CPU cores, memory and dtypes that this process can use.
 
-It decides only the defaults that `EngineConfig` leaves open ("auto"). Called by the model runner and its startup.
+This module decides only the defaults that `EngineConfig` leaves open ("auto"). Called by the model runner and its
+startup.
 """
 
 import ctypes

@@ -93,7 +93,7 @@ class ResumableDownload:
             if open_file.start not in (0, start):
                 raise Unavailable(f"{reader.display_name(name)}: requested byte {start}, got byte {open_file.start}")
             if open_file.start == 0:
-                # Before the new version is recorded: old bytes must never be taken for bytes of it.
+                # Before the new version is recorded: old bytes must never be taken for bytes of the new version.
                 partial.discard(name)
             partial.record_version(name, open_file.version)
             size = await self._write(reader, partial, name, open_file)

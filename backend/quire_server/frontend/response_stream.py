@@ -45,7 +45,7 @@ class ResponseStream:
     def __init__(self, request_id: int, options: OutputOptions | None, sender: Any, now: float) -> None:
         self.request_id = request_id
         self.options = options
-        """None if the request was rejected; its only response is then an error."""
+        """None if the request was rejected; an error is then the only response."""
         self.sender = sender
         """The server's response sender."""
         self.last_sent = [] if options is None else initial_outputs(request_id, options)

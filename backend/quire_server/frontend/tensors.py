@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between tensors and messages: input tensors to GenerateRequest, OutputDelta to output tensors.
 
-Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors behave as those of NVIDIA's
+Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors behave as in NVIDIA's
 vllm_backend. Sampling parameters come from the `sampling_parameters` tensor and from request parameters; the tensor's
 value takes precedence. (With the tensor, vllm_backend ignores all request parameters. Here the others still apply, so
 that none is dropped silently.)
@@ -120,10 +120,10 @@ def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDel
 def to_output_tensors(
     deltas: Sequence[OutputDelta], options: OutputOptions, last_sent: Sequence[OutputDelta]
 ) -> dict[str, Array]:
-    """Return the output tensors of one response by name, each with one element per output of the request.
+    """Return a map from name to output tensor of one response. Each tensor has one element per output of the request.
 
-    `deltas` is the result of `merge_by_output`, `last_sent` that of the previous response. `output_ids` contains the
-    concatenated tokens of all outputs; num_output_tokens contains the lengths.
+    `deltas` is the result of `merge_by_output`, and `last_sent` is its result for the previous response. `output_ids`
+    contains the concatenated tokens of all outputs; num_output_tokens contains the lengths.
     """
     tensors = {constants.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
     if options.finish_reason:

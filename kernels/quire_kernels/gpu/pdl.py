@@ -23,7 +23,7 @@ import triton
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether the device supports it, kernels are compiled, and QUIRE_EARLY_LAUNCH does not turn it off."""
+    """Return whether PDL can be used: the device supports it, kernels are compiled, and QUIRE_EARLY_LAUNCH is not 0."""
     if device.type != "cuda" or triton.knobs.runtime.interpret or os.environ.get("QUIRE_EARLY_LAUNCH") == "0":
         return False
     # AMD devices have capability numbers too, but another instruction set.

@@ -65,7 +65,7 @@ class Manifest:
     body: Any
     """Parsed JSON types."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
-    """Line of each key and list entry, starting at 1. The empty path is the first line of the document."""
+    """Line of each key and list entry, starting at 1. The empty path maps to the first line of the document."""
 
     @property
     def folder(self) -> Path:

@@ -9,7 +9,7 @@ from quire_operator.render import object_names, pod_template
 from quire_spec import constants as spec_names
 
 _QUEUE_SHARE = 8
-"""Target number of waiting requests: an eighth of the target number of requests of a pod."""
+"""A pod's target number of requests, divided by this, is the target number of waiting requests."""
 
 
 def deployment(service: LLMService, plan: Plan, template: dict[str, Any]) -> dict[str, Any]:

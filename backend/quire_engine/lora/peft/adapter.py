@@ -204,7 +204,7 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
 
 
 def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
-    """Return the names of A and B of each adapted module, and those of copies of base weights outside the layers.
+    """Return the tensor names of A and B of each adapted module, and of copies of base weights outside the layers.
 
     Raises:
         InvalidArgument: a tensor is unexpected, A or B of a pair is missing, or the file contains no pair.

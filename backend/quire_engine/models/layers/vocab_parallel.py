@@ -15,7 +15,7 @@ from quire_spec.model.model_config import ModelConfig
 
 class ParallelLMHead(Linear):
     """Output projection whose vocabulary is divided among the ranks. Rank 0 gets the logits of the whole vocabulary,
-    the other ranks those of their shard."""
+    each other rank the logits of its shard."""
 
     def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
