@@ -73,7 +73,7 @@ class LLM:
         """Return the tokenizer.
 
         Raises:
-            InvalidArgument: the model has none.
+            InvalidArgument: the model has no tokenizer.
         """
         if self.tokenizer is None:
             raise InvalidArgument(

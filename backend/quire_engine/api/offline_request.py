@@ -54,7 +54,7 @@ class OfflineRequest:
         return sum(completion.num_tokens for completion in self._completions.values())
 
     def update(self, result: SequenceDelta) -> bool:
-        """Add new tokens to an output. Return True if a stop string ended it, which the engine does not know.
+        """Add new tokens to an output. Return True if a stop string ended the output; the engine core does not know.
 
         Raises:
             QuireError: the engine reported an error.

@@ -29,7 +29,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
 _MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
-"""Characters; a reply is one packet, and JSON may need six bytes for one."""
+"""In characters. A reply is one packet, and JSON can need six bytes for one character."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One end of a Unix socket between two processes of a pod, for asyncio: sends and receives messages.
 
-Knows frames, but not the meaning of messages. The text and the core process create one for each peer. Their handlers
-end in `on_closed` everything that the peer had open.
+Knows frames, but not the meaning of messages. The text and the core process create one for each peer. In `on_closed`
+their handlers end everything that the peer had open.
 """
 
 import asyncio

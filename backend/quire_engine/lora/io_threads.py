@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _NICENESS = 10
-"""Steps have priority if both need a core. At 10, a task still gets a tenth of a core that steps never leave, so a
-request waits for its adapter seconds at most."""
+"""Steps have priority if both need a core. At 10, a task still gets a tenth of a core that steps keep
+busy, so a request waits at most seconds for its adapter."""
 
 T = TypeVar("T")
 

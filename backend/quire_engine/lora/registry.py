@@ -63,7 +63,8 @@ class AdapterRegistry:
         self._tick = 0
 
     def add(self, digest: AdapterDigest, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
-        """Register an adapter that was just read; `pinned` None only supplies the copy of a registered adapter again.
+        """Register an adapter that was just read. With `pinned` None, only restore the host copy of a registered
+        adapter.
 
         Args:
             num_bytes: size of the host copy.

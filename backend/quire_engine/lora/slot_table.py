@@ -73,7 +73,7 @@ class SlotTable:
         self._without_slot: set[AdapterDigest] = set()
         self._pending_loads: list[SlotLoad] = []
         self.num_evictions = 0
-        """Adapters that lost their slot, or the host copy it requires, to another adapter."""
+        """How often an adapter lost its slot, or the host copy that a slot requires, to another adapter."""
         self._evicted: list[AdapterDigest] = []
 
     def __len__(self) -> int:

@@ -58,7 +58,7 @@ class Scheduler:
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
     admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
-    because the blocks that it freed, minus those that were missing, are too few. Without other running sequences the
+    because it frees too few blocks: the missing ones are used at once. Without other running sequences the
     reserve is not needed.
 
     Lookahead. A step can be planned while the previous one is in flight, as if that one were complete (see
@@ -383,7 +383,7 @@ class Scheduler:
                 builder.add_prefill(self._make_span(sequence, min(remaining, builder.token_budget)))
 
     def _admit(self, sequence: Sequence, builder: StepPlanBuilder, now: float) -> bool:
-        """Start a waiting sequence, or skip it. Return False if it delays the sequences behind it."""
+        """Start a waiting sequence, or skip it. Return False if the sequences behind it must wait too."""
         if builder.token_budget == 0 and builder.prefills:
             return False
         if not self._capacity.has_free_seq(builder) and sequence.priority >= self._running.least_urgent.priority:

@@ -36,7 +36,8 @@ class StepInput:
     block_ids: Tensor
     """[num_blocks] int64 on the CPU: per span, the blocks with its tokens and all tokens before them."""
     logit_rows: list[int]
-    """Tokens whose logits are computed: first those that are sampled, then those for prompt log probabilities."""
+    """Tokens whose logits are computed: first the tokens that sample, then the tokens that need prompt log
+    probabilities."""
     num_sampled: int
     """Number of these rows that are sampled."""
     awaits_tokens: bool = False

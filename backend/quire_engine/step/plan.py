@@ -81,9 +81,9 @@ class StepPlan:
 
     spans: list[ScheduledSpan]
     swap_outs: list[SwapCopy] = field(default_factory=list)
-    """Blocks of preempted sequences. The same step can overwrite them, so these copies come first."""
+    """Blocks of preempted sequences. The same step can overwrite these blocks, so swap-outs come first."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
-    """Blocks of resumed sequences. The same step can copy them, so these come before `copies`."""
+    """Blocks of resumed sequences. The same step can copy these blocks, so swap-ins come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
     """Copies that spans continue to write, because other sequences share the original. No destination is a source."""
     started_ids: list[int] = field(default_factory=list)

@@ -46,7 +46,7 @@ class PromptTokenizer:
     ) -> None:
         """Encode the prompt and the bad words of a request and pass the result to `on_done`.
 
-        `on_done` runs on the event loop, for a short text before this method returns.
+        `on_done` runs on the event loop. For a short text it runs before this method returns.
         """
         # A bad word is encoded twice, with a space before it and without.
         num_chars = len(request.prompt or "") + 2 * sum(map(len, request_state.params.bad_words))

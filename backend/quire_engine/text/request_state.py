@@ -30,11 +30,11 @@ class RequestState:
         self.adapter_name = admitted_request.adapter_name
         self.arrival_time = arrival_time
         self.is_submitted = False
-        """Its sequences were sent to the engine core."""
+        """The request's sequences were sent to the engine core."""
         self.is_started = False
-        """A step has run one of its sequences, so it is no longer queued."""
+        """A step has run one of the sequences, so the request is no longer queued."""
         self.is_closed = False
-        """It has ended: finished, failed or aborted."""
+        """The request has ended: finished, failed or aborted."""
         self.num_input_tokens = 0
         self.completions: list[CompletionState] = []
         """Its outputs, in the order of `sequence_ids`; empty until it is submitted."""

@@ -22,7 +22,7 @@ class ResponseThrottle:
     """Bounds the rate of responses: after n of them, the next ones wait for n intervals. The caller passes the time."""
 
     def __init__(self, responses_per_s: float | None) -> None:
-        """`responses_per_s` None never delays; used if the engine does not compute on the CPU."""
+        """With `responses_per_s` None, nothing is delayed; used if the engine does not compute on the CPU."""
         self._interval_s = 1.0 / responses_per_s if responses_per_s else 0.0
         self._next_send_at = 0.0
 

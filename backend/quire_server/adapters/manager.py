@@ -404,7 +404,7 @@ class AdapterManager:
                 adapter.changed.set()
 
     def _is_pinned(self, digest: AdapterDigest) -> bool:
-        """Return whether a name of this content is pinned."""
+        """Return whether an adapter name with this content is pinned."""
         holders = [
             adapter
             for adapter in self._desired_adapters()

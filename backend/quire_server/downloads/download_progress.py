@@ -29,7 +29,7 @@ LOG_INTERVAL_S = 10.0
 _RATE_WINDOW_S = 30.0
 """Averaging window of the rate: long enough for a bursty connection."""
 _SHUTDOWN_TIMEOUT_S = 1.0
-"""For open requests at the end."""
+"""Maximum wait for open requests when the download ends."""
 
 
 class ProgressMeter:

@@ -83,7 +83,7 @@ class ModelServerClient:
         await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def is_ready(self, name: str) -> bool:
-        """Return True if the server serves this model. It stays true after the model's stub died."""
+        """Return True if the server serves this model. The result stays True after the model's stub died."""
         return await self._probe(f"/models/{name}/ready")
 
     async def is_live(self) -> bool:

@@ -51,7 +51,7 @@ class SupervisorView(Protocol):
         ...
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Apply a new catalog; it can replace the one with digest `replaces` even if that is newer.
+        """Apply a new catalog; it can replace the catalog with digest `replaces` even if that catalog is newer.
 
         Raises:
             StaleCatalog: the catalog is older than the current one.

@@ -84,7 +84,8 @@ class EngineConfig:
     """Largest LoRA rank of an adapter; every adapter slot has this size."""
 
     max_cpu_loras: int | None = None
-    """Maximum number of adapters in host memory. None: four times max_loras, or only cpu_lora_memory_bytes limits."""
+    """Maximum number of adapters in host memory. None: four times max_loras, or no limit if cpu_lora_memory_bytes is
+    set."""
 
     cpu_lora_memory_bytes: int | None = None
     """Host memory for adapters, in bytes; None: only max_cpu_loras limits. Adapters of a small LoRA rank need less

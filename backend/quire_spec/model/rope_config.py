@@ -25,7 +25,8 @@ class RopeConfig:
     dim: int
     """Number of leading elements of each head that are rotated; the others pass unchanged."""
     factor: float = 1.0
-    """Context extension factor. `dynamic` applies it only past max_position_embeddings, which is never served."""
+    """Context extension factor. `dynamic` uses it only after max_position_embeddings, and such positions are never
+    served."""
     original_max_position: int = 0
     """original_max_position_embeddings: context length before the extension."""
     attention_factor: float = 1.0

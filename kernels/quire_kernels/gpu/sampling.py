@@ -161,8 +161,9 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 
 @triton.jit
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the smallest weight, as the bits of a float32 from `low` on, such that larger weights sum to less than
-    `target`, or with COUNTS are fewer than `target`. It is the weight of a token, unless it is `low`."""
+    """Return the bits of a float32: the smallest weight from `low` on for which all larger weights sum to less than
+    `target`. With COUNTS, the number of larger weights must be less than `target`. The result is a token's weight or
+    `low`."""
     # The bits of 1, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:

@@ -132,7 +132,8 @@ def _template_overrides(service: LLMService) -> dict[str, Any]:
     """Return overrides of the server container in spec.podTemplate that a download may need too.
 
     These are environment variables and mounts of ConfigMaps, Secrets and projected volumes, for example CA certificates
-    or a proxy password. Claims are excluded, because two nodes may not be able to mount them, and so are node folders.
+    or a proxy password. Claims are excluded, because two nodes may not be able to mount them. Node folders
+    are excluded too.
     """
     pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
