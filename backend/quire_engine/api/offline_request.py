@@ -54,7 +54,9 @@ class OfflineRequest:
         return sum(completion.num_tokens for completion in self._completions.values())
 
     def update(self, result: SequenceDelta) -> bool:
-        """Add new tokens to an output. Return True if a stop string ended the output; the engine core does not know.
+        """Add new tokens to an output. Return True if a stop string ended the output.
+
+        The caller must then abort the sequence: the engine core does not search for stop strings.
 
         Raises:
             QuireError: the engine reported an error.

@@ -58,8 +58,8 @@ class Scheduler:
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
     admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
-    because it frees too few blocks: the missing ones are used at once. Without other running sequences the
-    reserve is not needed.
+    because the blocks that it freed, minus the blocks that were missing, are too few. Without other running
+    sequences the reserve is not needed.
 
     Lookahead. A step can be planned while the previous one is in flight, as if that one were complete (see
     async_scheduling). Lookahead planning takes no resource from a sequence: if it would have to preempt or swap in, it

@@ -164,7 +164,7 @@ class DeviceModelRunner(ModelRunner):
         return build_step_input(spans, self._kv_cache.block_size, self._model.shape.long_rope_threshold, plan), order
 
     def _broadcast_step(self, step_input: StepInput | GraphStepInput) -> AbstractContextManager[None]:
-        """Send the step to the other ranks, if there are any; they compute it while the context is active."""
+        """Send the step to the other ranks, if any. The other ranks compute the step while the context is active."""
         return nullcontext() if self._worker_group is None else self._worker_group.broadcast_step(step_input)
 
     @torch.inference_mode()

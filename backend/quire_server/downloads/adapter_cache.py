@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter cache on disk. It knows source descriptions only by their digest, and no protocol.
+"""The adapter cache on disk. It knows only the digests of source descriptions, and no protocol.
 
     adapters/<digest>/            the two files of an adapter; complete and immutable
     partial/<key>/                partial downloads; <key>.json contains their versions, <key>.lock is their lock

@@ -30,9 +30,9 @@ class AdapterStatus:
     name: str
     state: AdapterState
     since: str
-    """When it entered this state, RFC 3339."""
+    """Time at which the adapter entered this state, RFC 3339."""
     digest: str | None = None
-    """sha256:... of its content, once fetched."""
+    """sha256:... of the adapter's content, once fetched."""
     model: str | None = None
     """The adapter's server model; None if it is reachable only through lora_name."""
     error: str = ""

@@ -2,7 +2,7 @@
 """Rotary position settings of a checkpoint, in both formats of transformers. The engine computes the angles.
 
 transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` and `rope_scaling`. Phi-3
-has some of its values at the top level.
+has some of these values at the top level of config.json.
 """
 
 import math
@@ -36,7 +36,7 @@ class RopeConfig:
     original_max_position by these two factors."""
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
-    """yarn, with beta_slow: rotations within original_max_position between which scaling is interpolated."""
+    """For yarn: scaling is interpolated between beta_fast and beta_slow rotations within original_max_position."""
     beta_slow: float = 1.0
     truncate: bool = True
     """yarn: round these bounds to whole pairs of elements."""

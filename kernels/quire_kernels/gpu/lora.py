@@ -4,8 +4,8 @@
 A program processes a tile of `TokenRouting`: up to 16 tokens of one adapter, anywhere in the batch. The inputs of a
 linear are split between programs (split-K); each writes its own plane of A x, and expand adds the planes in order. No
 buffer is cleared, no atomics are used, and the result is deterministic. Grids and constants depend only on the sizes of
-the step and of the slots, so a captured step stays valid when slots change: programs read an adapter's LoRA rank on the
-device.
+the step and of the slots, so a captured step stays valid when the adapters in the slots change: programs read an
+adapter's LoRA rank on the device.
 
 Expand is launched while shrink runs, on devices that support it (pdl.py).
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities of sampled tokens, prompt tokens and the most likely tokens, computed a few rows at a time.
 
-They refer to the model's distribution before any logits processor. Called by the sampler and the model runner.
+The log probabilities refer to the model's distribution before any logits processor. Called by the sampler and the model
+runner.
 """
 
 from collections.abc import Iterator, Sequence
