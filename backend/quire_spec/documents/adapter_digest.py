@@ -65,7 +65,7 @@ class DigestCache:
         self._entries: dict[Path, tuple[object, AdapterDigest]] = {}
 
     def get(self, folder: Path) -> AdapterDigest:
-        """Return the folder's `adapter_digest`; raises as that function."""
+        """Return the folder's `adapter_digest`. Raises the same errors as that function."""
         now = time.time()
         stats = [os.stat(folder / name) for name in ADAPTER_FILES]
         file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
