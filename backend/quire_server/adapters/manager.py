@@ -176,10 +176,11 @@ class AdapterManager:
 
     async def close(self) -> None:
         """Stop all tasks; loaded adapters stay loaded."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        # Repeated: a cancellation that coincides with the end of a connection was lost in 2 of 25 runs under load.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=1.0)
 
     # The task of one adapter
 
