@@ -39,7 +39,7 @@ NO_LAYER = -1
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in host memory, ready to be copied into a slot."""
+    """An adapter as read from its files, in host memory; `ModelRunner.read_adapter` packs it for the slots."""
 
     rank: int
     """Largest LoRA rank of its modules."""
