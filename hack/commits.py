@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVENTION_BEGAN = "297884b8d7b710fb68baaa6b4935dc33c9972ff5"
 """The last commit before the convention; older subjects are not checked."""
 MAX_CHARS = 72
-_SUBJECT = re.compile(r"(?P<scope>[a-z0-9_./, -]{2,40}): (?P<verb>[a-z][a-z-]*) \S.*[^.]")
+_SUBJECT = re.compile(r"(?P<scope>[a-z0-9_./-]{2,40}): (?P<verb>[a-z][a-z-]*) \S.*[^.]")
 _NOT_IMPERATIVE = re.compile(r".*(?:ed|ing)$")
 _VERBS = frozenset(("need", "feed", "embed", "bring", "proceed", "exceed", "string", "ping", "speed"))
 """Imperatives that end as participles do."""
