@@ -33,7 +33,11 @@ def old_tree(tmp_path_factory):
     paths = ["charts/quire", "operator", "backend", "crds"]
     archive = subprocess.run(["git", "archive", OLD_COMMIT, *paths], cwd=ROOT, capture_output=True, check=False)
     if archive.returncode:
-        pytest.skip(f"commit {OLD_COMMIT} is not in this clone")
+        shallow = subprocess.run(
+            ["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert shallow.stdout.strip() == "true", archive.stderr.decode()
+        pytest.skip(f"commit {OLD_COMMIT} is not in this shallow clone")
     subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
     return folder
 
