@@ -22,8 +22,8 @@ class BlockPool:
 
     Eviction is segmented LRU. The least recently freed block goes first. Protected blocks, which another sequence has
     reused (`protect`), go after all others, so a shared prompt prefix outlives any number of prompts that occur once.
-    Evictable protected blocks occupy at most `protected_ratio` of the pool. Beyond that the oldest of them are demoted
-    as if they had just been freed, so formerly popular contents are evicted too.
+    Evictable protected blocks occupy at most `protected_ratio` of the pool. If there are more, the
+    oldest lose their protection, so contents that are no longer popular are evicted too.
 
     Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994
     """

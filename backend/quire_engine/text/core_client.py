@@ -79,7 +79,7 @@ class CoreClient:
         self._listener.on_step(message)
 
     def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
-        """Never called, because frames of the core have no limit of their own."""
+        """Raise Internal. The connection never calls this method, because frames from the core have no size limit."""
         raise Internal(f"message of {length} bytes from the engine core")
 
     def on_writable(self, connection: Connection) -> None:

@@ -115,7 +115,7 @@ class SamplingParams:
     """Outputs per prompt. With a seed, output i uses seed + i. More than one requires a temperature."""
 
     best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
-    """Outputs to generate. The n with the highest cumulative log probability are returned, best first; None: n."""
+    """Outputs to generate (default n). The request returns those n that have the highest cumulative log probability."""
 
     def __post_init__(self) -> None:
         self._check_consistency()

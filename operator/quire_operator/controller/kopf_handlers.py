@@ -3,7 +3,7 @@
 
 kopf owns the process and its only event loop. `quire operate` calls run_operator(); the module also works as
 `kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py, which
-does the work. Only here are errors raised that derive from kopf's.
+does the work. No other module raises errors that derive from kopf's.
 
 kopf watches LLMServices and nothing else, through on.event: it adds no finalizer, so deleting a service never waits for
 the operator; it writes no annotations; and no handler state can be lost. Child kinds have a reflector of our own
@@ -53,7 +53,7 @@ async def run_operator(
     `memo` has the OperatorProcess as `operator` once it exists.
 
     Raises:
-        Exception: a part failed; the process must be started again.
+        Exception: a task of the operator failed; the caller must end the process, so that Kubernetes restarts it.
     """
     stop_flag = stop_flag or asyncio.Event()
     memo = kopf.Memo() if memo is None else memo

@@ -124,7 +124,7 @@ class Reconciler:
         self._deps.secrets.forget_service(key)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Return the number of objects that are up to date; a higher one is progress."""
+        """Return the number of objects that are up to date. An increase means progress."""
         return self._deps.applier.num_applied(key)
 
     async def _converge(

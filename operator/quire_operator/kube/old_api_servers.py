@@ -6,7 +6,7 @@ not know, as an internal error "field not declared in schema". Manifests are wri
 lacks a PodDisruptionBudget's unhealthyPodEvictionPolicy, and a podTemplate of a user may have any newer field.
 
 Status by JSON patch, Kubernetes 1.20: server-side apply leaves null where an object inside the status was removed, and
-the API server then rejects that null. From 1.21 on server-side apply of the status would do.
+the API server then rejects that null. Since 1.21 server-side apply of the status works.
 """
 
 import re

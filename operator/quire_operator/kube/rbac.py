@@ -21,7 +21,7 @@ class PolicyRule:
     cluster_scoped: bool = False
     """The resource has no namespace: the rule needs a ClusterRole even if single namespaces are watched."""
     optional: str = ""
-    """What changes without this rule; empty: it is required."""
+    """Which function is lost if an administrator removes this rule; empty: the operator needs the rule."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the rule as in a Role."""

@@ -36,7 +36,7 @@ class DeviceCosts:
 
     weights: int
     activations: int
-    """At the peak of the largest step."""
+    """Peak of the activations in the largest step."""
     non_torch: int
     lora: int
     """All adapter slots."""

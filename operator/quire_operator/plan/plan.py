@@ -124,7 +124,7 @@ class Plan:
     hostBytes: HostMemory
     sharedMemory: PlannedValue[str]
     image: PlannedValue[str]
-    """Image of the pods. Part of the plan, so that a new release of the operator does not change it."""
+    """Image of the pods. The plan contains it, so that a new release of the operator does not change it."""
     modelBytes: int
     """Size of the weights' files, in whole MiB."""
     kvTokens: int

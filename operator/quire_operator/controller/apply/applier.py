@@ -178,7 +178,7 @@ class Applier:
         await self._prune_credentials(key, uid, retained, check_newest)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Return the number of objects of a service that are up to date; a higher one is progress."""
+        """Return the number of objects of a service that are up to date. An increase means progress."""
         return len(self._applied.get(key, ()))
 
     def forget_service(self, key: ServiceKey) -> None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 EVENT_POLL_S = 10.0
 """Wait before the events of a pod are listed, and between lists: most pods start before that."""
 _MAX_PODS_PER_PASS = 4
-"""Pods of a service whose events are listed in one pass; most wait for the same reason."""
+"""Maximum pods per service for which one pass lists events. Pods of one service usually wait for the same reason."""
 _MAX_CACHED_PODS = 10_000
 _SUMMARY_PREFIXES = ("Unable to attach or mount volumes",)
 """A summary, after two minutes and in changing order, of a cause that another event contains."""

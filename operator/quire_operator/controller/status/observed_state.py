@@ -110,7 +110,7 @@ class ObservedState:
     apply_error: str = ""
     """Errors of rejected applies; empty: none."""
     conflict: str = ""
-    """An object with another owner that has the name of a manifest; empty: none."""
+    """An existing object with the name of a manifest but another owner; empty: none."""
     pending_deletion: str = ""
     """An object that must be deleted before anything is applied; empty: none."""
 
