@@ -106,7 +106,7 @@ def _receive_results(
         if not isinstance(step, StepResult):
             continue
         adapter_events += step.adapter_events
-        for request_id in step.started_ids:
+        for request_id, _ in step.started:
             responses[request_id].started_at = now
         for result in step.results:
             response = responses[result.id]

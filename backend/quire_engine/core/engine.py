@@ -174,7 +174,7 @@ class Engine:
         self._discard_evicted_copies()
         results += self._failed_results
         self._failed_results = []
-        return StepResult(results, self._step_executor.pop_started_ids(), self.stats(), self.pop_adapter_events())
+        return StepResult(results, self._step_executor.pop_started(), self.stats(), self.pop_adapter_events())
 
     def pop_adapter_events(self) -> list[AdapterEvent]:
         """Return the events of adapters since the last call."""

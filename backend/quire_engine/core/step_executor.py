@@ -49,7 +49,7 @@ class StepExecutor:
         self._load_slots = load_slots
         # The step that was launched while the previous one was in flight.
         self._in_flight: InFlightStep | None = None
-        self._started_ids: list[int] = []
+        self._started: list[tuple[int, float]] = []
 
     def step(self) -> list[SequenceDelta]:
         """Run at most one step. If steps overlap, launch the next one before it completes.
@@ -59,10 +59,10 @@ class StepExecutor:
         """
         return self._step_overlapped() if self.overlap else self._step_sync()
 
-    def pop_started_ids(self) -> list[int]:
-        """Return the ids of sequences that ran for the first time since the last call."""
-        started_ids, self._started_ids = self._started_ids, []
-        return started_ids
+    def pop_started(self) -> list[tuple[int, float]]:
+        """Return the sequences that ran for the first time since the last call: id, and seconds in the queue."""
+        started, self._started = self._started, []
+        return started
 
     def _step_sync(self) -> list[SequenceDelta]:
         """Plan a step and run it."""
@@ -111,7 +111,7 @@ class StepExecutor:
 
     def _complete(self, step: InFlightStep) -> list[SequenceDelta]:
         """Wait for a step and apply its outputs."""
-        self._started_ids += step.plan.started_ids
+        self._started += step.plan.started
         try:
             span_outputs = step.get_outputs()
         except RunnerLost:
@@ -135,7 +135,7 @@ class StepExecutor:
         sequences = self._scheduler.fail_step(step.plan)
         next_step, self._in_flight = self._in_flight, None
         if next_step is not None:
-            self._started_ids += next_step.plan.started_ids
+            self._started += next_step.plan.started
             try:
                 next_step.get_outputs()
             except Exception as error:  # its outputs are useless; only its completion matters

@@ -403,7 +403,7 @@ class Scheduler:
         is_first_run = sequence.status is not SequenceStatus.PREEMPTED
         self._start_sequence(sequence, prefix, builder)
         if is_first_run:
-            builder.started_ids.append(sequence.id)
+            builder.started.append((sequence.id, now - sequence.arrival_time))
             self.prefix_cache.record_hit(sequence, prefix)
         builder.add_prefill(self._make_span(sequence, length))
         return True

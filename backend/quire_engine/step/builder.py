@@ -18,7 +18,7 @@ class StepPlanBuilder:
     swap_outs: list[SwapCopy] = field(default_factory=list)
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    started_ids: list[int] = field(default_factory=list)
+    started: list[tuple[int, float]] = field(default_factory=list)
     pending_forks: set[int] = field(default_factory=set)
     """Ids of forks that will start as soon as their parents' prompts are computed."""
 
@@ -36,4 +36,4 @@ class StepPlanBuilder:
     def build(self) -> StepPlan:
         """Return the plan."""
         spans = self.decodes + self.prefills
-        return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started_ids)
+        return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started)

@@ -86,8 +86,8 @@ class StepPlan:
     """Blocks of resumed sequences. The same step can copy these blocks, so swap-ins come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
     """Copies that spans continue to write, because other sequences share the original. No destination is a source."""
-    started_ids: list[int] = field(default_factory=list)
-    """Ids of the sequences that run for the first time; the runner does not use them."""
+    started: list[tuple[int, float]] = field(default_factory=list)
+    """Sequences that run for the first time: id, and seconds in the queue. The runner does not use them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class AdapterMetrics:
         )
         self._queue_time = Histogram(
             "quire_adapter_queue_seconds",
-            "From a request's arrival to its first step, including the wait for its adapter.",
+            "From a request's arrival to the start of its first step, including the wait for its adapter.",
             label_names,
             buckets=_QUEUE_TIME_BUCKETS,
             registry=registry,

@@ -221,7 +221,9 @@ class RequestMetrics:
             "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", latency_buckets
         )
         self._queue_time = self._histogram(
-            "vllm:request_queue_time_seconds", "From a request's arrival to its first step.", latency_buckets
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival to the start of its first step.",
+            latency_buckets,
         )
         self._request_prompt_tokens = self._histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", token_buckets

@@ -119,9 +119,9 @@ class RequestManager:
     def on_step(self, step: StepResult) -> None:
         """Send the results of a step of the engine core to the frontends, and abort sequences that ended here."""
         now = self._clock()
-        for sequence_id in step.started_ids:
+        for sequence_id, core_queue_s in step.started:
             if (entry := self._by_sequence.get(sequence_id)) and not entry[0].is_started:
-                self._mark_started(entry[0], now)
+                self._mark_started(entry[0], core_queue_s)
         aborted_ids = [sequence_id for result in step.results for sequence_id in self._on_result(result, now)]
         if aborted_ids:
             self._send_to_core(AbortSequences(aborted_ids))
@@ -194,7 +194,8 @@ class RequestManager:
         self._metrics.record_prompt_tokens(len(token_ids))
         self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
         tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
-        for sequence_request in request_state.to_core_requests(token_ids, tokenizer, tokenized.bad_word_ids):
+        bad_word_ids = tokenized.bad_word_ids
+        for sequence_request in request_state.to_core_requests(token_ids, tokenizer, bad_word_ids, self._clock()):
             self._send_to_core(sequence_request)
 
     def _fail(self, request_state: RequestState, error: QuireError) -> None:
@@ -203,10 +204,13 @@ class RequestManager:
         self._close(request_state, frontend, "error")
         frontend.send(request_state.to_error_delta(error.code, str(error)))
 
-    def _mark_started(self, request_state: RequestState, now: float) -> None:
+    def _mark_started(self, request_state: RequestState, core_queue_s: float) -> None:
+        assert request_state.submit_time is not None, "the core runs only submitted requests"
         request_state.is_started = True
         self.num_queued -= 1
-        self._metrics.record_started(request_state.adapter_name, now - request_state.arrival_time)
+        # The core measures its part: the result of a first step arrives only after the prompt is computed.
+        queue_s = request_state.submit_time - request_state.arrival_time + core_queue_s
+        self._metrics.record_started(request_state.adapter_name, queue_s)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
         """Send a result to its frontend. Return the sequences that ended here while the core still runs them."""
@@ -246,7 +250,7 @@ class RequestManager:
         submitted_ids = [
             sequence_id
             for request_state in request_states
-            if request_state.is_submitted
+            if request_state.submit_time is not None
             for sequence_id in self._open_sequence_ids(request_state)
         ]
         for request_state in request_states:

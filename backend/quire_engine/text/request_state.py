@@ -29,8 +29,8 @@ class RequestState:
         """Id of the request on its frontend's connection."""
         self.adapter_name = admitted_request.adapter_name
         self.arrival_time = arrival_time
-        self.is_submitted = False
-        """The request's sequences were sent to the engine core."""
+        self.submit_time: float | None = None
+        """When its sequences were sent to the engine core; None before."""
         self.is_started = False
         """A step has run one of the sequences, so the request is no longer queued."""
         self.is_closed = False
@@ -52,10 +52,10 @@ class RequestState:
         return sum(completion.num_tokens for completion in self.completions)
 
     def to_core_requests(
-        self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]]
+        self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]], now: float
     ) -> list[SequenceRequest]:
         """Mark the request as submitted and return the messages that make the engine core run it."""
-        self.is_submitted = True
+        self.submit_time = now
         self.num_input_tokens = len(prompt_token_ids)
         self._tokenizer = tokenizer if self.params.detokenize else None
         base_request = SequenceRequest(

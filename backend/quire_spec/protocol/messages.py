@@ -202,8 +202,8 @@ class StepResult:
     """core -> text: results of one step."""
 
     results: list[SequenceDelta]
-    started_ids: list[int]
-    """Sequences that ran for the first time in this step and no longer count as queued."""
+    started: list[tuple[int, float]]
+    """Sequences that ran for the first time in this step: id, and seconds that the sequence waited in the core."""
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = field(default_factory=list)
     """Events since the previous step."""
@@ -285,7 +285,7 @@ def encode_message(message: IpcMessage) -> list[Any]:
         return [
             "StepResult",
             results,
-            message.started_ids,
+            message.started,
             _FIELD_GETTERS[SchedulerStats](message.stats),
             *encoded_events,
         ]
@@ -305,7 +305,8 @@ def decode_message(payload: Any) -> IpcMessage:
         if name == "StepResult":
             results, started, stats, *encoded_events = values
             adapter_events = [AdapterEvent(*event) for event in encoded_events[0]] if encoded_events else []
-            return StepResult([SequenceDelta(*r) for r in results], started, SchedulerStats(*stats), adapter_events)
+            deltas = [SequenceDelta(*result) for result in results]
+            return StepResult(deltas, [(i, s) for i, s in started], SchedulerStats(*stats), adapter_events)
         message: IpcMessage = _MESSAGE_TYPES[name](*values)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Internal(f"not a message: {str(payload)[:80]!r}") from error

@@ -103,7 +103,7 @@ class EngineHarness:
     def step(self) -> None:
         self.now += 0.05
         result = self.engine.step()
-        self.started_ids += result.started_ids
+        self.started_ids += [sequence_id for sequence_id, _ in result.started]
         for delta in result.results:
             self.update(delta)
 
@@ -473,3 +473,18 @@ def test_adapter_events_are_kept_until_a_text_process_connects(with_step):
     engine_loop.attach_client(7)
     client_id, result = published.get(timeout=10)
     assert (client_id, [(event.kind, event.digest) for event in result.adapter_events]) == (7, [("host", "d0")])
+
+
+def test_queue_time_ends_when_the_first_step_starts() -> None:
+    harness = EngineHarness(max_num_seqs=1)
+
+    def take_2_seconds() -> None:
+        harness.now += 2.0
+
+    harness.runner.step_hook = take_2_seconds
+    first, second = harness.add([1, 2], max_tokens=3), harness.add([3, 4], max_tokens=1)
+    started: dict[int, float] = {}
+    while harness.engine.has_work:
+        started |= dict(harness.engine.step().started)
+    # The second sequence waits for the three steps of the first one. Neither time includes a step of the sequence.
+    assert started == {first: 0.0, second: 6.0}

@@ -71,7 +71,7 @@ def receive_results(peer: IpcClient, ids: list[int]) -> dict[int, list[SequenceD
     while unfinished:
         step = peer.receive()
         assert isinstance(step, StepResult)
-        started_ids += step.started_ids
+        started_ids += [sequence_id for sequence_id, _ in step.started]
         for result in step.results:
             results_by_id[result.id].append(result)
             if result.finish_reason or result.error_code:
@@ -121,7 +121,7 @@ def test_abort_frees_blocks_and_publishes_stats(engine: EngineProcesses, text_cl
     text_client.send(SequenceRequest(1, [5], ENDLESS))
     first = text_client.receive()
     assert isinstance(first, StepResult)
-    while not first.started_ids:
+    while not first.started:
         first = text_client.receive()
     assert engine.core_stats()["num_used_blocks"] > 0
     text_client.send(AbortSequences([1, 99]))

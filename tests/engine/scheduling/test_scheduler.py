@@ -59,9 +59,9 @@ def test_started_ids_contain_a_sequence_once() -> None:
     harness = SchedulerHarness(num_blocks=4, max_model_len=32)
     for _ in range(2):
         harness.add(8, 20)
-    started_ids = []
+    started_ids: list[int] = []
     while plan := harness.scheduler.schedule(0.0):
-        started_ids += plan.started_ids
+        started_ids += [sequence_id for sequence_id, _ in plan.started]
         harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
     assert started_ids == [0, 1]
     assert harness.scheduler.num_preemptions > 0

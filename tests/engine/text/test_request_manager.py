@@ -2,6 +2,7 @@
 """Each request ends exactly once and in full, and its sequences leave the core, whichever component fails."""
 
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,16 @@ class DeferredTokenizer(PromptTokenizer):
 
 
 def make_manager(
-    prompt_tokenizer: PromptTokenizer | None = None, has_tokenizer: bool = True
+    prompt_tokenizer: PromptTokenizer | None = None,
+    has_tokenizer: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[RequestManager, list[IpcMessage], RequestMetrics]:
     sent: list[IpcMessage] = []
     metrics = RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len)
     if has_tokenizer and prompt_tokenizer is None:
         prompt_tokenizer = PromptTokenizer(TOKENIZER, LIMITS.max_model_len)
     admission = AdmissionController(LIMITS, "base", has_tokenizer)
-    return RequestManager(admission, prompt_tokenizer, metrics, sent.append), sent, metrics
+    return RequestManager(admission, prompt_tokenizer, metrics, sent.append, clock), sent, metrics
 
 
 def connected_manager(
@@ -207,7 +210,7 @@ class RequestManagerMachine(RuleBasedStateMachine):
             if end is not None and id in self.core:
                 del self.core[id]
                 self.ended.add(id)
-        self.manager.on_step(StepResult(results, ids, SchedulerStats(num_blocks=4)))
+        self.manager.on_step(StepResult(results, [(i, 0.0) for i in ids], SchedulerStats(num_blocks=4)))
 
     @invariant()
     def each_request_ends_once_and_in_full(self):
@@ -260,7 +263,7 @@ def test_stop_string_aborts_the_sequence_in_the_core():
     request = sent.pop()
     assert isinstance(request, SequenceRequest)
     tokens = [TOKENIZER.encode(c)[1] for c in "abc"]
-    manager.on_step(StepResult([SequenceDelta(request.id, tokens)], [request.id], SchedulerStats()))
+    manager.on_step(StepResult([SequenceDelta(request.id, tokens)], [(request.id, 0.0)], SchedulerStats()))
     (delta,) = frontend.deltas[1]
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("a", tokens[:2], "stop")
     assert sent == [AbortSequences([request.id])]
@@ -324,7 +327,7 @@ def test_adapter_limits_reject_only_its_own_requests():
     request = sent[1]
     assert isinstance(request, SequenceRequest) and request.adapter_digest == "d2"
     # Prompt and output both count: 7 + 4 tokens exceed the burst of 10 s.
-    manager.on_step(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [request.id], SchedulerStats()))
+    manager.on_step(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [(request.id, 0.0)], SchedulerStats()))
     manager.submit(frontend, GenerateRequest(4, "b", None, [5], {}, True))
     assert "maxTokensPerSecond is 1" in frontend.deltas[4][0].error
     manager.submit(frontend, GenerateRequest(5, "base", None, [5], {}, True))
@@ -350,7 +353,9 @@ def test_metrics_of_a_request():
     request = sent[0]
     assert isinstance(request, SequenceRequest)
     manager.on_step(
-        StepResult([SequenceDelta(request.id, [65])], [request.id], SchedulerStats(num_blocks=9, num_used_blocks=3))
+        StepResult(
+            [SequenceDelta(request.id, [65])], [(request.id, 0.0)], SchedulerStats(num_blocks=9, num_used_blocks=3)
+        )
     )
     manager.on_step(StepResult([SequenceDelta(request.id, [66], "length")], [], SchedulerStats(num_blocks=9)))
     manager.submit(frontend, make_request(2, ids=[999], prompt=None))
@@ -362,6 +367,23 @@ def test_metrics_of_a_request():
     for name in ("time_to_first_token", "inter_token_latency", "request_queue_time", "e2e_request_latency"):
         assert value(f"vllm:{name}_seconds_count", model) == 1, name
     assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
+
+
+def test_queue_time_excludes_the_first_step():
+    now = 0.0
+    prompt_tokenizer = DeferredTokenizer()
+    manager, sent, metrics = make_manager(prompt_tokenizer, clock=lambda: now)
+    manager.on_core_connected()
+    manager.submit(RecordingFrontend(), make_request(1))
+    ((_, on_tokenized),) = prompt_tokenizer.pending
+    now = 0.5
+    on_tokenized(TokenizedPrompt([5, 6, 7], []))
+    now = 10.0  # the first step took until now
+    (request,) = sent
+    manager.on_step(StepResult([SequenceDelta(request.id, [65])], [(request.id, 1.0)], SchedulerStats()))
+    value = metrics.registry.get_sample_value
+    assert value("vllm:request_queue_time_seconds_sum", {"model_name": "base"}) == 1.5
+    assert value("vllm:time_to_first_token_seconds_sum", {"model_name": "base"}) == 10.0
 
 
 def test_adapter_residency_is_reported_by_name():

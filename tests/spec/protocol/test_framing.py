@@ -32,7 +32,7 @@ MESSAGES = [
     OutputDeltas([OutputDelta(1, "a", [5]), OutputDelta(2, finish_reason="stop", logprobs=[{"5": {"logprob": -0.5}}])]),
     SequenceRequest(7, [1, 2], {"max_tokens": 3}, adapter_digest="sha256:ab"),
     AbortSequences([7]),
-    StepResult([SequenceDelta(7, [9], "length", [[[9, -0.25, 1]]])], [7], SchedulerStats(num_running=1)),
+    StepResult([SequenceDelta(7, [9], "length", [[[9, -0.25, 1]]])], [(7, 0.25)], SchedulerStats(num_running=1)),
     ControlRequest(1, "load_adapter", {"digest": "d"}),
     ControlResponse(1, None, "NOT_FOUND", "no"),
 ]
