@@ -179,8 +179,9 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         admin_key_file=args.admin_key_file,
         secrets_dir=args.secrets_dir,
         pvcs=dict(args.pvc),
-        # multi_lora.json contains local folders only.
+        # multi_lora.json may contain local folders.
         allow_path_sources=args.allow_path_sources or args.vllm_repository is not None,
+        require_adapters=args.vllm_repository is not None,
         max_adapter_bytes=args.max_adapter_bytes,
         drain_timeout_s=args.drain_timeout,
         verbose=args.verbose,

@@ -57,14 +57,19 @@ class StreamedResponse:
 class QuireServeProcess:
     """One running `quire serve`."""
 
-    def __init__(self, document: dict[str, Any], folder: Path, *flags: str) -> None:
+    def __init__(self, document: dict[str, Any] | Path, folder: Path, *flags: str) -> None:
+        """Start it in `folder`. `document` is an LLMService, or the path of a vllm_backend repository."""
         self.folder = folder
         self.ports = dict(zip(PORTS, free_ports(4), strict=True))
         self.file = folder / "llmservice.yaml"
-        self.file.write_text(yaml.safe_dump(document))
+        if isinstance(document, Path):
+            what = [f"--vllm-repository={document}"]
+        else:
+            self.file.write_text(yaml.safe_dump(document))
+            what = ["-f", str(self.file)]
         self.log = folder / "serve.log"
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
-        command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(self.file)]
+        command = [str(Path(sys.executable).with_name("quire")), "serve", *what]
         command += [*ports, f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -300,7 +305,7 @@ def example_document() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running_service(document: dict[str, Any], folder: Path, *flags: str) -> Iterator[QuireServeProcess]:
+def running_service(document: dict[str, Any] | Path, folder: Path, *flags: str) -> Iterator[QuireServeProcess]:
     """Start a service, wait until it is ready, stop it at the end, and check that nothing is left behind."""
     service = QuireServeProcess(document, folder, *flags)
     try:

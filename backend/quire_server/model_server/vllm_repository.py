@@ -2,33 +2,48 @@
 """Reader of model repositories of NVIDIA's vllm_backend: converts them to engine.json and adapters.json."""
 
 import json
+import logging
+import re
 from pathlib import Path
+from typing import Any
 
 from quire_spec import constants
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.model_repository import CONFIG_FILE, MODEL_FILE, VllmModelFolder, find_vllm_model
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
+"""Settings of config.pbtxt that cannot differ from what the server runs, or that only name a file."""
+
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
-    """Read a model of NVIDIA's vllm_backend: `1/model.json` (vLLM's engine arguments) and `1/multi_lora.json`.
+    """Read a model of NVIDIA's vllm_backend: `model.json` (vLLM's engine arguments) and `multi_lora.json`.
 
-    `folder` is the model's folder, or a repository that contains only this model. `device` is used if model.json has
-    none. Values can be strings ("true", "16"), as in that backend. config.pbtxt is ignored, because tensors are fixed.
+    `folder` is the model's folder, or a repository with one such model. `device` is used if model.json has none. Values
+    can be strings ("true", "16"), as in that backend. The log names what the server ignores: other versions,
+    other models, and the settings of config.pbtxt, because tensors and instances are fixed.
 
     Raises:
-        ConfigError: a file is missing or not JSON, or an argument is not supported; the message names it.
+        ConfigError: a file is missing or not valid, or arguments are not supported; the message names all of them.
     """
-    version_dir = version_folder(folder)
-    path = version_dir / "model.json"
+    model = find_vllm_model(folder)
+    _log_ignored(model)
+    path = model.version_dir / MODEL_FILE
     arguments = {key: value for key, value in read_json_object(path).items() if value is not None}
     fields = from_vllm_arguments(arguments, f"{path}: ")
-    if fields.get("model") and (version_dir / str(fields["model"])).is_dir():
-        fields["model"] = str((version_dir / fields["model"]).resolve())
-    config = EngineConfig.from_json({"device": device, **fields})
-    return config, _read_catalog(version_dir) if config.enable_lora else AdapterCatalog()
+    if fields.get("model") and (model.version_dir / str(fields["model"])).is_dir():
+        fields["model"] = str((model.version_dir / fields["model"]).resolve())
+    try:
+        config = EngineConfig.from_json({"device": device, **fields})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return config, _read_catalog(model) if config.enable_lora else AdapterCatalog()
 
 
 def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path]:
@@ -48,23 +63,72 @@ def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path
     return engine, adapters
 
 
-def version_folder(folder: Path) -> Path:
-    """Return folder `1` of the only model in `folder`, a model's folder or a repository; raises ConfigError."""
-    model_files = sorted(folder.glob("1/model.json")) or sorted(folder.glob("*/1/model.json"))
-    if len(model_files) != 1:
-        raise ConfigError(
-            f"{str(folder)!r}: exactly one file 1/model.json is required, got {len(model_files)}; give the folder of "
-            "one model"
-        )
-    return model_files[0].parent
-
-
-def _read_catalog(version_dir: Path) -> AdapterCatalog:
-    path = version_dir / "multi_lora.json"
+def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
+    path = model.version_dir / "multi_lora.json"
     if not path.exists():
         raise ConfigError(f"{path}: missing, but model.json has enable_lora; write {{}} to it for no adapters")
-    adapters = [
-        {"name": name, "source": {"path": str((version_dir / str(folder)).resolve())}}
-        for name, folder in read_json_object(path).items()
-    ]
-    return AdapterCatalog.from_json({"adapters": adapters})
+    sources: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    for name, location in read_json_object(path).items():
+        if (source := _adapter_source(model, str(location))) is None:
+            problems.append(
+                f"{path}: {name!r}: {location!r} is neither a folder (absolute, or relative to the working directory "
+                f"{Path.cwd()} or to {model.version_dir}) nor a hub id such as org/name; correct the path"
+            )
+        else:
+            sources[name] = source
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return AdapterCatalog.from_json({"adapters": [{"name": name, "source": sources[name]} for name in sources]})
+
+
+def _adapter_source(model: VllmModelFolder, location: str) -> dict[str, Any] | None:
+    """Return the source of an adapter, or None if the location is not valid.
+
+    vLLM resolves a relative path against the working directory. People also write paths relative to the repository.
+    Everything else with one slash is a hub id, as in vLLM.
+    """
+    folder = Path(location).expanduser()
+    if folder.is_absolute():
+        return {"path": str(folder)}
+    if not location:
+        return None
+    for base in (Path.cwd(), model.version_dir, model.path, model.path.parent):
+        if (base / folder).is_dir():
+            return {"path": str((base / folder).resolve())}
+    return {"huggingFace": {"repo": location}} if _HUB_ID.fullmatch(location) else None
+
+
+def _log_ignored(model: VllmModelFolder) -> None:
+    """Log which parts of the repository are not served."""
+    if model.other_versions:
+        logger.warning(
+            "model versions not served model=%s served=%d not_served=%s",
+            *(model.name, model.version, ",".join(map(str, model.other_versions))),
+        )
+    if model.other_models:
+        logger.warning("models of the repository not served: %s", ", ".join(model.other_models))
+    path = model.path / CONFIG_FILE
+    if path.is_file() and (settings := _config_settings(path)):
+        logger.warning("%s: settings without effect: %s", path, ", ".join(settings))
+
+
+def _config_settings(path: Path) -> list[str]:
+    """Return the names of the settings and parameters in config.pbtxt that have no effect.
+
+    Raises:
+        ConfigError: the file is not a model configuration.
+    """
+    # Imported here: the import takes 0.2 s, and few repositories have this file.
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    try:
+        config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise ConfigError(f"{path}: not a model configuration: {error}; correct or remove it") from error
+    if config.backend not in ("", "vllm"):
+        raise ConfigError(f"{path}: backend {config.backend!r} is not vllm; give a model of vllm_backend")
+    parameters = [f"parameters[{name!r}]" for name in sorted(config.parameters)]
+    names = (descriptor.name for descriptor, _ in config.ListFields())
+    return [name for name in names if name not in _USED_SETTINGS and name != "parameters"] + parameters

@@ -35,6 +35,8 @@ class SupervisorSettings:
     pvcs: Mapping[str, Path] = field(default_factory=dict)
     """Mount point of each PersistentVolumeClaim."""
     allow_path_sources: bool = False
+    require_adapters: bool = False
+    """An adapter of the initial catalog that cannot be loaded fails the start, as in vllm_backend."""
     max_adapter_bytes: int = 4 * 2**30
     drain_timeout_s: float = 30.0
     """Time for open requests to finish after SIGTERM."""

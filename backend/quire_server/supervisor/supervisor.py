@@ -17,10 +17,11 @@ import aiohttp
 from quire_server.adapters.manager import AdapterManager
 from quire_server.clients.handles import ServerHandle
 from quire_server.supervisor import reporting
+from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec.documents.adapter_catalog import AdapterCatalog
-from quire_spec.documents.pod_status import PodStatus, ProcessState
+from quire_spec.documents.pod_status import AdapterState, PodStatus, ProcessState
 from quire_spec.errors import QuireError
 from quire_spec.net import addresses
 
@@ -170,14 +171,24 @@ class Supervisor:
         started_at, pause_s = time.monotonic(), _FIRST_PROGRESS_LOG_S
         next_log_at = started_at + pause_s
         while self.not_ready_reason() or self._adapter_manager.unsettled():
+            self._check_required_adapters()
             await asyncio.sleep(0.05)
             if time.monotonic() >= next_log_at:
                 logger.info("not ready yet: %s (%.0f s)", self._describe_pending(), time.monotonic() - started_at)
                 pause_s = min(2 * pause_s, _MAX_PROGRESS_LOG_S)
                 next_log_at += pause_s
+        self._check_required_adapters()
         # The banner is the only output on stdout; the log is on stderr. stdout may be closed.
         with contextlib.suppress(OSError):
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
+
+    def _check_required_adapters(self) -> None:
+        """Raise StartupFailed if an adapter failed that the start requires."""
+        if self._settings.require_adapters:
+            failed = [adapter for adapter in self._adapter_manager.statuses() if adapter.state is AdapterState.FAILED]
+            if failed:
+                problems = "\n".join(f"adapter {adapter.name!r}: {adapter.error}" for adapter in failed)
+                raise StartupFailed(problems, is_config_error=True)
 
     def _describe_pending(self) -> str:
         unsettled = [f"{adapter.name} {adapter.state.value}" for adapter in self._adapter_manager.unsettled()]

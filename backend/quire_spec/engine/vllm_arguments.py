@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of vLLM's engine arguments to fields of EngineConfig.
 
-Arguments that do not affect the output are ignored. Some arguments accept only the values that this engine supports.
-All other unknown arguments are rejected with an error that names them. Callers: the offline LLM and the reader of
-vllm_backend repositories.
+Arguments that do not change the output of this engine are accepted, with one warning. Some arguments accept only the
+values that this engine supports. All problems of a set of arguments are reported together. Callers: the offline LLM and
+the reader of vllm_backend repositories.
 """
 
 import json
@@ -17,34 +17,71 @@ from quire_spec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_IGNORED_ARGUMENTS = (
-    "disable_log_requests",
-    "disable_log_stats",
-    "enable_log_requests",
-    "enforce_eager",
-    "disable_custom_all_reduce",
-    "max_parallel_loading_workers",
-    "compilation_config",
+_IGNORED_ARGUMENTS = frozenset(
+    (
+        *("disable_log_requests", "disable_log_stats", "enable_log_requests", "max_log_len", "collect_detailed_traces"),
+        *("enforce_eager", "compilation_config", "max_seq_len_to_capture", "max_context_len_to_capture"),
+        *("disable_custom_all_reduce", "distributed_executor_backend", "worker_use_ray", "worker_cls", "scheduler_cls"),
+        *("ray_workers_use_nsight", "max_parallel_loading_workers", "use_tqdm_on_load", "model_loader_extra_config"),
+        *(
+            "use_v2_block_manager",
+            "preemption_mode",
+            "disable_cascade_attn",
+            "disable_async_output_proc",
+            "multi_step_stream_outputs",
+        ),
+        *("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"),
+        *("scheduler_delay_factor", "num_lookahead_slots", "disable_mm_preprocessor_cache", "limit_mm_per_prompt"),
+        *("fully_sharded_loras", "lora_extra_vocab_size", "guided_decoding_backend", "otlp_traces_endpoint"),
+    )
 )
-"""Engine arguments of vLLM that do not affect the output; they are ignored."""
-_SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "trust_remote_code": (False,),
-    "tokenizer": (None,),
-    "tokenizer_mode": ("auto",),
-    "load_format": ("auto", "safetensors"),
-    "enable_prompt_adapter": (False,),
-    "task": (None, "auto", "generate"),
-    "runner": ("auto", "generate"),
-    "skip_tokenizer_init": (False,),
-    "cpu_offload_gb": (0, 0.0),
-    "tokenizer_revision": (None,),
-    "hf_token": (None,),
-    "hf_overrides": (None,),
-    "logits_processors": (None,),
+"""Arguments that change how vLLM computes, logs or starts, but not which tokens this engine generates."""
+
+_HUB_TOKEN_FIX = "set the environment variable HF_TOKEN, or tokenSecretRef in an LLMService"
+_TOKENIZER_FIX = "the tokenizer is always the checkpoint's; remove the argument"
+_SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
+    "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
+    "data_parallel_size": ((1,), "use replicas"),
+    "decode_context_parallel_size": ((1,), "use tensor_parallel_size"),
+    "trust_remote_code": ((False,), "code of a checkpoint is never executed; remove the argument"),
+    "tokenizer": ((None,), _TOKENIZER_FIX),
+    "tokenizer_mode": (("auto",), _TOKENIZER_FIX),
+    "tokenizer_revision": ((None,), "the tokenizer has the model's revision; remove the argument"),
+    "skip_tokenizer_init": ((False,), "send input_ids instead of text to a model with a tokenizer"),
+    "load_format": (("auto", "safetensors"), "convert the checkpoint to safetensors"),
+    "config_format": (("auto", "hf"), "use a checkpoint in Hugging Face format"),
+    "generation_config": (("auto",), "remove the argument"),
+    "override_generation_config": ((None, {}), "set sampling parameters in requests"),
+    "enable_prompt_adapter": ((False,), "use a LoRA adapter"),
+    "max_prompt_adapters": ((1,), "use LoRA adapters"),
+    "max_prompt_adapter_token": ((0,), "use LoRA adapters"),
+    "qlora_adapter_name_or_path": ((None,), "list the adapter in multi_lora.json"),
+    "long_lora_scaling_factors": ((None,), "use an adapter that was trained without long LoRA"),
+    "lora_dtype": (("auto",), "adapters have the model's dtype; remove the argument"),
+    "task": ((None, "auto", "generate"), "this engine only generates"),
+    "runner": (("auto", "generate"), "this engine only generates"),
+    "convert": (("auto", "none"), "this engine only generates"),
+    "num_scheduler_steps": ((1,), "each step is scheduled; remove the argument"),
+    "stream_interval": ((1,), "each token is streamed; remove the argument"),
+    "num_gpu_blocks_override": ((None,), "set kv_cache_memory_bytes"),
+    "calculate_kv_scales": ((False,), "remove the argument"),
+    "disable_sliding_window": ((False,), "set max_model_len to the window instead"),
+    "rope_scaling": ((None,), "set it in the checkpoint's config.json"),
+    "rope_theta": ((None,), "set it in the checkpoint's config.json"),
+    "hf_overrides": ((None, {}), "change the checkpoint's config.json"),
+    "hf_token": ((None,), _HUB_TOKEN_FIX),
+    "hf_config_path": ((None,), "put config.json beside the weights"),
+    "code_revision": ((None,), "code of a checkpoint is never executed; remove the argument"),
+    "cpu_offload_gb": ((0,), "use a GPU with more memory, or tensor_parallel_size"),
+    "enable_sleep_mode": ((False,), "scale the deployment to zero instead"),
+    "enable_expert_parallel": ((False,), "use tensor_parallel_size"),
+    "kv_transfer_config": ((None,), "remove the argument"),
+    "logits_processors": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
+    "logits_processor_pattern": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
+    "enable_reasoning": ((False,), "remove the argument"),
+    "reasoning_parser": ((None, ""), "remove the argument"),
 }
-"""Engine arguments of vLLM of which this engine supports only these values; other values are rejected."""
+"""Arguments of which this engine supports only these values, and what to do instead of another value."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -52,34 +89,41 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
     """Convert vLLM's engine arguments to fields of EngineConfig; numbers and booleans may be strings.
 
     Raises:
-        ConfigError: an argument is unknown or has an unsupported value; the message begins with `location`.
+        ConfigError: arguments are unknown or have unsupported values. Each line of the message begins with `location`
+            and names one argument.
     """
     field_types = {f.name: str(getattr(f.type, "__name__", f.type)) for f in fields(EngineConfig)}
     config_fields: dict[str, Any] = {}
+    without_effect: list[str] = []
+    problems: list[str] = []
     for name, value in arguments.items():
         if name in _IGNORED_ARGUMENTS:
-            logger.info("vllm argument ignored name=%s value=%r", name, value)
+            without_effect.append(f"{name}={value!r}")
         elif name in _SUPPORTED_VALUES:
-            _check_supported_value(name, _parse_literal(value), arguments, location)
+            without_effect.append(f"{name}={value!r}")
+            problems += _unsupported_value(name, _parse_literal(value), arguments)
         elif name == "device" and value == "auto":
             continue
         elif name in field_types:
             config_fields[name] = value if field_types[name].startswith("str") else _parse_literal(value)
         else:
-            raise ConfigError(
-                f"{location}{name!r}: unknown engine argument; known are {', '.join(sorted(field_types))}"
-            )
+            known = ", ".join(sorted(field_types))
+            problems.append(f"{name!r}: unknown engine argument; remove it, known are {known}")
     if isinstance(dtype := config_fields.get("dtype"), str):
         config_fields["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
+    if problems:
+        raise ConfigError("\n".join(f"{location}{problem}" for problem in problems))
+    if without_effect:
+        logger.warning("vllm arguments without effect: %s", " ".join(without_effect))
     return config_fields
 
 
-def _check_supported_value(name: str, value: object, arguments: Mapping[str, Any], location: str) -> None:
-    allowed = _SUPPORTED_VALUES[name]
+def _unsupported_value(name: str, value: object, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the problem of an argument that accepts only some values, or an empty list."""
+    allowed, fix = _SUPPORTED_VALUES[name]
     if name == "tokenizer":
         allowed = (*allowed, arguments.get("model"))
-    if value not in allowed:
-        raise ConfigError(f"{location}{name!r}: value {value!r} is not supported by this engine; remove the argument")
+    return [] if value in allowed else [f"{name!r}: value {value!r} is not supported by this engine; {fix}"]
 
 
 def _parse_literal(value: object) -> object:

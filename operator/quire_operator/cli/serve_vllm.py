@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire_operator.cli.serve import ServeOptions, default_cache_dir, default_run_dir
 from quire_spec import constants
+from quire_spec.documents.model_repository import find_vllm_model
 from quire_spec.errors import ConfigError
 
 
@@ -19,13 +20,10 @@ def served_name(repository: Path) -> str:
     Raises:
         ConfigError: `repository` does not contain exactly one model, or its name is not a valid model name.
     """
-    model_files = sorted(repository.glob("1/model.json")) or sorted(repository.glob("*/1/model.json"))
-    if len(model_files) != 1:
-        raise ConfigError(
-            f"--vllm-repository {repository}: must contain one file 1/model.json, found {len(model_files)}; give the "
-            "folder of one model, or a repository with only one model"
-        )
-    name = model_files[0].resolve().parents[1].name
+    try:
+        name = find_vllm_model(repository).name
+    except ConfigError as error:
+        raise ConfigError(f"--vllm-repository {error}") from error
     constants.check_model_name(name, f"--vllm-repository {repository}: model")
     return name
 

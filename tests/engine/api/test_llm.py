@@ -320,11 +320,11 @@ def test_unknown_settings_are_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer: must be a folder, got '\[1\]'"):
         LLM(model="/nowhere", tokenizer=[1])  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match="'max_num_seq': unknown engine argument; known are async_scheduling, block_size,"
+        ConfigError, match="'max_num_seq': unknown engine argument; remove it, known are async_scheduling, block_size,"
     ):
         LLM(model="/nowhere", max_num_seq=3)
     with pytest.raises(
-        ConfigError, match="'trust_remote_code': value True is not supported by this engine; remove the argument"
+        ConfigError, match="'trust_remote_code': value True is not supported by this engine; code of a checkpoint"
     ):
         LLM(model="/nowhere", trust_remote_code=True)
 

@@ -345,7 +345,7 @@ def test_vllm_backend_repository_is_served_under_the_folder_name(tmp_path):
         assert args.engine is None and args.run_dir.name == f"quire-{os.getuid()}-vllm_model"
     (tmp_path / "repository/another/1").mkdir(parents=True)
     (tmp_path / "repository/another/1/model.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"must contain one file 1/model.json, found 2"):
+    with pytest.raises(ConfigError, match=r"VERSION/model.json is required, got 2"):
         serve_vllm.served_name(tmp_path / "repository")
 
 

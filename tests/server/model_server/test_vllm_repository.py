@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from quire_server.model_server.vllm_repository import read_vllm_repository, write_documents
-from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.adapter_catalog import AdapterCatalog, HuggingFaceSource
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 
@@ -60,6 +60,7 @@ def test_reads_upstream_multi_lora_tutorial_with_string_values(vllm):
         },
         {"alpaca": "/weights/loras/alpaca-lora-7b", "bactrian": "loras/bactrian"},
     )
+    (folder / "1/loras/bactrian").mkdir(parents=True)
     config, catalog = read_vllm_repository(folder)
     assert (config.enable_lora, config.max_lora_rank, config.dtype, config.device) == (True, 16, "float16", "cpu")
     assert {a.name: a.source.path for a in catalog.adapters} == {
@@ -81,11 +82,12 @@ def test_ignores_adapters_without_enable_lora(vllm):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": "m", "max_num_partial_prefills": 2}, "'max_num_partial_prefills': unknown engine argument"),
+        ({"model": "m", "max_num_seq": 2}, "'max_num_seq': unknown engine argument"),
         ({"model": "m", "pipeline_parallel_size": 2}, "'pipeline_parallel_size': value 2 is not supported"),
         ({"model": "m", "tensor_parallel_size": 64}, "tensor_parallel_size: must be one of 1, 2, 4, 8, got 64"),
         ({"model": "m", "trust_remote_code": "true"}, "'trust_remote_code': value True is not supported"),
         ({"model": "m", "tokenizer": "other"}, "'tokenizer': value 'other' is not supported"),
+        ({"model": "m", "stream_interval": 4}, "'stream_interval': value 4 is not supported"),
         ({"model": "m", "quantization": "awq"}, "quantization: not supported by this engine yet, got 'awq'"),
         ({"model": "m", "max_model_len": "long"}, "max_model_len: expected an integer"),
         ({"model": "m", "dtype": ["float16"]}, "dtype: expected a string"),
@@ -105,12 +107,76 @@ def test_rejects_invalid_adapter_name(vllm):
         read_vllm_repository(vllm({"model": "m", "enable_lora": True}, {"my/lora": "/a"}))
 
 
+def test_all_problems_are_reported_with_file_and_fix(vllm):
+    folder = vllm({"model": "m", "pipeline_parallel_size": 2, "load_format": "gguf", "max_num_seq": 2})
+    with pytest.raises(ConfigError) as caught:
+        read_vllm_repository(folder)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith(f"{folder}/1/model.json: '") and "; " in line for line in lines)
+
+
+def test_arguments_without_effect_are_one_warning(vllm, caplog):
+    arguments = {"distributed_executor_backend": "ray", "num_scheduler_steps": "1", "lora_dtype": "auto"}
+    assert read_vllm_repository(vllm({"model": "m", "fully_sharded_loras": False} | arguments))[0].model == "m"
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for name in (*arguments, "fully_sharded_loras"))
+
+
+def test_adapters_resolve_as_folders_then_as_hub_ids(vllm, tmp_path, monkeypatch):
+    loras = {"a": "loras/a", "b": "loras/b", "c": "c", "d": "loras/d", "e": "org/e", "f": "/nowhere"}
+    folder = vllm({"model": "m", "enable_lora": True}, loras)
+    working_dir = tmp_path / "working"
+    # `a` exists in two places: the working directory comes first, as in vLLM.
+    for path in (
+        working_dir / "loras/a",
+        folder / "1/loras/a",
+        folder / "1/loras/b",
+        folder / "c",
+        tmp_path / "loras/d",
+    ):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(working_dir)
+    sources = {adapter.name: adapter.source for adapter in read_vllm_repository(folder)[1].adapters}
+    assert {name: source.path for name, source in sources.items()} == {
+        "a": str(working_dir / "loras/a"),
+        "b": str(folder / "1/loras/b"),
+        "c": str(folder / "c"),
+        "d": str(tmp_path / "loras/d"),
+        "e": None,
+        "f": "/nowhere",
+    }
+    assert sources["e"].huggingFace == HuggingFaceSource("org/e")
+    (folder / "1/multi_lora.json").write_text(json.dumps({"x": "no/such/folder", "y": ""}))
+    with pytest.raises(ConfigError, match=r"multi_lora\.json: 'x': .*\n.*multi_lora\.json: 'y': "):
+        read_vllm_repository(folder)
+
+
+def test_serves_the_highest_version_and_names_what_it_does_not_serve(vllm, tmp_path, caplog):
+    folder = vllm({"model": "old"})
+    for version, model in (("2", "newer"), ("10", "newest"), ("011", "ignored")):
+        (folder / version).mkdir()
+        (folder / version / "model.json").write_text(json.dumps({"model": model}))
+    (tmp_path / "embedder/1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(
+        'backend: "vllm"\ninstance_group [{count: 2 kind: KIND_MODEL}]\n'
+        'parameters {key: "REPORT_CUSTOM_METRICS" value {string_value: "yes"}}'
+    )
+    assert read_vllm_repository(tmp_path)[0].model == "newest"
+    log = caplog.text
+    assert "not_served=1,2" in log and "not served: embedder" in log
+    assert "instance_group, parameters['REPORT_CUSTOM_METRICS']" in log
+    (folder / "config.pbtxt").write_text("backend: [")
+    with pytest.raises(ConfigError, match=r"config\.pbtxt: not a model configuration"):
+        read_vllm_repository(folder)
+
+
 def test_requires_exactly_one_model(vllm, tmp_path):
-    with pytest.raises(ConfigError, match=r"1/model\.json is required, got 0"):
+    with pytest.raises(ConfigError, match=r"VERSION/model\.json is required, got 0"):
         read_vllm_repository(tmp_path)
     vllm({"model": "a"}, name="a")
     vllm({"model": "b"}, name="b")
-    with pytest.raises(ConfigError, match=r"1/model\.json is required, got 2"):
+    with pytest.raises(ConfigError, match=r"VERSION/model\.json is required, got 2 \(a, b\)"):
         read_vllm_repository(tmp_path)
 
 

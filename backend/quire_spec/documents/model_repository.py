@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of a model repository with a model of NVIDIA's vllm_backend: model folders and their version folders.
+
+Reads names only, no file contents. Callers: the reader of such repositories, and `quire serve`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_spec.errors import ConfigError
+
+MODEL_FILE = "model.json"
+"""vLLM's engine arguments, in a version folder."""
+CONFIG_FILE = "config.pbtxt"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmModelFolder:
+    """The only vllm_backend model of a repository."""
+
+    path: Path
+    """Folder of the model; its name is the model's name."""
+    version: int
+    """The highest version, which Triton Inference Server loads by default."""
+    other_versions: tuple[int, ...]
+    """Versions that are not served, ascending."""
+    other_models: tuple[str, ...]
+    """Names of the repository's other models, which are not of vllm_backend."""
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.path.resolve().name
+
+    @property
+    def version_dir(self) -> Path:
+        """Folder with model.json and multi_lora.json."""
+        return self.path / str(self.version)
+
+
+def find_vllm_model(folder: Path) -> VllmModelFolder:
+    """Return the vllm_backend model in `folder`, a model's folder or a repository.
+
+    Raises:
+        ConfigError: `folder` contains no such model, or more than one; the message names them.
+    """
+    if versions := _versions(folder):
+        return VllmModelFolder(folder, versions[-1], versions[:-1], ())
+    children = sorted(child for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
+    models = {child: versions for child in children if (versions := _versions(child))}
+    if len(models) != 1:
+        names = f" ({', '.join(model.name for model in models)})" if models else ""
+        raise ConfigError(
+            f"{str(folder)!r}: exactly one model with a file VERSION/{MODEL_FILE} is required, got {len(models)}{names}"
+            "; give the folder of one model"
+        )
+    ((path, versions),) = models.items()
+    other_models = tuple(child.name for child in children if child != path and _is_model(child))
+    return VllmModelFolder(path, versions[-1], versions[:-1], other_models)
+
+
+def _versions(folder: Path) -> tuple[int, ...]:
+    """Return the version folders with a model.json, ascending. The server ignores names that begin with 0."""
+    names = (file.parent.name for file in folder.glob(f"[1-9]*/{MODEL_FILE}"))
+    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file() or any(child.name.isdecimal() for child in folder.iterdir())

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire serve --vllm-repository` serves repositories in the shape of NVIDIA's samples without an edit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.quire_serve import EXAMPLES, QuireServeProcess, running_service
+
+pytestmark = pytest.mark.server
+
+PROMPT = "Once upon a time"
+ARGUMENTS = {
+    "model": str(EXAMPLES / "models/tiny"),
+    "distributed_executor_backend": "ray",
+    "disable_log_requests": "true",
+    "tensor_parallel_size": "1",
+    "enable_lora": "true",
+    "max_loras": 2,
+    "max_lora_rank": 32,
+    "device": "cpu",
+    "dtype": "float32",
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a model of two versions, relative adapter paths, and a model of another backend."""
+    for version, arguments in (("1", {"model": "/old"}), ("2", ARGUMENTS)):
+        folder = tmp_path / "repository/llama" / version
+        folder.mkdir(parents=True)
+        (folder / "model.json").write_text(json.dumps(arguments))
+    (folder / "loras").symlink_to(EXAMPLES / "adapters")
+    write_adapters(folder.parent, {"pirate": "loras/pirate", "sql": "./loras/sql"})
+    (folder.parent / "config.pbtxt").write_text('backend: "vllm"\ninstance_group [{count: 1 kind: KIND_MODEL}]\n')
+    (tmp_path / "repository/embedder/1").mkdir(parents=True)
+    return tmp_path / "repository"
+
+
+def write_adapters(model: Path, adapters: dict[str, Any]) -> None:
+    (model / "2/multi_lora.json").write_text(json.dumps(adapters))
+
+
+def test_repository_answers_for_every_adapter_without_an_edit(repository: Path, tmp_path: Path) -> None:
+    with running_service(repository, tmp_path) as service:
+        base = service.text("llama", PROMPT, temperature=0)
+        for name in ("pirate", "sql"):
+            by_name = service.text(name, PROMPT, temperature=0)
+            assert by_name == service.text("llama", PROMPT, temperature=0, lora_name=name) != base
+        log = service.log.read_text()
+    assert "distributed_executor_backend='ray'" in log and "not served: embedder" in log
+
+
+def test_adapter_that_fails_fails_the_start(repository: Path, tmp_path: Path) -> None:
+    write_adapters(repository / "llama", {"pirate": "loras/pirate", "gone": "/no/such/adapter"})
+    service = QuireServeProcess(repository, tmp_path)
+    assert service.process.wait(60) == 2
+    assert "adapter 'gone': " in service.tail() and "/no/such/adapter" in service.tail()
+    service.assert_nothing_left()
