@@ -51,6 +51,5 @@ def configure_logging() -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"{prefix}| %(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    # These log one uninteresting line per request to the health port and to the hub.
-    for noisy in ("aiohttp.access", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # It logs one uninteresting line per request to the health port.
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

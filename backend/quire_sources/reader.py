@@ -40,20 +40,16 @@ class SourceReader(Protocol):
     @property
     def is_immutable(self) -> bool:
         """True if the content can never change, as at a commit."""
-        ...
 
     @property
     def revision(self) -> str | None:
         """The resolved commit; None before the first read, and for sources without commits."""
-        ...
 
     def display_name(self, name: str) -> str:
         """Return a file's URL or path for messages, without user, password and query."""
-        ...
 
     def expected_sha256(self, name: str) -> str | None:
         """Return the digest in hex that the source declares for the file, if it declares one."""
-        ...
 
     async def version(self, name: str) -> str | None:
         """Return the current `OpenFile.version` without reading the file.
@@ -62,7 +58,6 @@ class SourceReader(Protocol):
             FileMissing: the source has no such file. NotFound: the source does not exist.
             Unavailable: the source cannot be reached or denies access.
         """
-        ...
 
     def open(
         self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
@@ -74,7 +69,6 @@ class SourceReader(Protocol):
         Raises:
             FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is cut.
         """
-        ...
 
 
 async def read_range(reader: SourceReader, name: str, start: int, max_bytes: int) -> bytes | None:

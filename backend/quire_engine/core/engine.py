@@ -194,14 +194,14 @@ class Engine:
         return self._runner.read_adapter(path)
 
     def add_adapter(
-        self, digest: AdapterDigest, path: Path, host_adapter: object, pinned: bool | None = None, read_s: float = 0.0
+        self, digest: AdapterDigest, path: Path, packed_adapter: object, pinned: bool | None = None, read_s: float = 0.0
     ) -> None:
         """Register a result of `read_adapter` under its content digest.
 
         Args:
             digest: content digest of the adapter.
             path: folder of the adapter.
-            host_adapter: result of `read_adapter`.
+            packed_adapter: result of `read_adapter`.
             pinned: True or False registers the adapter in any case, even if it is being removed. None answers
                 `pop_adapter_reads`; it registers only an unknown adapter.
             read_s: seconds that reading took.
@@ -210,10 +210,10 @@ class Engine:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
         self._check_lora_enabled(digest)
-        keep_copy = self._adapter_registry.add(digest, path, pinned, self._runner.host_bytes(host_adapter))
+        keep_copy = self._adapter_registry.add(digest, path, pinned, self._runner.host_bytes(packed_adapter))
         self._discard_evicted_copies()
         if keep_copy:
-            self._runner.store_adapter(digest, host_adapter)
+            self._runner.store_adapter(digest, packed_adapter)
             self._adapter_events.append(AdapterEvent("host", digest, read_s))
         self._scheduler.on_adapter_ready()
 
@@ -250,11 +250,11 @@ class Engine:
             while reads:
                 digest, path = reads[0]
                 try:
-                    host_adapter = self.read_adapter(path)
+                    packed_adapter = self.read_adapter(path)
                 except QuireError as error:
                     self.fail_adapter(digest, error)
                 else:
-                    self.add_adapter(digest, path, host_adapter)
+                    self.add_adapter(digest, path, packed_adapter)
                 del reads[0]
         finally:
             # Control-C, or out of memory. The next sequence requests the read again.

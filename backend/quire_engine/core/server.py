@@ -154,8 +154,7 @@ class CoreServer:
     async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
         digest, path = AdapterDigest(_required_string(args, "digest")), Path(_required_string(args, "path"))
         pinned = bool(args.get("pinned", False))
-        host_adapter, read_s = await self._read_adapter(digest, path)
-        await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, host_adapter, pinned, read_s))
+        await self._read_and_add_adapter(digest, path, pinned)
         logger.info("adapter loaded digest=%s pinned=%s", digest, pinned)
         return {}
 
@@ -179,8 +178,7 @@ class CoreServer:
     async def _reload_adapter(self, digest: AdapterDigest, path: Path) -> None:
         """Read an adapter that sequences wait for."""
         try:
-            host_adapter, read_s = await self._read_adapter(digest, path)
-            await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, host_adapter, None, read_s))
+            await self._read_and_add_adapter(digest, path, None)
         except QuireError as error:
             logger.error("adapter could not be read again digest=%s error=%s", digest, error)
             failure = error
@@ -198,18 +196,18 @@ class CoreServer:
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
 
-    async def _read_adapter(self, digest: AdapterDigest, path: Path) -> tuple[object, float]:
-        """Return the result of `Engine.read_adapter` and the seconds that it took."""
+    async def _read_and_add_adapter(self, digest: AdapterDigest, path: Path, pinned: bool | None) -> None:
         started_at = self._event_loop.time()
         try:
-            host_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
-            return host_adapter, self._event_loop.time() - started_at
+            packed_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
         except QuireError:
             raise
         except Exception as error:
             # The files are untrusted: if they crash the reader, only this adapter fails.
             logger.exception("adapter could not be read digest=%s path=%s", digest, path)
             raise Internal(f"adapter {digest!r}: reading {path} failed: {type(error).__name__}: {error}") from error
+        read_s = self._event_loop.time() - started_at
+        await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, packed_adapter, pinned, read_s))
 
     async def _run_on_engine_thread(self, action: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._engine_loop.submit_call(action))

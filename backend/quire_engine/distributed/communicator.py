@@ -3,8 +3,7 @@
 
 The communicator uses process groups of torch.distributed, gloo on CPUs and NCCL on GPUs. The groups are created
 directly and are not torch's global group, because a process can have several engines. All ranks must make the same
-calls in the same order; `worker_group.py` makes the ranks compute the same steps. With NCCL, the communicator has run
-on emulated GPUs only (`make emulated`).
+calls in the same order; `worker_group.py` makes the ranks compute the same steps.
 """
 
 import os

@@ -30,11 +30,9 @@ class WorkerHandle(Protocol):
 
     def kill(self) -> None:
         """Stop the worker at once."""
-        ...
 
     def join(self) -> str:
         """Wait until the worker has ended; return how it ended, for error messages."""
-        ...
 
 
 class WorkerProcess:

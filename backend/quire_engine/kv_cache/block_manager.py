@@ -146,10 +146,7 @@ class BlockManager:
         return totals
 
     def check_integrity(
-        self,
-        block_holders: abc.Sequence[Sequence],
-        waiting: Iterable[Sequence],
-        plans: abc.Sequence[StepPlan],
+        self, block_holders: abc.Sequence[Sequence], waiting: Iterable[Sequence], plans: abc.Sequence[StepPlan]
     ) -> None:
         """Raise Internal unless exactly these sequences and the steps in flight use the pools.
 

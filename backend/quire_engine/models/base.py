@@ -24,11 +24,9 @@ class DecoderLayer(Protocol):
 
     def linears(self) -> tuple[Linear, ...]:
         """Return the linear layers that adapters can change."""
-        ...
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        ...
 
 
 class CausalLM(ABC):

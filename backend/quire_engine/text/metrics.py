@@ -9,14 +9,7 @@ per request and step.
 
 from collections.abc import Iterable
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from quire_engine.text.adapter_metrics import AdapterMetrics
 from quire_spec.constants import AdapterName

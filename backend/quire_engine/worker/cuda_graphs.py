@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of decoding steps, one per batch size, with adapters and without. On CUDA devices only.
 
-Captures and replays have run on an emulated GPU only (`make emulated`). The tests without one check the sizes, the
-input that the host sends, and the tokens, with a capture function that runs the step again instead of replaying it.
-
 A graph contains memory addresses, so everything that a step reads is in persistent tensors: block tables by row of
 `SequenceState`, of which a step sends only the new entries, and four numbers per sequence. Rows beyond the batch
 contain a dummy sequence, which writes its keys and values to the spare block of the KV cache.

@@ -2,7 +2,7 @@
 """Sampled tokens that the host does not know yet: the next step reads them on the device, and the host gets a copy.
 
 The model runner owns it, for steps that are launched before the previous step's tokens are on the host. On a GPU the
-copy to pinned memory uses its own stream, so no step waits for it; that has run on an emulated GPU only.
+copy to pinned memory uses its own stream, so no step waits for it.
 
 With tensor parallelism, rank 0 samples and broadcasts the tokens when a step needs them. All ranks take part in the
 broadcast, so the step input contains a flag for it (`awaits_tokens`).

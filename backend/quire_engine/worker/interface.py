@@ -26,19 +26,15 @@ class ModelRunner(Protocol):
         Raises:
             InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
         """
-        ...
 
     def host_bytes(self, packed_adapter: object) -> int:
         """Return the size in bytes of a result of `read_adapter`."""
-        ...
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Keep a result of `read_adapter` in host memory, under the adapter's content digest."""
-        ...
 
     def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """Drop the host copy of an adapter. A slot that contains the adapter keeps it until the slot is reloaded."""
-        ...
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter from its current host copy into a slot.
@@ -46,7 +42,6 @@ class ModelRunner(Protocol):
         Call the function once; any thread can do so while steps run. No step that starts before it returns is allowed
         to use the slot.
         """
-        ...
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """Run `plan` and return one output per span, in order.
@@ -55,7 +50,6 @@ class ModelRunner(Protocol):
             RunnerLost: no step can run any more; the owner of the engine must create a new one.
             RuntimeError: the device failed; the results of this step are lost.
         """
-        ...
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """Start `plan` after all steps started before it, and return a function that waits for it.
@@ -63,4 +57,3 @@ class ModelRunner(Protocol):
         That function returns or raises like `execute`. A token that is PLACEHOLDER_TOKEN stands for the token that the
         most recently started step samples for the sequence.
         """
-        ...

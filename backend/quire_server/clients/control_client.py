@@ -26,12 +26,7 @@ class ConnectionLost(Unavailable):
 class ControlClient:
     """One connection to text or core."""
 
-    def __init__(
-        self,
-        name: str,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
         """Name of the process, for messages."""
         self.closed = asyncio.Event()

@@ -40,15 +40,12 @@ class SupervisorView(Protocol):
 
     def not_ready_reason(self) -> str:
         """Return why the pod is not ready; empty if it is ready."""
-        ...
 
     def status(self) -> PodStatus:
         """Return the status document."""
-        ...
 
     async def metrics(self) -> str:
         """Return all metrics in Prometheus's text format."""
-        ...
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Apply a new catalog; it can replace the catalog with digest `replaces` even if that catalog is newer.
@@ -57,7 +54,6 @@ class SupervisorView(Protocol):
             StaleCatalog: the catalog is older than the current one.
             ConfigError: the catalog is invalid.
         """
-        ...
 
 
 class AdminAPI:

@@ -52,11 +52,7 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls,
-        name: str,
-        argv: Sequence[str],
-        relay: Callable[[str, str], None],
-        env: Mapping[str, str] | None = None,
+        cls, name: str, argv: Sequence[str], relay: Callable[[str, str], None], env: Mapping[str, str] | None = None
     ) -> "ChildProcess":
         """Start `argv`; the kernel kills it when this process ends. `relay(name, line)` gets each line of output.
 

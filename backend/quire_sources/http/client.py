@@ -98,12 +98,7 @@ class HttpClient:
             }
             try:
                 response = await self._session.request(
-                    method,
-                    target,
-                    headers=headers,
-                    allow_redirects=False,
-                    timeout=_TIMEOUT,
-                    proxy=_proxy_of(target),
+                    method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT, proxy=_proxy_of(target)
                 )
             except aiohttp.InvalidURL as error:
                 raise Unavailable(f"{display_name}: its URL or the proxy's URL is not valid; correct it") from error

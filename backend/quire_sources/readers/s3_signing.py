@@ -99,10 +99,7 @@ def _is_host(text: str) -> bool:
 
 
 def store_options(
-    endpoint: str | None,
-    region: str | None,
-    credentials: Mapping[str, str],
-    environment: Mapping[str, str],
+    endpoint: str | None, region: str | None, credentials: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the arguments of obstore's S3Store except the bucket's name.
 

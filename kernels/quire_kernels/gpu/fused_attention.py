@@ -19,12 +19,7 @@ from quire_kernels.kv_cache_write import as_indexable
 
 MIN_TOKENS = 1024
 """Minimum tokens of a prompt. Shorter ones do not justify three more launches and copies of keys, values and output."""
-BACKENDS = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """In order of preference: the first one that supports the dtypes and shapes is used."""
 
 

@@ -16,14 +16,7 @@ from torch import Tensor
 from quire_engine.distributed.communicator import Communicator
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
-from quire_kernels import (
-    HugePageArena,
-    LinearWeights,
-    ModuleSlots,
-    adapted_linear,
-    linear,
-    pack_weight,
-)
+from quire_kernels import HugePageArena, LinearWeights, ModuleSlots, adapted_linear, linear, pack_weight
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
 
