@@ -135,6 +135,14 @@ class Sequence:
             or not (logprobs is None or 0 <= logprobs <= MAX_ASYNC_LOGPROBS)
         )
 
+    @property
+    def awaited_parent(self) -> "Sequence | None":
+        """The parent of a fork that never ran, while the parent's prompt is not fully computed."""
+        parent, preempted = self.parent, SequenceStatus.PREEMPTED
+        if parent is None or preempted in (self.status, parent.status) or parent.status is SequenceStatus.FINISHED:
+            return None
+        return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Return token ids [start, end) of prompt and output together."""
         num_prompt_tokens = len(self.prompt_token_ids)

@@ -270,7 +270,7 @@ def idle_per_step(engine: Engine, num_seqs: int, prompt: int, num_steps: int, ah
     """
     from torch.profiler import ProfilerActivity, profile
 
-    engine._step_executor.overlap = ahead
+    engine._step_executor.async_scheduling = ahead
     vocab, draw = engine.shape.vocab_size, random.Random(9)
     for i in range(num_seqs):
         # Nobody ends before the last one has decoded so many steps: prompts start in as many steps at most.

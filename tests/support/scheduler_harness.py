@@ -83,7 +83,7 @@ class SchedulerHarness:
 
     def launch_lookahead(self) -> None:
         """Launch the next step, if lookahead is enabled and possible."""
-        if self.lookahead and (plan := self.scheduler.schedule_ahead(self.now)):
+        if self.lookahead and (plan := self.scheduler.schedule_async(self.now)):
             self.scheduler.check_integrity()
             self.lookahead_step = InFlightStep(plan, self.runner.execute_async(plan))
         self._load_slots()

@@ -76,7 +76,9 @@ class Engine:
         self._adapter_events: list[AdapterEvent] = []
         # Sequences that failed outside a step; returned by the next step().
         self._failed_results: list[SequenceDelta] = []
-        self._step_executor = StepExecutor(self._scheduler, runner, config.overlap_steps, clock, self._load_slots)
+        self._step_executor = StepExecutor(
+            self._scheduler, runner, config.uses_async_scheduling, clock, self._load_slots
+        )
 
     @classmethod
     def from_config(

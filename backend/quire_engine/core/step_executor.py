@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step executor: plans steps and runs them, one at a time or overlapped.
+"""Step executor: plans the steps of an engine and runs them on its model runner, one at a time or asynchronously.
 
-With overlap, each step is launched while the previous one is in flight. The engine owns it and calls it from one
-thread. A device error ends the sequences of the step, but not the engine.
+With async scheduling, each step is launched while the previous one is in flight. The engine owns it and calls it from
+one thread. A device error ends the sequences of the step, but not the engine.
 """
 
 import logging
@@ -28,7 +28,7 @@ class StepExecutor:
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        overlap: bool,
+        async_scheduling: bool,
         clock: Callable[[], float],
         load_slots: Callable[[], bool],
     ) -> None:
@@ -37,14 +37,14 @@ class StepExecutor:
         Args:
             scheduler: plans the steps.
             runner: runs the steps.
-            overlap: launch each step, where possible, while the last one is in flight.
+            async_scheduling: launch each step, where possible, while the last one is in flight.
             clock: monotonic seconds.
             load_slots: starts copies of adapters into slots; returns whether sequences that could not run before can
                 run now.
         """
         self._scheduler = scheduler
         self._runner = runner
-        self.overlap = overlap
+        self.async_scheduling = async_scheduling
         self._clock = clock
         self._load_slots = load_slots
         # The step that was launched while the previous one was in flight.
@@ -52,12 +52,12 @@ class StepExecutor:
         self._started: list[tuple[int, float]] = []
 
     def step(self) -> list[SequenceDelta]:
-        """Run at most one step. If steps overlap, launch the next one before it completes.
+        """Run at most one step. With async scheduling, launch the next one before it completes.
 
         Raises:
             RunnerLost: no step can run any more.
         """
-        return self._step_overlapped() if self.overlap else self._step_sync()
+        return self._step_async() if self.async_scheduling else self._step_sync()
 
     def pop_started(self) -> list[tuple[int, float]]:
         """Return the sequences that ran for the first time since the last call: id, and seconds in the queue."""
@@ -69,14 +69,14 @@ class StepExecutor:
         plan = self._plan_step()
         return [] if plan is None else self._complete(InFlightStep(plan, lambda: self._runner.execute(plan)))
 
-    def _step_overlapped(self) -> list[SequenceDelta]:
+    def _step_async(self) -> list[SequenceDelta]:
         """Launch the next step, then complete the one in flight."""
         step = self._in_flight or self._launch(self._plan_step())
         self._in_flight = None
         if step is None:
             return []
         if not step.launch_failed:
-            next_plan = self._scheduler.schedule_ahead(self._clock())
+            next_plan = self._scheduler.schedule_async(self._clock())
             try:
                 self._load_slots()
             except BaseException as error:  # Control-C

@@ -5,7 +5,7 @@ It owns the life cycle of a Sequence. It is torch-free and deterministic: the cl
 `kv_cache` and adapter slots from `lora.registry`. It never sees a runner.
 
 The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
-can call schedule_ahead() once. Then two steps are in flight, and they complete in order. The engine can call add() and
+can call schedule_async() once. Then two steps are in flight, and they complete in order. The engine can call add() and
 abort() at any time in between.
 """
 
@@ -22,6 +22,7 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.async_scheduling import apply_placeholders, reaches_max_tokens, remove_placeholder
 from quire_engine.scheduling.capacity import CapacityCheck
+from quire_engine.scheduling.in_flight_steps import InFlightSteps
 from quire_engine.scheduling.request_queue import RequestQueue
 from quire_engine.sequence import FinishReason, Sequence, SequenceStatus
 from quire_engine.step.builder import StepPlanBuilder
@@ -61,9 +62,9 @@ class Scheduler:
     because the blocks that it freed, minus the blocks that were missing, are too few. Without other running
     sequences the reserve is not needed.
 
-    Lookahead. A step can be planned while the previous one is in flight, as if that one were complete (see
-    async_scheduling). Lookahead planning takes no resource from a sequence: if it would have to preempt or swap in, it
-    waits for the step in flight instead. A sequence that turns out to be finished, or is aborted, keeps its blocks and
+    Async scheduling. A step can be planned while the previous one is in flight, as if that one were complete (see
+    async_scheduling). This takes no resource from a sequence: if the plan would have to preempt or swap in, it waits
+    for the step in flight instead. A sequence that turns out to be finished, or is aborted, keeps its blocks and
     its adapter slot until no step in flight contains it.
 
     Raises:
@@ -79,31 +80,25 @@ class Scheduler:
         max_model_len: int,
         swap_costs: SwapCosts,
     ) -> None:
-        self._block_size = config.block_size
-        self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._chunked_prefill = config.enable_chunked_prefill
+        self._config = config
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
         self.prefix_cache = PrefixCache(block_pool, block_hasher, config.enable_prefix_caching)
         self.block_manager = BlockManager(block_pool, config.block_size, swap_costs)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
-        self._policy = config.scheduling_policy
         self._num_arrivals = 0
         self._sequences: dict[int, Sequence] = {}
         self._waiting = RequestQueue()
         self._running = RequestQueue()
         self._capacity = CapacityCheck(config.max_num_seqs, self._running, block_pool, self.block_manager)
-        # At most two, the earlier one first.
-        self._in_flight: list[StepPlan] = []
-        # Finished while a step in flight can still write to their blocks.
-        self._finished_in_flight: list[Sequence] = []
+        self._in_flight = InFlightSteps()
         # The step in flight whose sequences have been advanced with placeholders.
-        self._lookahead_plan: StepPlan | None = None
-        # True while schedule_ahead() plans a step.
-        self._planning_ahead = False
-        # No lookahead until the next schedule(), because a waiting sequence can only start without it.
-        self._defer_lookahead = False
+        self._placeholder_plan: StepPlan | None = None
+        # True while schedule_async() plans a step.
+        self._planning_async = False
+        # schedule_async() plans nothing until the next schedule(), because a waiting sequence can only start then.
+        self._async_deferred = False
         self.waiting_for_adapters = False
         """True if the last schedule() found nothing to run, and nothing has changed since."""
         self.num_preemptions = 0
@@ -111,8 +106,8 @@ class Scheduler:
         if self.block_manager.num_blocks(max_model_len) > block_pool.num_blocks:
             raise ConfigError(
                 f"max_model_len: {max_model_len} tokens need {self.block_manager.num_blocks(max_model_len)} KV blocks "
-                f"of {self._block_size} tokens, but the cache has {block_pool.num_blocks} "
-                f"({block_pool.num_blocks * self._block_size} tokens); "
+                f"of {config.block_size} tokens, but the cache has {block_pool.num_blocks} "
+                f"({block_pool.num_blocks * config.block_size} tokens); "
                 "lower max_model_len or raise kv_cache_memory_bytes or gpu_memory_utilization"
             )
 
@@ -123,10 +118,7 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
-        """True if a step is in flight or schedule() may find something to run.
-
-        False after a schedule() that found nothing, until something changes.
-        """
+        """True if a step is in flight or schedule() may find something to run: after it found nothing, a change."""
         return bool(self._running or self._in_flight or (self._waiting and not self.waiting_for_adapters))
 
     @property
@@ -161,16 +153,16 @@ class Scheduler:
                 f"prompt: {num_tokens} tokens leave no room for output, max_model_len is {self._max_model_len}; "
                 "shorten the prompt"
             )
-        if not self._chunked_prefill and num_tokens > self._max_num_batched_tokens:
+        if not self._config.enable_chunked_prefill and num_tokens > self._config.max_num_batched_tokens:
             raise InvalidArgument(
-                f"prompt: {num_tokens} tokens exceed max_num_batched_tokens {self._max_num_batched_tokens}, and "
+                f"prompt: {num_tokens} tokens exceed max_num_batched_tokens {self._config.max_num_batched_tokens}, and "
                 "enable_chunked_prefill is off; shorten the prompt"
             )
         if sequence.id in self._sequences:
             raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
-        if sequence.priority and self._policy != "priority":
+        if sequence.priority and self._config.scheduling_policy != "priority":
             raise InvalidArgument(
-                f"priority: got {sequence.priority}, but scheduling_policy is {self._policy}; "
+                f"priority: got {sequence.priority}, but scheduling_policy is {self._config.scheduling_policy}; "
                 "omit it, or set scheduling_policy to priority"
             )
         sequence.parent = self._fork_parent(sequence)
@@ -194,49 +186,44 @@ class Scheduler:
         Decoding sequences come first and always get their token. Prompts get the rest of the token budget.
         """
         assert not self._in_flight, "schedule() before update_from_step() or fail_step()"
-        self._defer_lookahead = False
+        self._async_deferred = False
         plan = self._plan_step(self._running.snapshot(), now)
         self.waiting_for_adapters = plan is None
         return plan
 
-    def schedule_ahead(self, now: float) -> StepPlan | None:
+    def schedule_async(self, now: float) -> StepPlan | None:
         """Plan the step after the one in flight as if that were complete; return None if it must complete first.
 
         It must complete first if a block is missing, if a waiting sequence would swap in or preempt another, if a
         sequence requires its tokens on the host, and always if the model has a long-rope threshold.
         """
-        [step_in_flight] = self._in_flight
-        if (
-            self._defer_lookahead
-            or self._has_long_rope
-            or any(sequence.requires_host_tokens for sequence in self._running)
-        ):
+        [step_in_flight] = self._in_flight.plans
+        if self._async_deferred or self._has_long_rope or any(s.requires_host_tokens for s in self._running):
             return None
         apply_placeholders(step_in_flight)
-        self._lookahead_plan = step_in_flight
+        self._placeholder_plan = step_in_flight
         sequences = [sequence for sequence in self._running if not reaches_max_tokens(sequence)]
         if sum(map(self.block_manager.needs_block, sequences)) > self._block_pool.num_free:
             return None
-        self._planning_ahead = True
+        self._planning_async = True
         plan = self._plan_step(sequences, now)
-        self._planning_ahead = False
+        self._planning_async = False
         return plan
 
     def _plan_step(self, sequences: list[Sequence], now: float) -> StepPlan | None:
         """Plan a step. `sequences`: running sequences that continue."""
         self._adapter_registry.begin_step(now)
-        builder = StepPlanBuilder(self._max_num_batched_tokens)
+        builder = StepPlanBuilder(self._config.max_num_batched_tokens)
         self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
         if not (builder.decodes or builder.prefills):
             return None
-        self._in_flight.append(builder.build())
-        return self._in_flight[-1]
+        return self._in_flight.add(builder.build())
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
         """Apply the outputs of the earlier step in flight; return each sequence with new tokens and those tokens."""
         assert len(span_outputs) == len(plan.spans)
         self._complete_step(plan, step_failed=False)
-        has_placeholders = plan is self._lookahead_plan
+        has_placeholders = plan is self._placeholder_plan
         updates = []
         for span, span_output in zip(plan.spans, span_outputs, strict=True):
             sequence = span.sequence
@@ -263,7 +250,7 @@ class Scheduler:
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
         """Finish, and return, the sequences of the earlier step in flight, which failed.
 
-        Blocks computed by earlier steps stay valid. The caller must also fail a step that was planned ahead.
+        Blocks computed by earlier steps stay valid. The caller must also fail a step that was planned meanwhile.
         """
         self._complete_step(plan, step_failed=True)
         failed_sequences = [span.sequence for span in plan.spans if span.sequence.status is not SequenceStatus.FINISHED]
@@ -285,7 +272,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise Internal unless sequences, blocks and adapters agree."""
-        block_holders = [*self._running, *self._finished_in_flight]
+        finished = self._in_flight.finished_sequences
+        block_holders = [*self._running, *finished]
         waiting_with_blocks = [s for s in self._waiting if s.block_table or s.num_computed_tokens]
         is_partitioned = Counter(s.id for s in (*self._waiting, *self._running)) == Counter(self._sequences.keys())
         is_sorted = all(
@@ -298,13 +286,9 @@ class Scheduler:
                 f"scheduler: {len(self._waiting)} waiting ({len(waiting_with_blocks)} of them have blocks), "
                 f"{len(self._running)} running, {len(self._sequences)} unfinished, sorted: {is_sorted}"
             )
-        self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight)
+        self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans)
         self._adapter_registry.check_integrity(
-            Counter(
-                s.adapter_digest
-                for s in (*self._sequences.values(), *self._finished_in_flight)
-                if s.adapter_digest is not None
-            ),
+            Counter(s.adapter_digest for s in (*self._sequences.values(), *finished) if s.adapter_digest is not None),
             Counter(s.adapter_digest for s in block_holders if s.adapter_digest is not None),
         )
 
@@ -388,7 +372,7 @@ class Scheduler:
             return False
         if not self._capacity.has_free_seq(builder) and sequence.priority >= self._running.least_urgent.priority:
             return False
-        if parent := _awaited_parent(sequence):
+        if parent := sequence.awaited_parent:
             if parent.status is SequenceStatus.RUNNING or parent.id in builder.pending_forks:
                 builder.pending_forks.add(sequence.id)
             return True
@@ -401,7 +385,11 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         is_first_run = sequence.status is not SequenceStatus.PREEMPTED
-        self._start_sequence(sequence, prefix, builder)
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.adapter_digest is not None:
+            self._adapter_registry.on_start(sequence.adapter_digest)
+        self._running.add(sequence)
+        self.block_manager.allocate(sequence, prefix, builder)
         if is_first_run:
             builder.started.append((sequence.id, now - sequence.arrival_time))
             self.prefix_cache.record_hit(sequence, prefix)
@@ -419,10 +407,10 @@ class Scheduler:
 
     def _chunk_length(self, remaining: int, budget: int) -> int:
         """Return how many of `remaining` prompt tokens to run now."""
-        if self._chunked_prefill or remaining <= budget:
+        if self._config.enable_chunked_prefill or remaining <= budget:
             return min(remaining, budget)
         # A preempted sequence can be longer than a step because of its output. Then it can only resume in chunks.
-        return budget if remaining > self._max_num_batched_tokens else 0
+        return budget if remaining > self._config.max_num_batched_tokens else 0
 
     def _usable_prefix(self, sequence: Sequence, builder: StepPlanBuilder) -> PrefixHit | None:
         """Return the prefix from which a sequence can start; None if the rest does not fit."""
@@ -442,19 +430,12 @@ class Scheduler:
         victims = self._capacity.preemption_victims(sequence, prefix, builder)
         if victims is None:
             return False
-        if self._planning_ahead and (victims or prefix.host_blocks or sequence.requires_host_tokens):
-            self._defer_lookahead = True
+        if self._planning_async and (victims or prefix.host_blocks or sequence.requires_host_tokens):
+            self._async_deferred = True
             return False
         for victim in victims:
             self._preempt(victim, builder)
         return True
-
-    def _start_sequence(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
-        sequence.status = SequenceStatus.RUNNING
-        if sequence.adapter_digest is not None:
-            self._adapter_registry.on_start(sequence.adapter_digest)
-        self._running.add(sequence)
-        self.block_manager.allocate(sequence, prefix, builder)
 
     def _make_span(self, sequence: Sequence, length: int) -> ScheduledSpan:
         adapter_slot = (
@@ -485,7 +466,7 @@ class Scheduler:
         if was_running:
             self._running.remove(sequence)
             if self._in_flight:
-                self._finished_in_flight.append(sequence)
+                self._in_flight.finished_sequences.append(sequence)
                 return
             self._release_resources(sequence)
         else:
@@ -506,30 +487,12 @@ class Scheduler:
 
     def _complete_step(self, plan: StepPlan, step_failed: bool) -> None:
         """Remove the earlier step in flight."""
-        assert plan is self._in_flight[0]
-        del self._in_flight[0]
+        self._in_flight.complete(plan)
         self.num_steps += 1
         self.block_manager.complete_step(plan, step_failed)
 
     def _free_finished(self) -> None:
         """Release the resources of finished sequences that no step in flight contains."""
-        finished, self._finished_in_flight = self._finished_in_flight, []
-        sequences_in_flight = {span.sequence for plan in self._in_flight for span in plan.spans} if finished else set()
-        for sequence in finished:
-            if sequence in sequences_in_flight:
-                self._finished_in_flight.append(sequence)
-            else:
-                self._release_resources(sequence)
-                self._drop_adapter_ref(sequence)
-
-
-def _awaited_parent(sequence: Sequence) -> Sequence | None:
-    """Return the parent of a fork that never ran, while the parent's prompt is not fully computed."""
-    parent = sequence.parent
-    if (
-        parent is None
-        or SequenceStatus.PREEMPTED in (sequence.status, parent.status)
-        or parent.status is SequenceStatus.FINISHED
-    ):
-        return None
-    return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
+        for sequence in self._in_flight.pop_released():
+            self._release_resources(sequence)
+            self._drop_adapter_ref(sequence)

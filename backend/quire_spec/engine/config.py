@@ -116,7 +116,7 @@ class EngineConfig:
         return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
 
     @property
-    def overlap_steps(self) -> bool:
+    def uses_async_scheduling(self) -> bool:
         """True if a step is launched while the previous one computes."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 

@@ -131,14 +131,14 @@ def _replace_captures(monkeypatch):
 
 def _count_ahead(engine):
     """Return a list that receives each step planned while another one is in flight."""
-    schedule_ahead, planned = engine._scheduler.schedule_ahead, []
+    schedule_async, planned = engine._scheduler.schedule_async, []
 
     def counted(now):
-        if (plan := schedule_ahead(now)) is not None:
+        if (plan := schedule_async(now)) is not None:
             planned.append(plan)
         return plan
 
-    engine._scheduler.schedule_ahead = counted
+    engine._scheduler.schedule_async = counted
     return planned
 
 
@@ -245,7 +245,7 @@ def test_killed_worker_ends_all_ranks_with_two_steps_in_flight(folders):
     def kill_and_resolve(token_ids, spans):
         if not in_flight:
             ranks[1].send_signal(signal.SIGKILL)
-        in_flight.append(len(llm.engine._scheduler._in_flight))
+        in_flight.append(len(llm.engine._scheduler._in_flight.plans))
         resolve(token_ids, spans)
 
     future_tokens.resolve = kill_and_resolve

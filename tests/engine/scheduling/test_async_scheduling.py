@@ -45,14 +45,14 @@ class _EngineRun:
         self.engine = Engine.from_config(EngineConfig.from_json(config))
         self.results: dict[int, list[Any]] = {}
         self.num_lookahead = 0
-        schedule_ahead = self.engine._scheduler.schedule_ahead
+        schedule_async = self.engine._scheduler.schedule_async
 
-        def counting_schedule_ahead(now: float) -> Any:
-            plan = schedule_ahead(now)
+        def counting_schedule_async(now: float) -> Any:
+            plan = schedule_async(now)
             self.num_lookahead += plan is not None
             return plan
 
-        self.engine._scheduler.schedule_ahead = counting_schedule_ahead  # type: ignore[method-assign]
+        self.engine._scheduler.schedule_async = counting_schedule_async  # type: ignore[method-assign]
 
     def add(self, request_id: int, prompt: list[int], fields: dict[str, Any] | None = None, **params: Any) -> None:
         self.results[request_id] = [[], [], None, None]
