@@ -23,7 +23,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "engine,server,operator"
+EXTRAS = "engine,server,openai,operator"
 TORCH_RANGE = ((2, 6), (3, 0))
 """As in pyproject.toml."""
 _GROUP_ORDER = ("demo", "dev")

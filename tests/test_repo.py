@@ -77,6 +77,7 @@ def test_nothing_of_ours_is_named_after_the_kernel_language():
         ("quire_engine.scheduling.scheduler", {"torch"}),
         ("quire_sources.factory", {"torch", "numpy", "quire_engine", "quire_server", "quire_operator"}),
         ("quire_server.supervisor.supervisor", {"torch", "tokenizers", "quire_engine"}),
+        ("quire_server.openai.__main__", {"torch", "tokenizers", "numpy", "aiohttp", "quire_engine"}),
         ("quire_operator.cli.main", {"torch", "numpy", "quire_engine", "quire_server"}),
     ],
 )

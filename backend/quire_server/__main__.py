@@ -26,10 +26,11 @@ _HELP = """\
 Serve one model and its adapters: start and supervise Triton Inference Server, the text process and the engine core,
 fetch the adapters, and answer probes. Ctrl-C or SIGTERM drains open requests; a second one stops at once.
 
-It listens on four ports:
+It listens on these ports:
   HTTP, gRPC   Triton Inference Server, with one model for the base and for each exposed adapter
   metrics      the server's own metrics
   health       GET /health/live, /health/ready, /metrics; GET /status, PUT /adapters (with the admin key)
+  openai       the OpenAI API, only with --openai-port
 Point probes at the health port: the server itself answers 200 even if a model is dead.
 
 Examples:
@@ -121,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}-port", type=_parse_port, default=port, metavar="PORT", help="default: %(default)s"
         )
     ports.add_argument(
+        "--openai-port",
+        type=_parse_port,
+        metavar="PORT",
+        help=f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)",
+    )
+    ports.add_argument(
         "--admin-key-file",
         type=Path,
         metavar="FILE",
@@ -176,6 +183,7 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
         health_port=args.health_port,
+        openai_port=args.openai_port,
         admin_key_file=args.admin_key_file,
         secrets_dir=args.secrets_dir,
         pvcs=dict(args.pvc),

@@ -16,6 +16,7 @@ GRPC_PORT = 8001
 SERVER_METRICS_PORT = 8002
 HEALTH_PORT = 8003
 """The supervisor's port: probes, metrics, status, admin."""
+OPENAI_PORT = 8004
 
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"

@@ -29,6 +29,7 @@ from quire_server.supervisor import run_dir
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PORTS = ("http", "grpc", "metrics", "health")
+"""Ports of a supervisor; `quire serve` also has one for the OpenAI API."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class QuireServeProcess:
     def __init__(self, document: dict[str, Any] | Path, folder: Path, *flags: str) -> None:
         """Start it in `folder`. `document` is an LLMService, or the path of a vllm_backend repository."""
         self.folder = folder
-        self.ports = dict(zip(PORTS, free_ports(4), strict=True))
+        self.ports = dict(zip((*PORTS, "openai"), free_ports(5), strict=True))
         self.file = folder / "llmservice.yaml"
         if isinstance(document, Path):
             what = [f"--vllm-repository={document}"]

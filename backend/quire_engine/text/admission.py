@@ -97,7 +97,7 @@ class AdmissionController:
         self.closed_reason = "engine core is starting; try again"
         """Why all requests are rejected at the moment; empty while requests are accepted."""
         self.draining = False
-        self._served_name = served_name
+        self.served_name = served_name
         self._has_tokenizer = has_tokenizer
 
     def admit(self, request: GenerateRequest, num_queued: int) -> AdmittedRequest:
@@ -168,7 +168,7 @@ class AdmissionController:
         )
 
     def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
-        if model == self._served_name:
+        if model == self.served_name:
             return None, None
         if self.digests_by_name is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
@@ -176,7 +176,7 @@ class AdmissionController:
             adapter_name = AdapterName(model)
             if (adapter_digest := self.digests_by_name.get(adapter_name)) is not None:
                 return adapter_name, adapter_digest
-        served_names = [self._served_name, *sorted(self.digests_by_name)]
+        served_names = [self.served_name, *sorted(self.digests_by_name)]
         num_unlisted = len(served_names) - _MAX_LISTED_NAMES
         listed_names = ", ".join(served_names[:_MAX_LISTED_NAMES]) + (
             f" and {num_unlisted} more" if num_unlisted > 0 else ""
@@ -214,9 +214,10 @@ class AdmissionController:
                 raise InvalidArgument("prompt_token_ids: must be a list of token ids")
             self.check_prompt(request.prompt_token_ids, params)
         else:
-            self._check_prompt_text(request.prompt)
+            self.check_prompt_text(request.prompt)
 
-    def _check_prompt_text(self, prompt: object) -> None:
+    def check_prompt_text(self, prompt: object) -> None:
+        """Check a text before it is tokenized; raises InvalidArgument if it is not a string or cannot fit."""
         if not self._has_tokenizer:
             raise InvalidArgument(
                 "prompt: the model has no tokenizer.json; send prompt_token_ids, or add the file to the model folder"

@@ -16,12 +16,14 @@ import os
 from quire_engine.ipc import process
 from quire_engine.text.admission import AdmissionController, RequestLimits
 from quire_engine.text.core_client import CoreClient
+from quire_engine.text.frontend_calls import FrontendCalls
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, ResponseThrottle, ResultCoalescer
 from quire_engine.text.server import TextServer
 from quire_engine.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.hub import resolve_model
 from quire_spec.constants import CORE_SOCKET, TEXT_SOCKET
 from quire_spec.engine.config import EngineConfig
@@ -34,7 +36,8 @@ def main(args: process.ProcessArgs) -> None:
     """Load the tokenizer and the limits of the checkpoint, then serve."""
     folder = resolve_model(args.config.model, args.config.revision, progress=False)
     tokenizer = Tokenizer.from_folder(folder)
-    limits = RequestLimits.from_config(args.config, ModelConfig.load(folder), tokenizer)
+    model_config = ModelConfig.load(folder)
+    limits = RequestLimits.from_config(args.config, model_config, tokenizer)
     logger.info(
         "text process starting model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
         *(args.served_name, tokenizer is not None, limits.max_model_len),
@@ -42,21 +45,23 @@ def main(args: process.ProcessArgs) -> None:
     )
     if tokenizer is None:
         logger.warning("the model has no %s, so requests must contain token ids folder=%s", TOKENIZER_FILE, folder)
-    asyncio.run(_serve(args, tokenizer, limits))
+    asyncio.run(_serve(args, tokenizer, limits, load_eos_token_ids(folder, model_config)))
 
 
-async def _serve(args: process.ProcessArgs, tokenizer: Tokenizer | None, limits: RequestLimits) -> None:
+async def _serve(
+    args: process.ProcessArgs, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int]
+) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
     core_client = CoreClient(args.socket_path(CORE_SOCKET), args.served_name)
+    admission = AdmissionController(limits, args.served_name, tokenizer is not None)
+    prompt_tokenizer = PromptTokenizer(tokenizer, limits.max_model_len) if tokenizer else None
     request_manager = RequestManager(
-        AdmissionController(limits, args.served_name, tokenizer is not None),
-        PromptTokenizer(tokenizer, limits.max_model_len) if tokenizer else None,
-        metrics,
-        core_client.send,
+        admission, prompt_tokenizer, metrics, core_client.send, eos_token_ids=eos_token_ids
     )
     throttle = _create_throttle(args.config)
-    server = TextServer(request_manager, metrics, limits.max_frame_bytes, throttle)
+    frontend_calls = FrontendCalls(admission, prompt_tokenizer, request_manager, metrics)
+    server = TextServer(request_manager, metrics, frontend_calls, limits.max_frame_bytes, throttle)
     await server.listen(args.socket_path(TEXT_SOCKET))
     # All objects created so far live as long as the process: keep the garbage collector from scanning them.
     gc.collect()

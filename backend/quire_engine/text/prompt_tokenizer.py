@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.tokenizer import Tokenizer
@@ -19,6 +20,8 @@ _MAX_INLINE_CHARS = 2048
 
 _NUM_THREADS = 2
 """Two threads: one very long prompt does not delay all others, and an engine on the same CPU keeps most cores."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,12 @@ class PromptTokenizer:
             future = loop.run_in_executor(self._thread_pool, self._encode, request, request_state)
             future.add_done_callback(lambda encode_future: on_done(encode_future.result()))
 
+    async def run(self, function: Callable[[], _T], num_chars: int) -> _T:
+        """Call a function of the tokenizer on a text of `num_chars` characters; in a thread if the text is long."""
+        if num_chars <= _MAX_INLINE_CHARS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._thread_pool, function)
+
     def _encode(self, request: GenerateRequest, request_state: RequestState) -> TokenizedPrompt | QuireError:
         # A request can be cancelled while its prompt waits for a thread.
         if request_state.is_closed:
@@ -65,7 +74,9 @@ class PromptTokenizer:
         try:
             if token_ids is None:
                 assert request.prompt is not None, "admission accepts a text or token ids"
-                token_ids = self.tokenizer.encode(request.prompt, params.max_prompt_tokens(self._max_model_len))
+                token_ids = self.tokenizer.encode(
+                    request.prompt, params.max_prompt_tokens(self._max_model_len), request.add_special_tokens
+                )
             bad_word_ids = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
         except QuireError as error:
             return error

@@ -61,7 +61,8 @@ class AdapterRateLimiter:
         if max_concurrent is not None and num_open >= max_concurrent:
             raise Unavailable(
                 f"adapter {adapter_name!r}: {num_open} requests are open and limits.maxConcurrentRequests is "
-                f"{max_concurrent}; retry when one has ended, or raise the limit"
+                f"{max_concurrent}; retry when one has ended, or raise the limit",
+                retry_after_s=1.0,
             )
         if (bucket := self._buckets.get(adapter_name)) is not None and (rate := limits.maxTokensPerSecond):
             bucket.refill(rate, now)
@@ -69,7 +70,8 @@ class AdapterRateLimiter:
                 retry_after_s = (1 - bucket.available_tokens) / rate
                 raise Unavailable(
                     f"adapter {adapter_name!r}: rate limit reached, limits.maxTokensPerSecond is {rate}; retry in "
-                    f"{retry_after_s:.1f} s, or raise the limit"
+                    f"{retry_after_s:.1f} s, or raise the limit",
+                    retry_after_s=retry_after_s,
                 )
 
     def acquire(self, adapter_name: AdapterName | None) -> None:

@@ -50,6 +50,7 @@ class RequestManager:
         metrics: RequestMetrics,
         send_to_core: Callable[[IpcMessage], None],
         clock: Callable[[], float] = time.monotonic,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         """`prompt_tokenizer` is None for a model without a tokenizer."""
         self.num_queued = 0
@@ -59,6 +60,7 @@ class RequestManager:
         self._metrics = metrics
         self._send_to_core = send_to_core
         self._clock = clock
+        self._eos_token_ids = eos_token_ids
         # Starts at the time: after a restart of the text process, new ids differ from those that the core still runs.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
@@ -171,7 +173,10 @@ class RequestManager:
 
     def _reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
         self._metrics.record_rejected(error.code)
-        frontend.send(OutputDelta(client_request_id, error_code=error.code, error=str(error)))
+        retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
+        frontend.send(
+            OutputDelta(client_request_id, error_code=error.code, error=str(error), retry_after_s=retry_after_s)
+        )
 
     def _tokenize(self, request: GenerateRequest, request_state: RequestState) -> None:
         if request.prompt_token_ids is not None and not request_state.params.bad_words:
@@ -195,7 +200,9 @@ class RequestManager:
         self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
         tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
         bad_word_ids = tokenized.bad_word_ids
-        for sequence_request in request_state.to_core_requests(token_ids, tokenizer, bad_word_ids, self._clock()):
+        for sequence_request in request_state.to_core_requests(
+            token_ids, tokenizer, bad_word_ids, self._clock(), self._eos_token_ids
+        ):
             self._send_to_core(sequence_request)
 
     def _fail(self, request_state: RequestState, error: QuireError) -> None:

@@ -42,6 +42,10 @@ class RequestState:
         self._cache_salt = request.cache_salt
         self._priority = request.priority
         self._stream = request.stream
+        self._return_prompt_token_ids = request.return_prompt_token_ids
+        self._return_token_bytes = request.return_token_bytes
+        self._prompt_token_ids: list[int] | None = None
+        self._num_cached_tokens = 0
         self._tokenizer: Tokenizer | None = None
         self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
         self._prompt_logprobs: list[_TokenLogprobs | None] | None = None
@@ -52,7 +56,12 @@ class RequestState:
         return sum(completion.num_tokens for completion in self.completions)
 
     def to_core_requests(
-        self, prompt_token_ids: list[int], tokenizer: Tokenizer | None, bad_word_ids: list[list[int]], now: float
+        self,
+        prompt_token_ids: list[int],
+        tokenizer: Tokenizer | None,
+        bad_word_ids: list[list[int]],
+        now: float,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> list[SequenceRequest]:
         """Mark the request as submitted and return the messages that make the engine core run it."""
         self.submit_time = now
@@ -69,7 +78,10 @@ class RequestState:
         )
         # The parameters of the core: they can request log probabilities that only `best_of` needs.
         params = self.params.child_params(0)
-        self.completions = [CompletionState(params, self._tokenizer, prompt_token_ids) for _ in self.sequence_ids]
+        self.completions = [
+            CompletionState(params, self._tokenizer, prompt_token_ids, eos_token_ids) for _ in self.sequence_ids
+        ]
+        self._prompt_token_ids = prompt_token_ids if self._return_prompt_token_ids else None
         return fan_out(base_request, self.params)
 
     def completion(self, sequence_id: int) -> CompletionState:
@@ -85,6 +97,8 @@ class RequestState:
             # The first token of a prompt has no log probability, because no token precedes it.
             self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
         index = result.id - self.sequence_ids.start
+        if index == 0 and result.num_cached_tokens is not None:
+            self._num_cached_tokens = result.num_cached_tokens
         if self._stream:
             return [self._to_output_delta(index, delta)]
         self._output_buffers[index].add(delta)
@@ -103,6 +117,7 @@ class RequestState:
         completion = self.completions[index]
         has_logprobs = self.params.logprobs is not None
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        prompt_token_ids, self._prompt_token_ids = self._prompt_token_ids, None
         return OutputDelta(
             self.client_request_id,
             delta.text,
@@ -115,6 +130,9 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             index=index,
             other_outputs_pending=not self._all_finished(),
+            stop_reason=completion.stop_reason,
+            num_cached_tokens=self._num_cached_tokens,
+            prompt_token_ids=prompt_token_ids,
         )
 
     def _best_outputs(self) -> list[OutputDelta]:
@@ -137,7 +155,10 @@ class RequestState:
 
     def _logprob_entry(self, token_id: float, logprob: float, rank: float) -> dict[str, Any]:
         token_text = self._tokenizer.token_text(int(token_id)) if self._tokenizer else None
-        return {"logprob": max(MIN_LOGPROB, logprob), "rank": int(rank), "decoded_token": token_text}
+        entry: dict[str, Any] = {"logprob": max(MIN_LOGPROB, logprob), "rank": int(rank), "decoded_token": token_text}
+        if self._return_token_bytes and self._tokenizer and token_text is not None and "\ufffd" in token_text:
+            entry["bytes"] = list(self._tokenizer.token_bytes.bytes_of(int(token_id)))
+        return entry
 
 
 @dataclass(slots=True)

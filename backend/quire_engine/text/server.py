@@ -6,13 +6,13 @@ a millisecond: the request manager tokenizes long prompts in threads, and metric
 knows connections and message types; the request manager owns the requests.
 """
 
-import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from quire_engine.ipc.connection import Connection, listen
+from quire_engine.text.frontend_calls import FrontendCalls
 from quire_engine.text.frontend_connection import FrontendConnection
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
@@ -39,10 +39,16 @@ class TextServer:
     """Handler of the connections of frontends and supervisors."""
 
     def __init__(
-        self, request_manager: RequestManager, metrics: RequestMetrics, max_frame_bytes: int, throttle: ResponseThrottle
+        self,
+        request_manager: RequestManager,
+        metrics: RequestMetrics,
+        frontend_calls: FrontendCalls,
+        max_frame_bytes: int,
+        throttle: ResponseThrottle,
     ) -> None:
         self._request_manager = request_manager
         self._metrics = metrics
+        self._frontend_calls = frontend_calls
         self._max_frame_bytes = max_frame_bytes
         self._throttle = throttle
         self._frontends: dict[Connection, FrontendConnection] = {}
@@ -76,7 +82,9 @@ class TextServer:
             self._request_manager.cancel(frontend, message.ids)
         elif frontend is not None and isinstance(message, RequestRejected):
             self._metrics.record_rejected(error_from_code(message.code, "").code)
-        elif frontend is None and isinstance(message, ControlRequest):
+        elif frontend is not None and isinstance(message, ControlRequest):
+            self._frontend_calls.handle(connection, message)
+        elif isinstance(message, ControlRequest):
             self._handle_control_request(connection, message)
         else:
             raise Internal(f"unexpected {type(message).__name__}")
@@ -135,9 +143,4 @@ class TextServer:
         self._request_manager.drain(lambda: connection.send(ControlResponse(request.id, {})))
 
     def _render_metrics(self, connection: Connection, request: ControlRequest) -> None:
-        self._request_manager.refresh_adapter_gauges()
-        # The default thread pool, so that a scrape does not wait for prompts that are being tokenized.
-        future = asyncio.get_running_loop().run_in_executor(None, self._metrics.render)
-        future.add_done_callback(
-            lambda render_future: connection.send(ControlResponse(request.id, {"text": render_future.result()}))
-        )
+        self._frontend_calls.handle(connection, request)

@@ -34,10 +34,18 @@ class Checkpoint:
             ConfigError: a file is missing or wrong, or the architecture is not supported.
         """
         shape = ModelConfig.load(folder)
-        eos = frozenset(shape.eos_token_ids) | _generation_config_eos(folder / "generation_config.json")
-        # Some configs contain ids of another vocabulary, or -1 for none; transformers never samples those.
-        valid_token_ids = frozenset(token for token in eos if 0 <= token < shape.vocab_size)
-        return cls(folder, shape, valid_token_ids, compute_fingerprint(folder))
+        return cls(folder, shape, load_eos_token_ids(folder, shape), compute_fingerprint(folder))
+
+
+def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
+    """Return the end-of-sequence tokens of config.json and generation_config.json that are in the vocabulary.
+
+    Raises:
+        ConfigError: generation_config.json is wrong.
+    """
+    eos = frozenset(shape.eos_token_ids) | _generation_config_eos(folder / "generation_config.json")
+    # Some configs contain ids of another vocabulary, or -1 for none; transformers never samples those.
+    return frozenset(token for token in eos if 0 <= token < shape.vocab_size)
 
 
 def compute_fingerprint(folder: Path) -> str:

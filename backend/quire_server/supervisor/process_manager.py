@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervision of the pod's processes (core, text, server): their sessions, and the reaction to each death.
+"""Supervision of the pod's processes (core, text, server, openai): their sessions, and the reaction to each death.
 
     core dies     text ends the open requests; core restarts, adapters are loaded again
-    text dies     the stubs end the open requests; text restarts, aliases are sent again
+    text dies     stubs and front end the open requests; text restarts, aliases are sent again
     server dies   connections end; server restarts, adapter models are loaded again
+    openai dies   its connections end; it restarts
     stub dies     without open requests: its model is loaded again. With open requests: the server is killed and
                   restarted, because their clients would otherwise hang forever
 
@@ -27,6 +28,7 @@ from quire_server.model_server import launch, repository
 from quire_server.model_server.client import ModelServerClient
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
+from quire_server.supervisor.openai_front import OpenAIFront
 from quire_server.supervisor.run_dir import REPOSITORY, write_shm_prefix
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
@@ -94,11 +96,15 @@ class ProcessManager:
         self._tasks: set[asyncio.Task[None]] = set()
         core = partial(self._start_engine, "core", constants.CORE_SOCKET)
         text = partial(self._start_engine, "text", constants.TEXT_SOCKET)
-        self.processes = {
+        self.processes: dict[str, ManagedProcess] = {
             "core": ManagedProcess("core", core, self._core_session, self._notify_change),
             "text": ManagedProcess("text", text, self._text_session, self._notify_change),
             "server": ManagedProcess("server", self._start_server, self._server_session, self._notify_change),
         }
+        if settings.openai_port is not None:
+            front = OpenAIFront(settings, run_dir, settings.openai_port, relay, lambda: openai.mark_ready())
+            openai = ManagedProcess("openai", front.start, front.session, self._notify_change)
+            self.processes["openai"] = openai
 
     async def run(self) -> None:
         """Keep all processes running until cancelled; raises StartupFailed if a process does not start."""
@@ -128,9 +134,9 @@ class ProcessManager:
         """Stop all processes in order; `run` must be cancelled before."""
         for task in self._tasks:
             task.cancel()
-        # With open requests, text is stopped first, so that the stubs end them with an error.
-        for name in ("server", "text", "core") if drained else ("text", "server", "core"):
-            child = self.processes[name].child
+        # With open requests, text is stopped first, so that the stubs and the front end them with an error.
+        for name in ("openai", "server", "text", "core") if drained else ("text", "openai", "server", "core"):
+            child = self.processes[name].child if name in self.processes else None
             if child is not None and not child.exited.done():
                 code = await child.stop(_STOP_TIMEOUT_S)
                 logger.info("process stopped name=%s exit_code=%d", name, code)

@@ -22,10 +22,12 @@ def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: flo
     host = format_for_url(settings.host)
     failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
+    openai = [] if settings.openai_port is None else [f"  OpenAI    http://{host}:{settings.openai_port}/v1"]
     lines = [
         f"Quire {status.version} is ready after {startup_s:.1f} s",
         f"  HTTP      http://{host}:{settings.http_port}/v2/models/{status.served_name}/generate",
         f"  gRPC      {host}:{settings.grpc_port}",
+        *openai,
         f"  metrics   http://{host}:{settings.health_port}/metrics",
         f"  health    http://{host}:{settings.health_port}/health/ready",
         f"  status    http://{host}:{settings.health_port}/status",

@@ -24,11 +24,13 @@ class SupervisorSettings:
     cache_dir: Path
     """Fetched adapters; kept across restarts."""
     host: str = "127.0.0.1"
-    """Address that all four ports listen on."""
+    """Address that all ports listen on."""
     http_port: int = constants.HTTP_PORT
     grpc_port: int = constants.GRPC_PORT
     metrics_port: int = constants.SERVER_METRICS_PORT
     health_port: int = constants.HEALTH_PORT
+    openai_port: int | None = None
+    """Port of the OpenAI front; None: not served."""
     admin_key_file: Path | None = None
     """Key for /status and /adapters; None: only requests from this machine are allowed."""
     secrets_dir: Path | None = None
@@ -45,12 +47,14 @@ class SupervisorSettings:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Port by option name, for all four ports."""
+        """Port by option name, for all ports."""
+        openai_port = {} if self.openai_port is None else {"--openai-port": self.openai_port}
         return {
             "--http-port": self.http_port,
             "--grpc-port": self.grpc_port,
             "--metrics-port": self.metrics_port,
             "--health-port": self.health_port,
+            **openai_port,
         }
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from quire_spec.errors import Internal
 from quire_spec.protocol.messages import IpcMessage, decode_message, encode_message
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 256 * 2**20
 """Larger than any accepted prompt; a larger length means that the stream is corrupt."""
 

@@ -42,6 +42,14 @@ class GenerateRequest:
     cache_salt: str | None = None
     priority: int = 0
     """Lower runs first; other than 0 only where scheduling_policy is priority."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens, such as the beginning of a sequence, to a text prompt."""
+    return_prompt_token_ids: bool = False
+    """Return the token ids of the prompt in the first delta."""
+    return_token_bytes: bool = False
+    """Add the exact bytes to each entry of logprobs whose text is not valid UTF-8."""
+    api_key_name: str = ""
+    """Name of the API key that the client used, for the metrics; empty without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,14 @@ class OutputDelta:
     """Index of the output within the request."""
     other_outputs_pending: bool = False
     """True while other outputs of the request are not finished."""
+    stop_reason: int | str | None = None
+    """Stop string or stop token that ended the output; None for an end-of-sequence token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    prompt_token_ids: list[int] | None = None
+    """Token ids of the prompt; in one delta, if the request has return_prompt_token_ids."""
+    retry_after_s: float | None = None
+    """With an error: the request exceeds a limit and can succeed after this time."""
 
     @property
     def final(self) -> bool:
@@ -103,6 +119,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         token_ids=[token for delta in deltas for token in delta.token_ids],
         logprobs=[position for positions in logprobs for position in positions] if logprobs else None,
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
+        prompt_token_ids=next((delta.prompt_token_ids for delta in deltas if delta.prompt_token_ids), None),
     )
 
 
@@ -211,7 +228,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """supervisor -> text or core: call `method`. Answered by one ControlResponse with the same id."""
+    """supervisor -> text or core, frontend -> text: call `method`. Answered by one ControlResponse with the same id."""
 
     id: int
     method: str

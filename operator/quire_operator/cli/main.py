@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from quire_operator.cli import options
+from quire_spec import constants
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
@@ -163,6 +164,13 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"{purpose} (default: spec.runtime.ports.{name})",
         )
+    parser.add_argument(
+        "--openai-port",
+        type=options.parse_port_or_zero,
+        default=constants.OPENAI_PORT,
+        metavar="PORT",
+        help="the OpenAI API; 0: not served (default: %(default)s)",
+    )
     options.add_folder_options(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
@@ -230,6 +238,7 @@ def _serve(args: argparse.Namespace) -> int:
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
         health_port=args.health_port,
+        openai_port=args.openai_port,
         volumes=tuple(args.volumes),
         run_dir=args.run_dir,
         cache_dir=args.cache_dir,
@@ -240,14 +249,14 @@ def _serve(args: argparse.Namespace) -> int:
         if args.volumes:
             args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")
         argv = list(serve_vllm.supervisor_argv(args.vllm_repository, args.device or "cuda", serve_options, os.environ))
-        serve.require_packages()
+        serve.require_packages(serve_options.openai_port != 0)
         serve.exec_supervisor(argv, os.environ)
     if args.device is not None:
         args.usage_error("--device is only for --vllm-repository; set spec.device in the LLMService")
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
     launch_plan = serve.prepare(manifest, service, serve_options, os.environ)
-    serve.require_packages()
+    serve.require_packages(serve_options.openai_port != 0)
     serve.write_run_dir(launch_plan)
     if args.verbose:
         print(json.dumps(launch_plan.engine.to_json(), indent=2), *launch_plan.argv, file=sys.stderr)

@@ -32,6 +32,8 @@ GPU_DEVICE_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 REQUIRED_PACKAGES = {"torch": "engine", "tokenizers": "engine", "aiohttp": "server", "quire_server": "server"}
 """Packages that the started processes need, and the extra that installs each."""
+OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai", "msgspec": "openai"}
+"""The same for the OpenAI front."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class ServeOptions:
     metrics_port: int | None = None
     health_port: int | None = None
     """None: the port of spec.runtime.ports."""
+    openai_port: int = constants.OPENAI_PORT
+    """0: the OpenAI API is not served."""
     volumes: tuple[tuple[str, Path], ...] = ()
     run_dir: Path | None = None
     cache_dir: Path | None = None
@@ -121,15 +125,16 @@ def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoRe
     os.execve(argv[0], list(argv), dict(environment))
 
 
-def require_packages() -> None:
-    """Check that the packages of the supervisor are installed.
+def require_packages(serves_openai: bool = False) -> None:
+    """Check that the packages of the supervisor and, if it is served, of the OpenAI front are installed.
 
     Raises:
         ConfigError: packages are missing; the message contains the command that installs them.
     """
-    missing = [package for package in REQUIRED_PACKAGES if importlib.util.find_spec(package) is None]
+    required = REQUIRED_PACKAGES | (OPENAI_PACKAGES if serves_openai else {})
+    missing = [package for package in required if importlib.util.find_spec(package) is None]
     if missing:
-        extras = ",".join(sorted({REQUIRED_PACKAGES[package] for package in missing}))
+        extras = ",".join(sorted({required[package] for package in missing}))
         raise ConfigError(f"{', '.join(missing)}: not installed; pip install 'quire-llm[{extras}]'")
 
 
@@ -199,6 +204,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
         ("--grpc-port", options.grpc_port or ports.grpc),
         ("--metrics-port", options.metrics_port or ports.metrics),
         ("--health-port", options.health_port or ports.health),
+        *((("--openai-port", options.openai_port),) if options.openai_port else ()),
         ("--drain-timeout", service.spec.rollout.drainSeconds),
         *((("--secrets-dir", options.secrets_dir),) if options.secrets_dir else ()),
         *(("--pvc", f"{claim}={folder.absolute()}") for claim, folder in options.volumes),

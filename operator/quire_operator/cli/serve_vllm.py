@@ -44,6 +44,7 @@ def supervisor_argv(
         ("--grpc-port", options.grpc_port),
         ("--metrics-port", options.metrics_port),
         ("--health-port", options.health_port),
+        ("--openai-port", options.openai_port or None),
         ("--secrets-dir", options.secrets_dir),
     ]
     yield from (sys.executable, "-m", "quire_server")

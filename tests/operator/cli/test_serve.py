@@ -94,6 +94,7 @@ def test_command_line_of_the_supervisor(folder):
         "--grpc-port": ["8001"],
         "--metrics-port": ["8002"],
         "--health-port": ["8003"],
+        "--openai-port": ["8004"],
         "--drain-timeout": ["60"],
         "--allow-path-sources": [True],
     }

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a frontend that run no request: model names, metrics, tokenizing, detokenizing.
+
+The text server passes each ControlRequest of a frontend to `FrontendCalls.handle`, which answers with one
+ControlResponse. Work that can take longer than a millisecond runs in a thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from quire_engine.ipc.connection import Connection
+from quire_engine.text.admission import AdmissionController
+from quire_engine.text.metrics import RequestMetrics
+from quire_engine.text.prompt_tokenizer import PromptTokenizer
+from quire_engine.text.request_manager import RequestManager
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.protocol.messages import ControlRequest, ControlResponse
+
+logger = logging.getLogger(__name__)
+
+
+class FrontendCalls:
+    """The methods that a frontend can call."""
+
+    def __init__(
+        self,
+        admission: AdmissionController,
+        prompt_tokenizer: PromptTokenizer | None,
+        request_manager: RequestManager,
+        metrics: RequestMetrics,
+    ) -> None:
+        self._admission = admission
+        self._prompt_tokenizer = prompt_tokenizer
+        self._request_manager = request_manager
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._methods: dict[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
+            "models": self._models,
+            "metrics": self._render_metrics,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
+
+    def handle(self, connection: Connection, request: ControlRequest) -> None:
+        """Run a call in the background and send its response."""
+        task = asyncio.get_running_loop().create_task(self._run(connection, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, connection: Connection, request: ControlRequest) -> None:
+        try:
+            if not isinstance(request.args, Mapping) or (method := self._methods.get(request.method)) is None:
+                raise InvalidArgument(f"method {str(request.method)[:80]!r} is unknown; use {', '.join(self._methods)}")
+            response = ControlResponse(request.id, await method(request.args))
+        except QuireError as error:
+            response = ControlResponse(request.id, None, error.code, str(error))
+        except Exception:
+            logger.exception("call of a frontend failed method=%s", request.method)
+            response = ControlResponse(
+                request.id, None, Code.INTERNAL, "internal error; see the log of the text process"
+            )
+        connection.send(response)
+
+    async def _models(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the names that requests can use, and why requests are rejected at the moment."""
+        admission = self._admission
+        return {
+            "served_name": admission.served_name,
+            "adapters": sorted(admission.digests_by_name or ()),
+            "max_model_len": admission.limits.max_model_len,
+            "closed_reason": "draining" if admission.draining else admission.closed_reason,
+        }
+
+    async def _render_metrics(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._request_manager.refresh_adapter_gauges()
+        # The default thread pool, so that a scrape does not wait for prompts that are being tokenized.
+        return {"text": await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)}
+
+    async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the token ids of the text `prompt`, and with `return_token_strs` the text of each."""
+        prompt_tokenizer, text = self._require_tokenizer(), args.get("prompt")
+        self._admission.check_prompt_text(text)
+        assert isinstance(text, str), "checked"
+        tokenizer, add_special_tokens = prompt_tokenizer.tokenizer, bool(args.get("add_special_tokens", True))
+        token_ids = await prompt_tokenizer.run(lambda: tokenizer.encode(text, None, add_special_tokens), len(text))
+        token_strs = [tokenizer.token_text(i) for i in token_ids] if args.get("return_token_strs") else None
+        return {"tokens": token_ids, "token_strs": token_strs}
+
+    async def _detokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the text of `tokens`."""
+        prompt_tokenizer, token_ids = self._require_tokenizer(), args.get("tokens")
+        vocab_size = self._admission.limits.vocab_size
+        if not isinstance(token_ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in token_ids):
+            raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")
+        tokenizer: Tokenizer = prompt_tokenizer.tokenizer
+        text = await prompt_tokenizer.run(lambda: tokenizer.decode(token_ids, False), 4 * len(token_ids))
+        return {"prompt": text}
+
+    def _require_tokenizer(self) -> PromptTokenizer:
+        if self._prompt_tokenizer is None:
+            raise InvalidArgument("prompt: the model has no tokenizer.json; send token ids")
+        return self._prompt_tokenizer

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI front: `python -m quire_server.openai`. The supervisor starts it.
+
+An HTTP server (uvicorn, uvloop) that knows no model: it validates requests, sends them to the text process over its
+Unix socket, and formats the answers.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from quire_server.openai.app import Application
+from quire_server.openai.settings import DEFAULT_MAX_BODY_BYTES, FrontSettings
+from quire_server.openai.text_client import TextClient
+from quire_spec import constants
+from quire_spec.net.addresses import is_ipv6
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5
+"""Time for open responses to end after SIGTERM. The supervisor has drained the text process before."""
+_BACKLOG = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; return the exit code."""
+    settings = _parse_settings(argv)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    # uvicorn handles the signals while it serves, and raises them again at the end.
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: None)
+    try:
+        listener = _listen(settings)
+    except OSError as error:
+        print(f"openai: --port {settings.port}: cannot listen ({error.strerror}); use another port", file=sys.stderr)
+        return constants.EXIT_CONFIG
+    uvloop.run(_serve(settings, listener))
+    return 0
+
+
+async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
+    client = TextClient(settings.run_dir / constants.TEXT_SOCKET)
+    connect_task = asyncio.create_task(client.run())
+    config = uvicorn.Config(
+        Application(settings, client),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    logger.info("OpenAI front starting host=%s port=%d", settings.host, settings.port)
+    # All objects created so far live as long as the process: keep the garbage collector from scanning them.
+    gc.collect()
+    gc.freeze()
+    try:
+        await uvicorn.Server(config).serve(sockets=[listener])
+    finally:
+        connect_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await connect_task
+
+
+def _listen(settings: FrontSettings) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if is_ipv6(settings.host) else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
+    parser = argparse.ArgumentParser(prog="python -m quire_server.openai", description="Serve the OpenAI API.")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the pod's Unix sockets")
+    parser.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=constants.OPENAI_PORT, help="default: %(default)s")
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, metavar="N", help="default: %(default)s"
+    )
+    args = parser.parse_args(argv)
+    return FrontSettings(args.run_dir, args.served_name, args.host, args.port, args.max_body_bytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

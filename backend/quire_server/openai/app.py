@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI application: routes, errors as JSON, server-sent events, and the end of requests whose client left."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from quire_server.openai.completions import Completions
+from quire_server.openai.errors import CODE_BY_STATUS, ApiError
+from quire_server.openai.generation import DONE
+from quire_server.openai.http_message import (
+    ClientDisconnected,
+    EventStream,
+    HttpRequest,
+    Receive,
+    Reply,
+    Response,
+    Scope,
+    Send,
+)
+from quire_server.openai.models import Models
+from quire_server.openai.settings import FrontSettings
+from quire_server.openai.text_client import TextClient
+from quire_spec.errors import Code
+
+logger = logging.getLogger(__name__)
+
+_Handler = Callable[[HttpRequest], Awaitable[Reply]]
+_EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Otherwise nginx collects events before it passes them on.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Application:
+    """All routes of the front."""
+
+    def __init__(self, settings: FrontSettings, client: TextClient) -> None:
+        self._settings = settings
+        self._client = client
+        models, completions = Models(client), Completions(client, settings.served_name)
+        self._routes: Mapping[str, Mapping[str, _Handler]] = {
+            "/health": {"GET": models.health},
+            "/version": {"GET": models.version},
+            "/metrics": {"GET": models.metrics},
+            "/v1/models": {"GET": models.get_all},
+            "/v1/models/": {"GET": models.get},
+            "/v1/completions": {"POST": completions.handle},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        request = HttpRequest.from_scope(scope, receive, self._settings.max_body_bytes)
+        try:
+            await self._respond(request, send)
+        except ClientDisconnected:
+            pass
+        except asyncio.CancelledError:
+            # The client left. The engine's requests are cancelled, because the context of their stream has ended.
+            if request.watcher is None or not request.watcher.done():
+                raise
+        finally:
+            if request.watcher is not None:
+                request.watcher.cancel()
+
+    async def _respond(self, request: HttpRequest, send: Send) -> None:
+        try:
+            reply = await self._handler(request)(request)
+            if isinstance(reply, EventStream):
+                await self._stream(request, reply, send)
+            else:
+                await self._send(request, reply, send)
+        except ApiError as error:
+            await self._send_error(request, error, send)
+        except ClientDisconnected:
+            raise
+        except Exception:
+            logger.exception("request failed path=%s request_id=%s", request.path, request.request_id)
+            await self._send_error(request, ApiError(500, "internal error; see the log of the pod"), send)
+
+    def _handler(self, request: HttpRequest) -> _Handler:
+        path = request.path
+        if path.startswith("/v1/models/"):
+            path, request.path_arg = "/v1/models/", path[len("/v1/models/") :]
+        if (methods := self._routes.get(path)) is None:
+            raise ApiError(404, f"{path[:100]}: no such route", "path")
+        method = "GET" if request.method == "HEAD" else request.method
+        if (handler := methods.get(method)) is None:
+            raise ApiError(405, f"{request.method} {path}: the method is not allowed; use {', '.join(methods)}")
+        return handler
+
+    async def _stream(self, request: HttpRequest, reply: EventStream, send: Send) -> None:
+        """Send the events. The headers follow the first chunk, so that an early error still has its status."""
+        is_started = False
+        try:
+            async for chunk in reply.chunks:
+                if not is_started:
+                    is_started = True
+                    headers = [*_EVENT_STREAM_HEADERS, (b"x-request-id", request.request_id.encode())]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ApiError as error:
+            if not is_started:
+                raise
+            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
+        except Exception:
+            if not is_started:
+                raise
+            logger.exception("stream failed path=%s request_id=%s", request.path, request.request_id)
+            event = _error_event(ApiError(500, "internal error; see the log of the pod"))
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            # At once, not when the garbage collector finds it: this cancels the engine's requests.
+            await reply.chunks.aclose()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, request: HttpRequest, reply: Response, send: Send) -> None:
+        headers = [
+            (b"content-type", reply.content_type),
+            (b"content-length", str(len(reply.body)).encode()),
+            (b"x-request-id", request.request_id.encode()),
+            *reply.headers,
+        ]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body})
+
+    async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
+        self._client.report_rejected(CODE_BY_STATUS.get(error.status, Code.INVALID_ARG))
+        await self._send(request, Response(error.body(), error.status, headers=error.headers()), send)
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: %b\n\n%b" % (error.body(), DONE)

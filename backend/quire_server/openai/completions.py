@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/completions: prompts to texts, complete or as server-sent events, in the format of vLLM."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.errors import ApiError
+from quire_server.openai.generation import DONE, KEEP_ALIVE, Choice, Deltas, Generation, Prompt
+from quire_server.openai.http_message import EventStream, HttpRequest, Reply, Response
+from quire_server.openai.logprobs import completion_logprobs
+from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
+from quire_server.openai.text_client import TextClient
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import OutputDelta
+
+MAX_PROMPTS = 1024
+_encode = msgspec.json.Encoder().encode
+
+
+class CompletionFields(GenerationFields, kw_only=True):
+    """Fields of a request for completions."""
+
+    prompt: Any = None
+    """A text, token ids, or a list of either."""
+
+
+class Completions:
+    """The route."""
+
+    def __init__(self, client: TextClient, served_name: str) -> None:
+        self._client = client
+        self._served_name = served_name
+
+    async def handle(self, request: HttpRequest) -> Reply:
+        """Answer a request."""
+        fields, sampling_values = parse_fields(await request.json_object(), CompletionFields)
+        prompts = parse_prompts(fields.prompt)
+        # The engine always generates a token, so a request for the prompt alone drops it.
+        omits_output = fields.echo and sampling_values.get("max_tokens") == 0
+        if omits_output:
+            sampling_values["max_tokens"] = 1
+        params, copies = build_sampling_params(sampling_values, fields.stream)
+        if fields.echo:
+            prompts = [await self._with_text(prompt) for prompt in prompts]
+            params = replace(params, prompt_logprobs=params.logprobs if params.logprobs is not None else None)
+        generation = Generation("cmpl-", request, fields, params, copies, prompts, self._served_name)
+        formatter = _Formatter(generation, fields, params, omits_output)
+        return_prompt_token_ids = fields.echo and params.logprobs is not None
+        deltas = generation.deltas(self._client, return_prompt_token_ids)
+        if fields.stream:
+            return EventStream(formatter.events(deltas))
+        return Response(await formatter.document(deltas))
+
+    async def _with_text(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its text, which the response repeats."""
+        if prompt.text is not None:
+            return prompt
+        result = await self._client.call("detokenize", {"tokens": prompt.token_ids})
+        return Prompt(result["prompt"], prompt.token_ids)
+
+
+def parse_prompts(value: object) -> list[Prompt]:
+    """Return the prompts of the field `prompt`; raises ApiError if it has none of the four forms."""
+    if isinstance(value, str):
+        return [Prompt(value)]
+    if isinstance(value, list) and value:
+        if set(map(type, value)) == {int}:
+            return [Prompt(None, value)]
+        if len(value) > MAX_PROMPTS:
+            raise ApiError(400, f"prompt: at most {MAX_PROMPTS} prompts are allowed, got {len(value)}; send fewer")
+        if all(isinstance(item, str) for item in value):
+            return [Prompt(item) for item in value]
+        if all(isinstance(item, list) and item and set(map(type, item)) == {int} for item in value):
+            return [Prompt(None, item) for item in value]
+    problem = "missing" if value is None else "empty" if value == [] else "of another form"
+    raise ApiError(400, f"prompt: {problem}; give a text, a list of texts, token ids, or a list of lists of token ids")
+
+
+class _Formatter:
+    """Formats the deltas of one request."""
+
+    def __init__(
+        self, generation: Generation, fields: CompletionFields, params: SamplingParams, omits_output: bool
+    ) -> None:
+        self._generation = generation
+        self._fields = fields
+        self._params = params
+        self._omits_output = omits_output
+        self._shows_details = fields.return_token_ids or params.logprobs is not None
+        options = fields.stream_options
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._include_usage = options is not None and options.include_usage
+        self._envelope = {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": generation.model,
+        }
+        head = _encode(self._envelope)[:-1]
+        self._prefixes = [b'data: %b,"choices":[{"index":%d,"text":' % (head, c.index) for c in generation.choices]
+
+    async def document(self, deltas: Deltas) -> bytes:
+        """Return the complete response."""
+        final_deltas: dict[int, OutputDelta] = {}
+        async with aclosing(deltas):
+            async for batch in deltas:
+                final_deltas |= {choice.index: delta for choice, delta in batch}
+        choices = [self._choice(choice, final_deltas[choice.index]) for choice in self._generation.choices]
+        return _encode({**self._envelope, "choices": choices, "usage": self._usage()})
+
+    async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events, all that are ready at once."""
+        async with aclosing(deltas):
+            async for batch in deltas:
+                chunk = b"".join([self._event(choice, delta) for choice, delta in batch]) if batch else KEEP_ALIVE
+                if chunk:
+                    yield chunk
+        if self._include_usage:
+            yield b"data: %b\n\n" % _encode({**self._envelope, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    def _event(self, choice: Choice, delta: OutputDelta) -> bytes:
+        is_first, choice.is_started = not choice.is_started, True
+        if (
+            delta.finish_reason is None
+            and not self._shows_details
+            and not self._continuous_usage
+            and not (is_first and self._fields.echo)
+        ):
+            if not delta.text:
+                return b""
+            return b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n' % (
+                self._prefixes[choice.index],
+                _encode(delta.text),
+            )
+        document: dict[str, Any] = {**self._envelope, "choices": [self._choice(choice, delta, is_first)]}
+        if self._continuous_usage:
+            document["usage"] = self._usage()
+        return b"data: %b\n\n" % _encode(document)
+
+    def _choice(self, choice: Choice, delta: OutputDelta, is_first: bool = True) -> dict[str, Any]:
+        generation, fields = self._generation, self._fields
+        echoes = fields.echo and is_first
+        text = "" if self._omits_output else delta.text
+        document: dict[str, Any] = {
+            "index": choice.index,
+            "text": (generation.prompt_of(choice).text or "") + text if echoes else text,
+            "logprobs": self._logprobs(choice, delta, echoes),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if fields.return_token_ids:
+            document["token_ids"] = [] if self._omits_output else delta.token_ids
+            if is_first:
+                document["prompt_token_ids"] = generation.prompt_token_ids.get(choice.request_index)
+        if is_first and self._params.prompt_logprobs is not None:
+            document["prompt_logprobs"] = generation.prompt_logprobs.get(choice.request_index)
+        return document
+
+    def _logprobs(self, choice: Choice, delta: OutputDelta, echoes: bool) -> dict[str, Any] | None:
+        if delta.logprobs is None:
+            return None
+        positions: list[Any] = [] if self._omits_output else list(delta.logprobs)
+        token_ids = [] if self._omits_output else delta.token_ids
+        if echoes:
+            positions = [*self._generation.prompt_logprobs.get(choice.request_index, []), *positions]
+            token_ids = [*self._generation.prompt_token_ids.get(choice.request_index, []), *token_ids]
+        document, choice.text_offset = completion_logprobs(
+            positions,
+            token_ids,
+            choice.text_offset,
+            self._fields.return_tokens_as_token_ids,
+            self._generation.first_token_texts.get(choice.request_index, ""),
+        )
+        return document
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._generation.usage()
+        if self._omits_output:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One generation request of a client: its engine requests, the choices of its response, and its usage.
+
+A request for several prompts runs one engine request per prompt; a greedy request for n outputs runs n equal ones.
+Choices are numbered prompt by prompt. Completions and chat completions format what this module counts.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire_server.openai.errors import ApiError
+from quire_server.openai.http_message import HttpRequest
+from quire_server.openai.output_stream import OutputStream
+from quire_server.openai.request_fields import GenerationFields
+from quire_server.openai.text_client import TextClient
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta
+
+KEEP_ALIVE_S = 15.0
+"""Interval of comments in a stream without events. Proxies close connections that are idle for 60 s."""
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+MAX_CHOICES = 1024
+"""Maximum number of outputs of one HTTP request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: a text or token ids."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class Choice:
+    """State of one choice of the response."""
+
+    __slots__ = ("index", "is_started", "num_tokens", "request_index", "text_offset")
+
+    def __init__(self, index: int, request_index: int) -> None:
+        self.index = index
+        self.request_index = request_index
+        self.num_tokens = 0
+        self.is_started = False
+        self.text_offset = 0
+
+
+Deltas = AsyncGenerator[list[tuple[Choice, OutputDelta]], None]
+"""Batches of new deltas, each with its choice."""
+
+
+class Generation:
+    """A generation request, from its fields to the deltas of its choices."""
+
+    def __init__(
+        self,
+        id_prefix: str,
+        http_request: HttpRequest,
+        fields: GenerationFields,
+        params: SamplingParams,
+        copies: int,
+        prompts: Sequence[Prompt],
+        served_name: str,
+    ) -> None:
+        """`copies` is the number of equal engine requests per prompt. Raises ApiError for too many choices."""
+        self.id = id_prefix + (fields.request_id or http_request.request_id)[:128]
+        self.created = int(time.time())
+        self.model = served_name if fields.model is None else fields.model
+        self.fields = fields
+        self.params = params
+        self.prompts = prompts
+        self.copies = copies
+        self.choices = [
+            Choice(request_index * params.n + index, request_index)
+            for request_index in range(len(prompts) * copies)
+            for index in range(params.n)
+        ]
+        if len(prompts) * copies * params.num_sequences > MAX_CHOICES:
+            raise ApiError(
+                400, f"prompt: {len(prompts)} prompts with n {copies * params.n} are more than {MAX_CHOICES} outputs"
+            )
+        self._api_key_name = http_request.api_key_name
+        self._num_input_tokens = [0] * (len(prompts) * copies)
+        self._num_cached_tokens = [0] * (len(prompts) * copies)
+        self.prompt_token_ids: dict[int, list[int]] = {}
+        """By request index; empty unless the request asks for them."""
+        self.first_token_texts: dict[int, str] = {}
+        """Text of the first token of each prompt, which has no entry in its log probabilities."""
+        self.prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
+        """By request index."""
+
+    def prompt_of(self, choice: Choice) -> Prompt:
+        """Return the prompt of a choice."""
+        return self.prompts[choice.request_index // self.copies]
+
+    async def deltas(self, client: TextClient, return_prompt_token_ids: bool = False) -> Deltas:
+        """Run the request and yield its new deltas; an empty list after KEEP_ALIVE_S without one.
+
+        Raises:
+            ApiError: the request failed.
+        """
+        requests = self._engine_requests(client, return_prompt_token_ids)
+        num_outputs, choices = self.params.n, self.choices
+        with OutputStream(client, requests) as stream:
+            while not stream.is_complete:
+                deltas = await stream.next(KEEP_ALIVE_S)
+                for request_index, delta in deltas:
+                    if delta.prompt_token_ids is not None and delta.prompt_logprobs is not None:
+                        result = await client.call("detokenize", {"tokens": delta.prompt_token_ids[:1]})
+                        self.first_token_texts[request_index] = result["prompt"]
+                    self._count(request_index, choices[request_index * num_outputs + delta.index], delta)
+                yield [(choices[request_index * num_outputs + delta.index], delta) for request_index, delta in deltas]
+
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens so far. Equal engine requests of one prompt count its tokens once."""
+        num_input = sum(self._num_input_tokens[:: self.copies])
+        num_output = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": num_input,
+            "total_tokens": num_input + num_output,
+            "completion_tokens": num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens[:: self.copies])},
+        }
+
+    def _engine_requests(self, client: TextClient, return_prompt_token_ids: bool) -> list[GenerateRequest]:
+        fields = self.fields
+        params = self.params.to_mapping()
+        return [
+            GenerateRequest(
+                client.new_id(),
+                self.model,
+                prompt.text,
+                prompt.token_ids,
+                params,
+                fields.stream,
+                fields.cache_salt,
+                fields.priority,
+                fields.add_special_tokens is not False,
+                return_prompt_token_ids or fields.return_token_ids,
+                self.params.logprobs is not None,
+                self._api_key_name,
+            )
+            for prompt in self.prompts
+            for _ in range(self.copies)
+        ]
+
+    def _count(self, request_index: int, choice: Choice, delta: OutputDelta) -> None:
+        choice.num_tokens = delta.num_output_tokens
+        self._num_input_tokens[request_index] = delta.num_input_tokens
+        self._num_cached_tokens[request_index] = delta.num_cached_tokens
+        if delta.prompt_token_ids is not None:
+            self.prompt_token_ids[request_index] = delta.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs[request_index] = delta.prompt_logprobs

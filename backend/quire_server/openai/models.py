@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GET routes: the models that requests can name, health, version and metrics."""
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.errors import ApiError
+from quire_server.openai.http_message import HttpRequest, Reply, Response
+from quire_server.openai.text_client import TextClient
+
+_METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Models:
+    """The routes."""
+
+    def __init__(self, client: TextClient) -> None:
+        self._client = client
+        self._created = int(time.time())
+
+    async def get_all(self, request: HttpRequest) -> Reply:
+        """GET /v1/models: the base model first, then the adapters with the base as their parent."""
+        return Response(msgspec.json.encode({"object": "list", "data": await self._cards()}))
+
+    async def get(self, request: HttpRequest) -> Reply:
+        """GET /v1/models/{id}."""
+        for card in await self._cards():
+            if card["id"] == request.path_arg:
+                return Response(msgspec.json.encode(card))
+        raise ApiError(404, f"model: {request.path_arg[:100]!r} is not served; GET /v1/models lists the names")
+
+    async def health(self, request: HttpRequest) -> Reply:
+        """GET /health: 200 while requests are accepted, else 503."""
+        closed_reason = (await self._client.call("models"))["closed_reason"]
+        if closed_reason:
+            raise ApiError(503, closed_reason, retry_after_s=1.0)
+        return Response(b"")
+
+    async def version(self, request: HttpRequest) -> Reply:
+        """GET /version."""
+        return Response(msgspec.json.encode({"version": version("quire-llm")}))
+
+    async def metrics(self, request: HttpRequest) -> Reply:
+        """GET /metrics: the metrics of the text process, which counts all requests."""
+        result = await self._client.call("metrics")
+        return Response(result["text"].encode(), content_type=_METRICS_CONTENT_TYPE)
+
+    async def _cards(self) -> list[dict[str, Any]]:
+        models = await self._client.call("models")
+        base = models["served_name"]
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "quire",
+                "root": name,
+                "parent": None if name == base else base,
+                "max_model_len": models["max_model_len"],
+            }
+            for name in (base, *models["adapters"])
+        ]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deltas of one HTTP request, which runs one or several requests of the text process.
+
+Buffers what the client has not read yet. A client that reads too slowly loses its request, so that the buffer is
+bounded. Knows neither HTTP nor the format of a response.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from quire_server.openai.errors import ApiError, error_from_delta
+from quire_server.openai.text_client import TextClient
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta
+
+MAX_PENDING_TOKENS = 16384
+"""Buffered output tokens of a streamed HTTP request; the same limit as in a stub."""
+
+
+class OutputStream:
+    """The open requests of one HTTP request, as a context manager: leaving it cancels those that have not ended."""
+
+    def __init__(self, client: TextClient, requests: Sequence[GenerateRequest]) -> None:
+        self._client = client
+        self._requests = requests
+        self._index_by_id = {request.id: i for i, request in enumerate(requests)}
+        self._pending: list[tuple[int, OutputDelta]] = []
+        self._num_pending_tokens = 0
+        self._num_open = len(requests)
+        self._is_streamed = any(request.stream for request in requests)
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        for request in self._requests:
+            self._client.submit(request, self)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._client.cancel(list(self._index_by_id))
+
+    def push(self, delta: OutputDelta) -> None:
+        """Accept a delta of the text process."""
+        if delta.error_code is not None:
+            self._fail(error_from_delta(delta))
+            return
+        self._num_open -= delta.final
+        self._pending.append((self._index_by_id[delta.id], delta))
+        if self._is_streamed:
+            self._num_pending_tokens += len(delta.token_ids)
+            if self._num_pending_tokens > MAX_PENDING_TOKENS:
+                self._pending.clear()
+                self._fail(
+                    ApiError(503, f"response: the client reads too slowly, {MAX_PENDING_TOKENS} tokens are unsent")
+                )
+        self._wake()
+
+    async def next(self, timeout_s: float) -> list[tuple[int, OutputDelta]]:
+        """Return the new deltas, each with the index of its request; none after `timeout_s` without one.
+
+        Raises:
+            ApiError: one of the requests failed.
+        """
+        if not self._pending and self._error is None:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        deltas, self._pending = self._pending, []
+        self._num_pending_tokens = 0
+        if not deltas and self._error is not None:
+            raise self._error
+        return deltas
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all requests have ended and every delta was returned."""
+        return not self._num_open and not self._pending and self._error is None
+
+    def _fail(self, error: ApiError) -> None:
+        if self._error is None:
+            self._error = error
+            self._client.cancel(list(self._index_by_id))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a generation request: which names exist, which are ignored, which are rejected, and their types.
+
+A field has one of four fates. The front's own fields are in the Structs, sampling parameters are checked by
+`SamplingParams`. Fields that clients send for their own bookkeeping are accepted and ignored. Every other field is an
+error that names it, so that no constraint is ever ignored silently.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire_server.openai.errors import ApiError
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import InvalidArgument, truncated_repr
+
+SAMPLING_FIELDS = frozenset(f.name for f in dataclass_fields(SamplingParams)) - {"detokenize"}
+
+BOOKKEEPING_FIELDS = frozenset(
+    {
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "session_id", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction", "modalities", "verbosity", "web_search_options"),
+        *("parallel_tool_calls", "include_reasoning"),
+    }
+)
+"""Accepted and ignored: they do not change what the model may answer."""
+
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "prompt_embeds": (),
+    "logprob_token_ids": (),
+    "truncation_side": ("left",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "thinking_token_budget": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "documents": ([],),
+    "audio": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+"""Fields of the OpenAI API and of vLLM that this server cannot honour, with the values that ask for nothing."""
+
+MAX_SALT_CHARS = 128
+_SALT = re.compile(r"[^@/\\\0]*")
+_MSGSPEC_PATH = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_T = TypeVar("_T", bound="GenerationFields")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """stream_options of a request."""
+
+    include_usage: bool = False
+    """Send the usage in a last chunk."""
+    continuous_usage_stats: bool = False
+    """Send the usage in each chunk."""
+    include_obfuscation: bool = False
+    """Accepted and ignored."""
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """Fields that completions and chat completions share, beside the sampling parameters."""
+
+    model: str | None = None
+    """The base model or an adapter; None: the base model."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    echo: bool = False
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T, dict[str, Any]]:
+    """Return the front's own fields and the sampling parameters of a request. A null field counts as absent.
+
+    Raises:
+        ApiError: a field is unknown, not supported, or has a wrong type.
+    """
+    present = {name: value for name, value in document.items() if value is not None}
+    own_fields = set(fields_type.__struct_fields__)
+    for name, value in present.items():
+        if name not in own_fields and name not in SAMPLING_FIELDS and name not in BOOKKEEPING_FIELDS:
+            _check_unsupported(name, value, own_fields)
+    try:
+        fields = msgspec.convert(present, fields_type)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, _describe(error)) from None
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options: requires stream; set stream to true, or leave stream_options out")
+    if fields.cache_salt is not None and (
+        len(fields.cache_salt) > MAX_SALT_CHARS or not _SALT.fullmatch(fields.cache_salt)
+    ):
+        raise ApiError(
+            400, f"cache_salt: must have at most {MAX_SALT_CHARS} characters and none of '@', '/', '\\' and NUL"
+        )
+    return fields, {name: present[name] for name in present if name in SAMPLING_FIELDS and name not in own_fields}
+
+
+def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[SamplingParams, int]:
+    """Return the parameters of one engine request, and how many copies of it give the outputs that `n` asks for.
+
+    Without randomness all outputs are equal. The engine then runs one output per request, so `n` becomes copies.
+
+    Raises:
+        ApiError: a parameter is wrong.
+    """
+    values, copies = dict(values), 1
+    try:
+        if values.get("temperature", 1) == 0 and type(values.get("n")) is int and "best_of" not in values:
+            copies = SamplingParams(n=values.pop("n")).n
+        params = SamplingParams(**values)
+    except InvalidArgument as error:
+        raise ApiError(400, str(error)) from None
+    if stream and params.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs: not available with stream; set stream to false")
+    return params, copies
+
+
+def _check_unsupported(name: str, value: Any, own_fields: set[str]) -> None:
+    if name in UNSUPPORTED_FIELDS:
+        if value not in UNSUPPORTED_FIELDS[name]:
+            raise ApiError(
+                400, f"{name}: is not supported by this server, got {truncated_repr(value)}; leave it out", name
+            )
+        return
+    known = own_fields | SAMPLING_FIELDS
+    matches = difflib.get_close_matches(name[:80].lower(), known, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else "leave it out"
+    raise ApiError(400, f"{truncated_repr(name)}: is not a field of this request; {hint}", name[:80])
+
+
+def _describe(error: msgspec.ValidationError) -> str:
+    """Return a msgspec message in the form `field: problem`."""
+    match = _MSGSPEC_PATH.match(str(error))
+    if match is None:
+        return f"body: {str(error)[:300]}"
+    problem = match["problem"]
+    return f"{match['path'] or 'body'}: {problem[:1].lower()}{problem[1:300]}"

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line settings of the front, as one frozen value."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_MAX_BODY_BYTES = 8 * 2**20
+"""A prompt of a million token ids; parsing it blocks the event loop for about 20 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """Arguments of `python -m quire_server.openai`."""
+
+    run_dir: Path
+    """Folder of the pod's Unix sockets."""
+    served_name: str
+    """Name of the base model."""
+    host: str
+    port: int
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES

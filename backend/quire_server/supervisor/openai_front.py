@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start and session of the OpenAI front's process. process_manager.py runs them in its restart loop."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+
+from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.settings import SupervisorSettings
+from quire_spec.net.addresses import format_for_url
+
+_START_TIMEOUT_S = 60.0
+_PROBE_INTERVAL_S = 0.1
+_PING_INTERVAL_S = 5.0
+_UNRESPONSIVE_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+class OpenAIFront:
+    """Starts the process, and watches that it answers."""
+
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        run_dir: Path,
+        port: int,
+        relay: Callable[[str, str], None],
+        mark_ready: Callable[[], None],
+    ) -> None:
+        """`mark_ready` is called when the process answers for the first time."""
+        self._settings = settings
+        self._run_dir = run_dir
+        self._port = port
+        self._relay = relay
+        self._mark_ready = mark_ready
+
+    async def start(self) -> ChildProcess:
+        """Start the process."""
+        settings = self._settings
+        argv = [sys.executable, "-m", "quire_server.openai", "--run-dir", str(self._run_dir)]
+        argv += ["--served-name", settings.served_name, "--host", settings.host, "--port", str(self._port)]
+        return await ChildProcess.start("openai", argv, self._relay)
+
+    async def session(self, child: ChildProcess) -> str:
+        """Watch a process until it must be killed; return the reason."""
+        url = f"http://{format_for_url(self._settings.loopback)}:{self._port}/version"
+        async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                while not await _answers(session, url):
+                    await asyncio.sleep(_PROBE_INTERVAL_S)
+            self._mark_ready()
+            loop = asyncio.get_running_loop()
+            last_answer = loop.time()
+            while loop.time() - last_answer < _UNRESPONSIVE_TIMEOUT_S:
+                await asyncio.sleep(_PING_INTERVAL_S)
+                if await _answers(session, url):
+                    last_answer = loop.time()
+        return f"no response for {_UNRESPONSIVE_TIMEOUT_S:g} s"
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return True if the front answers with any status; while the text process restarts, it still lives."""
+    try:
+        async with session.get(url) as response:
+            return response.status > 0
+    except (aiohttp.ClientError, TimeoutError):
+        return False

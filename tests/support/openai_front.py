@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real OpenAI front before real text and core processes, without the server and the supervisor."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+from nodocker_cluster.ports import free_ports
+from support.engine_processes import EngineProcesses, engine_config, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples/models/tiny"
+
+
+@dataclass
+class Answer:
+    """A response of any status."""
+
+    status: int
+    body: Any
+    headers: Mapping[str, str]
+
+    @property
+    def message(self) -> str:
+        return str(self.body["error"]["message"])
+
+
+class OpenAIFront:
+    """One running `python -m quire_server.openai`."""
+
+    def __init__(self, engine: EngineProcesses, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        self.engine = engine
+        [self.port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._flags = flags
+        self._env = dict(env or {})
+        self.log_file = engine.folder / "openai.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        command = [sys.executable, "-m", "quire_server.openai", f"--run-dir={self.engine.folder}"]
+        command += ["--served-name=base", f"--port={self.port}", *self._flags]
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, env=os.environ | self._env)
+        wait_for(self._is_serving, what=f"front:\n{self.log_file.read_text()}")
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def client(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
+        """Return a client without retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **options)
+
+    def request(
+        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None
+    ) -> Answer:
+        """Send a request with any body; never raises for a status."""
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        http_request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json", **(headers or {})}, method=method
+        )
+        try:
+            with urllib.request.urlopen(http_request, timeout=60) as response:
+                return _answer(response.status, response.read(), response.headers)
+        except urllib.error.HTTPError as error:
+            with error:
+                return _answer(error.code, error.read(), error.headers)
+
+    def complete(self, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
+        """POST /v1/completions."""
+        return self.request("/v1/completions", {"model": "base", **fields}, headers)
+
+    def engine_is_busy(self) -> None:
+        """Wait until the engine runs a sequence."""
+        wait_for(lambda: self.engine.core_stats()["num_running"], what="a running sequence")
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the front."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def _is_serving(self) -> bool:
+        assert self.process.poll() is None, self.log_file.read_text()
+        try:
+            return self.request("/health").status == 200
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def running_front(
+    folder: Path, *flags: str, model: Path = TINY, env: Mapping[str, str] | None = None, **config: Any
+) -> Iterator[OpenAIFront]:
+    """Start text, core and front; check at the end that no request is left in the engine."""
+    with EngineProcesses(folder, **engine_config(model, **config)) as engine:
+        engine.start("core", "text")
+        with engine.connect("text", "supervisor") as supervisor:
+            supervisor.call("set_adapters", adapters={}, limits={})
+        front = OpenAIFront(engine, *flags, env=env)
+        try:
+            yield front
+            engine.wait_idle()
+            assert front.stop() == 0
+        finally:
+            front.kill()
+
+
+def _answer(status: int, body: bytes, headers: Any) -> Answer:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        document = body.decode(errors="replace")
+    return Answer(status, document, {name.lower(): value for name, value in headers.items()})
