@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of gpt-oss (Harmony): reasoning, answer and tool calls in channels.
+
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, channel final is the answer, and channel commentary with the
+recipient `functions.NAME` is a call that ends with `<|call|>`.
+"""
+
+import re
+from collections.abc import Iterator
+
+from quire_engine.parsers.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallStart
+from quire_engine.parsers.lexer import Lexeme
+
+_MESSAGE, _CHANNEL = "<|message|>", "<|channel|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+
+
+class HarmonyFormat:
+    """The parser of one output. The prompt ends with `<|start|>assistant`."""
+
+    marks = frozenset((_MESSAGE, _CHANNEL, "<|constrain|>", *_ENDS))
+
+    def __init__(self) -> None:
+        self._header: str | None = ""
+        """Text of the header so far; None inside a message."""
+        self._body = "content"
+        """content, reasoning or call."""
+        self._num_calls = 0
+        self._has_arguments = False
+
+    def cut(self) -> None:
+        """Do nothing: channels have exact limits."""
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """Take the next lexeme."""
+        if lexeme.is_mark:
+            if lexeme.text in _ENDS:
+                yield from self.finish()
+                self._header = ""
+            elif lexeme.text == _MESSAGE:
+                yield from self._begin_message()
+            elif self._header is not None:
+                self._header += lexeme.text
+            return
+        if self._header is not None:
+            self._header += lexeme.text
+        elif self._body == "call":
+            self._has_arguments = True
+            yield ToolCallArguments(self._num_calls - 1, lexeme.text)
+        else:
+            yield ReasoningDelta(lexeme.text) if self._body == "reasoning" else ContentDelta(lexeme.text)
+
+    def _begin_message(self) -> Iterator[Event]:
+        header, self._header = self._header or "", None
+        recipient = _RECIPIENT.search(header)
+        channel = header.rpartition(_CHANNEL)[2].split()
+        if recipient is not None:
+            self._body, self._has_arguments = "call", False
+            yield ToolCallStart(self._num_calls, recipient[1])
+            self._num_calls += 1
+        else:
+            self._body = "reasoning" if channel[:1] == ["analysis"] else "content"
+
+    def finish(self) -> Iterator[Event]:
+        """Complete a call without arguments."""
+        if self._header is None and self._body == "call" and not self._has_arguments:
+            yield ToolCallArguments(self._num_calls - 1, "{}")

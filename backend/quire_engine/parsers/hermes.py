@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls of Hermes, Qwen2.5, Qwen3 and the tiny model: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+
+from collections.abc import Iterator
+
+from quire_engine.parsers.events import Event
+from quire_engine.parsers.format import Content
+from quire_engine.parsers.json_call import JsonCallReader
+from quire_engine.parsers.lexer import Lexeme
+
+_START, _END = "<tool_call>", "</tool_call>"
+
+
+class HermesFormat:
+    """The parser of one output."""
+
+    marks = frozenset((_START, _END))
+
+    def __init__(self) -> None:
+        self._content = Content()
+        self._num_calls = 0
+        self._call: JsonCallReader | None = None
+        """The call being read."""
+
+    def cut(self) -> None:
+        """Drop line breaks around this place."""
+        self._content.cut()
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """Take the next lexeme."""
+        if lexeme.is_mark:
+            yield from self._end_call()
+            if lexeme.text == _START:
+                self._call = JsonCallReader(self._num_calls)
+            return
+        if self._call is None:
+            yield from self._content.write(lexeme.text)
+            return
+        for char in lexeme.text:
+            # What a model writes behind a complete or a broken object until the end mark is kept as raw text.
+            if self._call.done or self._call.failed:
+                self._call.raw += char
+                continue
+            was_started = self._call.started
+            yield from self._call.feed(char)
+            if self._call.started and not was_started:
+                self._num_calls += 1
+                self._content.cut()
+
+    def finish(self) -> Iterator[Event]:
+        """Return what was withheld."""
+        yield from self._end_call()
+        yield from self._content.finish()
+
+    def _end_call(self) -> Iterator[Event]:
+        call, self._call = self._call, None
+        if call is not None and not call.started and call.raw.strip():
+            yield from self._content.write(_START + call.raw)

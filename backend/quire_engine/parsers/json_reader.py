@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Incremental reader of JSON text: finds where a value ends, and the values of an object's keys as they arrive.
+
+It checks structure and strings, not literals, because it passes the text on unchanged. Formats of tool calls use it.
+"""
+
+import json
+from collections.abc import Iterator
+
+_WHITESPACE = " \t\r\n"
+
+
+class JsonValueReader:
+    """Reads one value character by character."""
+
+    def __init__(self) -> None:
+        self.done = False
+        """The value is complete."""
+        self.failed = False
+        """The text is no JSON value."""
+        self._closers: list[str] = []
+        self._in_string = False
+        self._is_escaped = False
+        self._in_literal = False
+
+    def feed(self, char: str) -> bool:
+        """Take one character; return whether it belongs to the value. Whitespace before the value does not."""
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == '"':
+                self._in_string, self.done = False, not self._closers
+            return True
+        if char in _WHITESPACE:
+            self.done = self._in_literal and not self._closers
+            return bool(self._closers)
+        if self._in_literal and not self._closers:
+            self.done = char in ",]}"
+            return not self.done
+        if char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._closers.append("}" if char == "{" else "]")
+        elif char in "}]":
+            if not self._closers or self._closers.pop() != char:
+                self.failed = True
+                return False
+            self.done = not self._closers
+        elif not self._closers:
+            # A number, true, false or null: it ends before the next delimiter.
+            self.failed = char not in "-0123456789tfn"
+            self._in_literal = not self.failed
+            return not self.failed
+        return True
+
+
+class JsonObjectReader:
+    """Reads one object; yields the text of its values by key, in parts."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.failed = False
+        self._expects = "{"
+        """What comes next: "{", a "key", ":", a "value", or "," after a value."""
+        self._key_text = ""
+        self._value = JsonValueReader()
+
+    def feed(self, char: str) -> Iterator[tuple[str, str]]:
+        """Yield (key, character) if the character belongs to a value."""
+        if self._expects == "value":
+            if self._value.feed(char):
+                yield json.loads(self._key_text), char
+                if self._value.done:
+                    self._expects = ","
+                return
+            if self._value.failed:
+                self.failed = True
+                return
+            if not self._value.done:
+                return
+            self._expects = ","
+        if self._expects == "key" and self._key_text:
+            self._key_text += char
+            if char == '"' and self._is_valid_key():
+                self._expects = ":"
+            return
+        if char in _WHITESPACE:
+            return
+        if self._expects == "{" and char == "{":
+            self._expects = "key"
+        elif self._expects == "key" and char == '"':
+            self._key_text = char
+        elif self._expects == ":" and char == ":":
+            self._expects, self._value = "value", JsonValueReader()
+        elif self._expects == "," and char == ",":
+            self._expects, self._key_text = "key", ""
+        elif char == "}" and self._expects in (",", "key"):
+            self.done = True
+        else:
+            self.failed = True
+
+    def _is_valid_key(self) -> bool:
+        try:
+            json.loads(self._key_text)
+        except ValueError:
+            return False
+        return True

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits an output into text and marks such as `<tool_call>`, from token ids and text that arrive in increments.
+
+A mark that is one token of the vocabulary is recognised by its id only, so the same characters as ordinary text are
+text. A mark without a token of its own is recognised by its characters. `Parser` owns a lexer for each output.
+"""
+
+import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Lexeme:
+    """A mark, or text between marks."""
+
+    text: str
+    is_mark: bool = False
+
+
+class Lexer:
+    """The lexer of one output. Takes time linear in the output's length."""
+
+    def __init__(
+        self, marks: Collection[str], tokenizer: Tokenizer | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> None:
+        """`tokenizer` None recognises all marks by their characters, and token ids are ignored."""
+        added_tokens = {} if tokenizer is None else tokenizer.added_tokens
+        self._marks_by_id: Mapping[int, str] = {i: text for i, text in added_tokens.items() if text in marks}
+        written_marks = sorted(set(marks) - set(self._marks_by_id.values()), key=len, reverse=True)
+        self._written_marks = re.compile("|".join(map(re.escape, written_marks))) if written_marks else None
+        self._mark_beginnings = frozenset(mark[:end] for mark in written_marks for end in range(1, len(mark)))
+        self._longest_beginning = max(map(len, self._mark_beginnings), default=0)
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False), prompt_token_ids)
+            if self._marks_by_id
+            else None
+        )
+        self._num_decoded_chars = 0
+        self._mark_spans: deque[tuple[int, int]] = deque()
+        """Start and end of the marks in the output, of those whose text has not arrived."""
+        self._offset = 0
+        """Number of characters before `_text`."""
+        self._text = ""
+        """Text that has arrived and was not returned."""
+
+    def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
+        """Yield the lexemes that the next tokens complete.
+
+        `text` is the next part of the output with its special tokens. It can lag behind the tokens, because text that
+        may be part of a stop string is withheld, and never leads.
+        """
+        if self._detokenizer is not None:
+            for token_id in token_ids:
+                self._num_decoded_chars += len(self._detokenizer.update([token_id], False).text)
+                if (mark := self._marks_by_id.get(token_id)) is not None:
+                    self._mark_spans.append((self._num_decoded_chars - len(mark), self._num_decoded_chars))
+        self._text += text
+        while self._mark_spans and self._mark_spans[0][1] <= self._offset + len(self._text):
+            start, end = self._mark_spans.popleft()
+            yield from self._plain_text(start, True)
+            yield Lexeme(self._take(end), is_mark=True)
+        # The beginning of a mark whose end has not arrived is not text yet.
+        arrived = self._offset + len(self._text)
+        next_mark = self._mark_spans[0][0] if self._mark_spans else arrived + 1
+        yield from self._plain_text(min(next_mark, arrived), finished or next_mark <= arrived)
+        if finished and self._text:
+            yield Lexeme(self._take(self._offset + len(self._text)))
+
+    def _plain_text(self, end: int, complete: bool) -> Iterator[Lexeme]:
+        """Yield the text before `end` with its written marks; unless `complete`, a mark can begin at its end."""
+        if self._written_marks is not None:
+            while (match := self._written_marks.search(self._text, 0, max(0, end - self._offset))) is not None:
+                start, stop = self._offset + match.start(), self._offset + match.end()
+                if start > self._offset:
+                    yield Lexeme(self._take(start))
+                yield Lexeme(self._take(stop), is_mark=True)
+            if not complete:
+                end -= self._length_of_mark_beginning(self._text[: end - self._offset])
+        if end > self._offset:
+            yield Lexeme(self._take(end))
+
+    def _length_of_mark_beginning(self, text: str) -> int:
+        longest = min(self._longest_beginning, len(text))
+        return next((n for n in range(longest, 0, -1) if text[-n:] in self._mark_beginnings), 0)
+
+    def _take(self, end: int) -> str:
+        length = end - self._offset
+        taken, self._text = self._text[:length], self._text[length:]
+        self._offset = end
+        return taken

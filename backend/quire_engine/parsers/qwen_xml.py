@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls of Qwen3-Coder and Qwen3.5: `<function=f><parameter=k>v</parameter></function>` in `<tool_call>`.
+
+Values have no quotes, so the schema of the tool decides which JSON type a value has.
+"""
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quire_engine.parsers.events import Event, ToolCallArguments, ToolCallStart
+from quire_engine.parsers.format import Content
+from quire_engine.parsers.lexer import Lexeme
+
+_START, _END = "<tool_call>", "</tool_call>"
+_FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
+
+_Types = Mapping[str, frozenset[str]]
+"""JSON types of a function's parameters by name."""
+
+
+class QwenXmlFormat:
+    """The parser of one output."""
+
+    marks = frozenset((_START, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`tools` are those of the request, as clients of the OpenAI API define them."""
+        self._types_by_function = dict(_parameter_types(tool) for tool in tools)
+        self._content = Content()
+        self._num_calls = 0
+        self._state = "content"
+        """content, call, name, function, key or value."""
+        self._text = ""
+        """Of the name, key or value being read."""
+        self._types: _Types = {}
+        self._key = ""
+        self._num_arguments = 0
+
+    def cut(self) -> None:
+        """Drop line breaks around this place."""
+        self._content.cut()
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """Take the next lexeme."""
+        if lexeme.is_mark and not (self._state == "value" and lexeme.text != _END_PARAMETER):
+            yield from self._take_mark(lexeme.text)
+        elif self._state == "content":
+            yield from self._content.write(lexeme.text)
+        elif self._state in ("name", "key"):
+            text, end, rest = (self._text + lexeme.text).partition(">")
+            self._text = text
+            if end:
+                yield from self._end_name()
+                self._text = rest if self._state == "value" else ""
+        elif self._state == "value":
+            self._text += lexeme.text
+
+    def _take_mark(self, mark: str) -> Iterator[Event]:
+        if mark == _START:
+            self._state = "call"
+            self._content.cut()
+        elif mark == _FUNCTION and self._state in ("content", "call"):
+            self._content.cut()
+            self._state, self._text = "name", ""
+        elif mark == _PARAMETER and self._state == "function":
+            self._state, self._text = "key", ""
+        elif mark == _END_PARAMETER and self._state == "value":
+            yield from self._end_value()
+        elif mark in (_END_FUNCTION, _END):
+            yield from self._end_call(mark)
+        elif self._state == "content":
+            yield from self._content.write(mark)
+
+    def _end_name(self) -> Iterator[Event]:
+        name = self._text.strip()
+        if self._state == "key":
+            self._state, self._key = "value", name
+            return
+        self._state, self._types = "function", self._types_by_function.get(name, {})
+        self._num_arguments = 0
+        yield ToolCallStart(self._num_calls, name)
+        self._num_calls += 1
+
+    def _end_value(self) -> Iterator[Event]:
+        value = _typed(self._text.removeprefix("\n").removesuffix("\n"), self._types.get(self._key, frozenset()))
+        separator = ", " if self._num_arguments else "{"
+        entry = f"{json.dumps(self._key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+        self._state, self._num_arguments = "function", self._num_arguments + 1
+        yield ToolCallArguments(self._num_calls - 1, separator + entry)
+
+    def _end_call(self, mark: str) -> Iterator[Event]:
+        if self._state == "function":
+            yield ToolCallArguments(self._num_calls - 1, "}" if self._num_arguments else "{}")
+        # Between the ends of function and call nothing is content.
+        self._state = "content" if mark == _END else "call"
+        self._content.cut()
+
+    def finish(self) -> Iterator[Event]:
+        """Return what was withheld."""
+        if self._state == "name":
+            yield from self._content.write(_FUNCTION + self._text)
+        yield from self._content.finish()
+
+
+def _parameter_types(tool: Mapping[str, Any]) -> tuple[str, _Types]:
+    function = tool.get("function") or tool
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return str(function.get("name")), {str(key): _types_of(schema) for key, schema in properties.items()}
+
+
+def _types_of(schema: object) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    stated = schema.get("type")
+    types = {stated} if isinstance(stated, str) else set(stated or ())
+    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        types |= _types_of(branch)
+    return frozenset(types)
+
+
+def _typed(text: str, types: frozenset[str]) -> object:
+    if not types or types == {"string"}:
+        return text
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text.strip())
+            json.dumps(value)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        if _json_types(value) & types:
+            return value
+    return text
+
+
+def _json_types(value: object) -> set[str]:
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number"} | ({"integer"} if value.is_integer() else set())
+    if isinstance(value, str):
+        return {"string"}
+    return {"object"} if isinstance(value, dict) else {"array"}

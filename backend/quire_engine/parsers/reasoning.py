@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning between `<think>` and `</think>` before the answer, in the output of any format."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from quire_engine.parsers.events import Event, ReasoningDelta
+from quire_engine.parsers.format import Format
+from quire_engine.parsers.lexer import Lexeme
+
+
+class ContentFormat(Format, Protocol):
+    """A format that reasoning can precede."""
+
+    def cut(self) -> None:
+        """Drop line breaks around this place."""
+        ...
+
+
+class ReasoningFormat:
+    """Passes on what follows the reasoning to the parser of the answer.
+
+    The reasoning is the beginning of the output: `<think>` inside an answer is text.
+    """
+
+    def __init__(
+        self, answer: ContentFormat, start: str = "<think>", end: str = "</think>", is_open: bool = False
+    ) -> None:
+        """`is_open`: the prompt ends inside the reasoning, so the output has only the end mark."""
+        self.marks = answer.marks | {start, end}
+        self._answer = answer
+        self._start, self._end = start, end
+        self._state = "reasoning" if is_open else "begin"
+        """begin, reasoning or answer."""
+        self._line_breaks = ""
+        """Withheld at the end of the reasoning, or before it begins."""
+        self._has_text = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the output is inside the reasoning, or may still begin with it."""
+        return self._state != "answer"
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """Take the next lexeme."""
+        if self._state == "begin":
+            if lexeme.is_mark and lexeme.text == self._start:
+                self._state, self._line_breaks = "reasoning", ""
+                return
+            if not lexeme.is_mark and not lexeme.text.strip():
+                self._line_breaks += lexeme.text
+                return
+            self._state = "answer"
+            if self._line_breaks:
+                yield from self._answer.feed(Lexeme(self._line_breaks))
+                self._line_breaks = ""
+        if self._state == "reasoning":
+            if lexeme.is_mark and lexeme.text == self._end:
+                self._state = "answer"
+                self._answer.cut()
+            # A start mark that the model repeats behind an opened block is not text.
+            elif not (lexeme.is_mark and lexeme.text == self._start and not self._has_text):
+                yield from self._write(lexeme.text)
+            return
+        is_stray = lexeme.is_mark and lexeme.text in (self._start, self._end) and lexeme.text not in self._answer.marks
+        yield from self._answer.feed(Lexeme(lexeme.text) if is_stray else lexeme)
+
+    def _write(self, text: str) -> Iterator[Event]:
+        if not self._has_text:
+            text = text.lstrip("\n")
+        stripped = text.rstrip("\n")
+        if stripped:
+            self._has_text = True
+            yield ReasoningDelta(self._line_breaks + stripped)
+            self._line_breaks = ""
+        self._line_breaks += text[len(stripped) :]
+
+    def finish(self) -> Iterator[Event]:
+        """Return what was withheld."""
+        if self._state == "begin" and self._line_breaks:
+            yield from self._answer.feed(Lexeme(self._line_breaks))
+        yield from self._answer.finish()
