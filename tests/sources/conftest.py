@@ -1,29 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short retry delays and no ambient credentials for every test, and servers that several protocols need."""
+"""Fixtures that the readers of several protocols need."""
 
 import pytest
-from support.fake_sources import FakeHttpServer, RawServer, start_server
-from support.fetching import files_under
-
-
-@pytest.fixture(autouse=True)
-def _no_ambient_identity(monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_TOKEN", "HTTP_PROXY", "http_proxy"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _quick_retries(monkeypatch):
-    monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.01)
-
-
-@pytest.fixture
-async def web():
-    files = FakeHttpServer(files_under("/loras/sql"))
-    server = await start_server(files.handle)
-    files.url = str(server.make_url("/loras/sql"))
-    yield files
-    await server.close()
+from support.fake_sources import RawServer
+from support.source_fixtures import isolated_sources, web  # noqa: F401
 
 
 @pytest.fixture

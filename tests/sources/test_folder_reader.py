@@ -3,10 +3,12 @@
 
 import asyncio
 import os
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
-from support.fetching import ADAPTER_FILES, CONFIG, WEIGHTS, folder_content, make_fetcher, write_adapter_folder
+from support.fetching import ADAPTER_FILES, CONFIG, WEIGHTS, fetch, folder_content, make_fetcher, write_adapter_folder
 
 from quire_server.downloads.resumable_download import ResumableDownload
 from quire_spec.documents.adapter_catalog import PvcSource, Source
@@ -67,13 +69,6 @@ async def test_equal_content_of_two_sources_is_one_adapter(tmp_path):
     assert [p.name for p in (tmp_path / "cache/partial").iterdir() if p.suffix != ".lock"] == []
 
 
-async def test_rejects_path_sources_unless_allowed(tmp_path):
-    folder = write_adapter_folder(tmp_path / "a")
-    async with make_fetcher(tmp_path) as f:
-        with pytest.raises(InvalidArgument, match="quire serve"):
-            await f.fetch(Source(path=str(folder)))
-
-
 async def test_file_system_calls_run_outside_the_event_loop(tmp_path, monkeypatch):
     """The event loop serves probes and must not resolve links or read files."""
     found, look = [], os.path.realpath
@@ -123,18 +118,59 @@ async def came_back(f, source):
         return False
 
 
-@pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
-async def test_rejects_invalid_paths(tmp_path, path):
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(InvalidArgument, match="is not a path"):
-            await f.fetch(Source(path=path))
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/a\0b", "is not a path"),
+        ("/\ud800", "is not a path"),
+        ("relative/a", "absolute"),
+        ("/tmp/../etc", "absolute"),
+    ],
+)
+async def test_rejects_invalid_paths(tmp_path, path, words):
+    with pytest.raises(InvalidArgument, match=words):
+        await fetch(tmp_path, Source(path=path), allow_paths=True)
 
 
-@pytest.mark.parametrize("path", ["relative/a", "/tmp/../etc"])
-async def test_rejects_relative_paths_and_dots(tmp_path, path):
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(InvalidArgument, match="absolute"):
-            await f.fetch(Source(path=path))
+def _link(file):
+    file.unlink()
+    file.symlink_to("/etc/hostname")
+
+
+def _fifo(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _remove_folder(file):
+    shutil.rmtree(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "kind", "words"),
+    [
+        (_link, {}, InvalidArgument, "leads out of"),
+        (_fifo, {}, InvalidArgument, "not a regular file"),
+        (Path.unlink, {}, NotFound, rf"a/{WEIGHTS_FILE}.*does not exist"),
+        (_remove_folder, {}, NotFound, "a.* does not exist"),
+        (Path.touch, {"max_weights_bytes": len(WEIGHTS) - 1}, InvalidArgument, "--max-adapter-bytes"),
+        (Path.touch, {"allow_paths": False}, InvalidArgument, "quire serve"),
+    ],
+    ids=["link", "fifo", "missing-file", "missing-folder", "too-large", "not-allowed"],
+)
+async def test_rejects_invalid_folders(tmp_path, change, options, kind, words):
+    """Also without blocking: opening a FIFO waits for its writer."""
+    folder = write_adapter_folder(tmp_path / "a")
+    change(folder / WEIGHTS_FILE)
+    async with asyncio.timeout(5):
+        with pytest.raises(kind, match=words):
+            await fetch(tmp_path, Source(path=str(folder)), **{"allow_paths": True} | options)
+
+
+async def test_config_size_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire_server.adapters.fetcher._MAX_CONFIG_BYTES", 4)
+    with pytest.raises(InvalidArgument, match=rf"{CONFIG_FILE}.*the limit is 4"):
+        await fetch(tmp_path, Source(path=str(write_adapter_folder(tmp_path / "a"))), allow_paths=True)
 
 
 async def test_claim_is_read_only_below_its_folder(tmp_path):
@@ -154,15 +190,6 @@ async def test_claim_is_read_only_below_its_folder(tmp_path):
             await f.fetch(Source(pvc=PvcSource("other")))
 
 
-async def test_rejects_a_link_out_of_the_folder(tmp_path):
-    folder = write_adapter_folder(tmp_path / "a")
-    (folder / WEIGHTS_FILE).unlink()
-    (folder / WEIGHTS_FILE).symlink_to("/etc/hostname")
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(InvalidArgument, match="leads out of"):
-            await f.fetch(Source(path=str(folder)))
-
-
 @pytest.mark.parametrize("in_place", [True, False], ids=["written over", "renamed"])
 async def test_folder_that_changes_during_the_read_is_read_again(tmp_path, monkeypatch, in_place):
     """The config of one version may match the shapes of another version's weights, so that a mixture would load."""
@@ -179,8 +206,7 @@ async def test_folder_that_changes_during_the_read_is_read_again(tmp_path, monke
                 target.rename(folder / file)
 
     monkeypatch.setattr(ResumableDownload, "download", changed_between)
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        assert folder_content(await f.fetch(Source(path=str(folder)))) == new
+    assert await fetch(tmp_path, Source(path=str(folder)), allow_paths=True) == new
 
 
 async def test_folder_that_keeps_changing_is_rejected(tmp_path, monkeypatch):
@@ -191,37 +217,6 @@ async def test_folder_that_keeps_changing_is_rejected(tmp_path, monkeypatch):
         (folder / name).write_bytes((folder / name).read_bytes() + b" ")
 
     monkeypatch.setattr(ResumableDownload, "download", changed_after)
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(Unavailable, match="changed 3 times during the download; write a new adapter beside"):
-            await f.fetch(Source(path=str(folder)))
+    with pytest.raises(Unavailable, match="changed 3 times during the download; write a new adapter beside"):
+        await fetch(tmp_path, Source(path=str(folder)), allow_paths=True)
     assert not list((tmp_path / "cache/adapters").iterdir())
-
-
-async def test_rejects_a_fifo_without_blocking(tmp_path):
-    folder = write_adapter_folder(tmp_path / "a")
-    (folder / WEIGHTS_FILE).unlink()
-    os.mkfifo(folder / WEIGHTS_FILE)
-    async with make_fetcher(tmp_path, allow_paths=True) as f, asyncio.timeout(5):
-        with pytest.raises(InvalidArgument, match="not a regular file"):
-            await f.fetch(Source(path=str(folder)))
-
-
-async def test_errors_name_missing_files_and_folders(tmp_path):
-    folder = write_adapter_folder(tmp_path / "a")
-    (folder / WEIGHTS_FILE).unlink()
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(NotFound, match=rf"a/{WEIGHTS_FILE}.*does not exist"):
-            await f.fetch(Source(path=str(folder)))
-        with pytest.raises(NotFound, match="absent"):
-            await f.fetch(Source(path=str(tmp_path / "absent")))
-
-
-async def test_file_sizes_are_limited(tmp_path, monkeypatch):
-    folder = write_adapter_folder(tmp_path / "a")
-    async with make_fetcher(tmp_path, allow_paths=True, max_weights_bytes=len(WEIGHTS) - 1) as f:
-        with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):
-            await f.fetch(Source(path=str(folder)))
-    monkeypatch.setattr("quire_server.adapters.fetcher._MAX_CONFIG_BYTES", 4)
-    async with make_fetcher(tmp_path, allow_paths=True) as f:
-        with pytest.raises(InvalidArgument, match=rf"{CONFIG_FILE}.*the limit is 4"):
-            await f.fetch(Source(path=str(folder)))

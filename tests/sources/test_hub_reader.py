@@ -5,7 +5,7 @@ import os
 
 import pytest
 from support.fake_sources import FakeHttpServer, FakeHub, start_server
-from support.fetching import ADAPTER_FILES, WEIGHTS, files_under, folder_content, make_fetcher
+from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, files_under, folder_content, make_fetcher
 
 from quire_spec.documents.adapter_catalog import HuggingFaceSource, SecretRef, Source
 from quire_spec.documents.adapter_digest import WEIGHTS_FILE
@@ -48,16 +48,14 @@ async def test_hub(tmp_path, hub):
 async def test_hub_resumes_and_checks_the_hubs_sha256(tmp_path, hub):
     hub.http_server.cut_after_bytes = [2**20]
     source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
-    async with make_fetcher(tmp_path, **hub.options) as f:
-        assert folder_content(await f.fetch(source)) == ADAPTER_FILES
+    assert await fetch(tmp_path, source, **hub.options) == ADAPTER_FILES
     assert hub.http_server.ranges()[1].startswith("bytes=")
     hub.commit = "f" * 40
     lied = FakeHttpServer({f"/{WEIGHTS_FILE}": os.urandom(len(WEIGHTS))})
     cdn = await start_server(lied.handle)
     hub.cdn = f"http://localhost:{cdn.port}"
-    async with make_fetcher(tmp_path, **hub.options) as f:
-        with pytest.raises(InvalidArgument, match="sha256 is"):
-            await f.fetch(source)
+    with pytest.raises(InvalidArgument, match="sha256 is"):
+        await fetch(tmp_path, source, **hub.options)
     await cdn.close()
 
 
@@ -83,7 +81,6 @@ async def test_hub_errors(tmp_path, hub):
 async def test_an_unusable_proxy_is_reported_without_its_password(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "socks5://user:passw0rd@127.0.0.1:9")
     source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
-    async with make_fetcher(tmp_path, **hub.options) as f:
-        with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
-            await f.fetch(source)
+    with pytest.raises(Unavailable, match="hub repository 'org/sql-lora'") as caught:
+        await fetch(tmp_path, source, **hub.options)
     assert "passw0rd" not in str(caught.value)

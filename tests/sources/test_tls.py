@@ -2,22 +2,18 @@
 """TLS and proxies, for every remote reader: a private authority, failed handshakes, proxies that reject."""
 
 import asyncio
-import contextlib
 import datetime
 import json
 import os
-import socket
 import ssl
 import sys
-import threading
-import warnings
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from nodocker_cluster.pki import CertificateAuthority
 from support import reader_process
-from support.fake_sources import FakeHttpServer, FakeProxy, RawServer, start_server
+from support.fake_sources import FakeHttpServer, FakeProxy, start_server
 from support.reader_process import READERS
 
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
@@ -51,24 +47,6 @@ def context(pki: Path, name: str) -> ssl.SSLContext:
     return made
 
 
-def of_clients_too(pki: Path) -> ssl.SSLContext:
-    """Return a context that requires client certificates, with TLS 1.2: in 1.3, the close may overtake the alert."""
-    made = context(pki, "good")
-    made.verify_mode = ssl.CERT_REQUIRED
-    made.load_verify_locations(pki / "ca.crt")
-    made.maximum_version = ssl.TLSVersion.TLSv1_2
-    return made
-
-
-def outdated(pki: Path) -> ssl.SSLContext:
-    made = context(pki, "good")
-    made.set_ciphers("ALL:@SECLEVEL=0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        made.minimum_version = made.maximum_version = ssl.TLSVersion.TLSv1
-    return made
-
-
 async def ask(asked: list[tuple[str, str]], **environment: str) -> list[str]:
     """Return the file content for each [reader, URL] pair, or a colon and the error message."""
     kept = {name: value for name, value in os.environ.items() if name.upper() not in FOREIGN and name[:4] != "AWS_"}
@@ -99,33 +77,6 @@ async def tls(pki):
         await server.close()
 
 
-@pytest.fixture
-def refusing():
-    """Starts servers that reject every handshake with an alert; asyncio's servers close without one."""
-    with contextlib.ExitStack() as stack:
-
-        def start(made: ssl.SSLContext) -> str:
-            listening = stack.enter_context(socket.create_server((HOST, 0)))
-            thread = threading.Thread(target=refuse, args=(listening, made))
-            thread.start()
-            # In this order: shutdown() wakes the thread in accept().
-            stack.callback(thread.join)
-            stack.callback(listening.shutdown, socket.SHUT_RDWR)
-            return f"https://{HOST}:{listening.getsockname()[1]}"
-
-        yield start
-
-
-def refuse(listening: socket.socket, made: ssl.SSLContext) -> None:
-    while True:
-        try:
-            connection, _ = listening.accept()
-        except OSError:
-            return
-        with connection, contextlib.suppress(OSError):
-            made.wrap_socket(connection, server_side=True).close()
-
-
 async def test_ssl_cert_file_applies_to_every_reader(pki, tls):
     url = await tls(context(pki, "good"))
     assert await ask([(reader, url) for reader in READERS], SSL_CERT_FILE=str(pki / "ca.crt")) == ['{"r": 8}'] * len(
@@ -133,14 +84,12 @@ async def test_ssl_cert_file_applies_to_every_reader(pki, tls):
     )
 
 
-async def test_failed_handshake_is_one_line_that_names_the_source(pki, tls, refusing):
+async def test_failed_handshake_is_one_line_that_names_the_source(pki, tls):
     urls = [
         await tls(context(pki / "other", "unknown")),
         await tls(context(pki, "elsewhere")),
         await tls(context(pki, "expired")),
         (await tls(None)).replace("http:", "https:"),
-        refusing(of_clients_too(pki)),
-        refusing(outdated(pki)),
     ]
     asked = [(reader, url) for url in urls for reader in READERS]
     for (reader, url), found in zip(asked, await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")), strict=True):
@@ -163,15 +112,6 @@ async def test_certificate_error_after_a_redirect_names_that_host(pki, tls):
     await server.close()
 
 
-async def test_connection_refused_is_reported_by_every_reader():
-    """Every error message contains the cause."""
-    raw = RawServer(b"")
-    url = await raw.start()
-    await raw.close()
-    for message in await ask([(reader, url) for reader in READERS]):
-        assert "refused" in message or "Connect call failed" in message
-
-
 @pytest.mark.parametrize("form", ["http://%s@%s", "https://%s@%s", "%s@%s"], ids=["plain", "TLS", "no scheme"])
 async def test_every_reader_uses_the_proxy_and_no_proxy(pki, tls, form):
     made = context(pki, "good")
@@ -187,20 +127,17 @@ async def test_every_reader_uses_the_proxy_and_no_proxy(pki, tls, form):
     await proxy.close()
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-async def test_proxy_rejection_names_the_proxy_without_its_password(refuses):
-    proxy = FakeProxy("user:other", refuses)
-    environment = {"HTTPS_PROXY": f"http://user:passw0rd@{HOST}:{await proxy.start()}"}
+@pytest.mark.parametrize("refuses", [True, False, None], ids=["403", "407", "unreachable"])
+async def test_proxy_error_contains_no_password(refuses):
+    proxy = FakeProxy("user:other", bool(refuses))
+    port = await proxy.start()
+    if refuses is None:
+        await proxy.close()
+    environment = {"HTTPS_PROXY": f"http://user:passw0rd@{HOST}:{port}"}
     for message in await ask([(reader, "https://files.example") for reader in READERS], **environment):
-        assert "the proxy" in message and "passw0rd" not in message
-        assert "s3://" in message or ("403" if refuses else "407") in message
-    await proxy.close()
-
-
-async def test_unreachable_proxy_is_reported_without_its_password():
-    raw = RawServer(b"")
-    gone = (await raw.start()).removeprefix("http://")
-    await raw.close()
-    environment = {"HTTPS_PROXY": f"http://user:passw0rd@{gone}"}
-    for message in await ask([(reader, "https://files.example") for reader in READERS], **environment):
-        assert message.startswith(":") and "passw0rd" not in message, message
+        assert message.startswith(":") and "passw0rd" not in message
+        if refuses is not None:
+            assert "the proxy" in message
+            assert "s3://" in message or ("403" if refuses else "407") in message
+    if refuses is not None:
+        await proxy.close()

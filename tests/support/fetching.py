@@ -7,6 +7,7 @@ from pathlib import Path
 from quire_server.adapters.fetcher import MAX_WEIGHTS_BYTES, AdapterFetcher
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import SourceOptions
+from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = b'{"r": 8}'
@@ -31,3 +32,11 @@ def make_fetcher(tmp_path: Path, max_weights_bytes: int = MAX_WEIGHTS_BYTES, **o
 
 def folder_content(cached_adapter):
     return {p.name: p.read_bytes() for p in cached_adapter.folder.iterdir()}
+
+
+async def fetch(
+    tmp_path: Path, source: Source, max_weights_bytes: int = MAX_WEIGHTS_BYTES, **options
+) -> dict[str, bytes]:
+    """Fetch a source with a new fetcher on the same cache; return the cached files."""
+    async with make_fetcher(tmp_path, max_weights_bytes, **options) as fetcher:
+        return folder_content(await fetcher.fetch(source))

@@ -4,7 +4,6 @@
 import asyncio
 import json
 
-from support.fake_sources import FakeHttpServer, start_server
 from support.supervisor_harness import adapter_folder
 
 from quire_server.adapters import manager
@@ -47,14 +46,6 @@ async def test_a_replaced_adapter_is_never_ready_with_its_previous_content(pod, 
     await pod.until_states(a="Ready")
 
 
-async def test_a_new_source_clears_the_failed_state(pod, tmp_path, one):
-    pod.set_catalog(1, a=tmp_path / "nothing")
-    await pod.until_states(a="Failed")
-    pod.set_catalog(2, a=one)
-    assert (pod.status("a").state, pod.status("a").error) == ("Fetching", "")
-    await pod.until_states(a="Ready")
-
-
 async def test_next_generation_loads_changed_content_of_a_source(pod, one):
     pod.set_catalog(1, a=one)
     await pod.until_states(a="Ready")
@@ -80,19 +71,6 @@ async def test_removal_unloads_model_then_name_then_content(pod, one, two):
     assert pod.core.calls[-1][0] == "unload_adapter"
 
 
-async def test_adapter_can_be_added_again_during_its_removal(pod, one):
-    pod.set_catalog(1, a=one)
-    await pod.until_states(a="Ready")
-    pod.server.gate.clear()
-    pod.set_catalog(2)
-    await pod.until(lambda: pod.server.names("unload_model"))
-    pod.set_catalog(3, a=one)
-    pod.server.gate.set()
-    await pod.until(lambda: pod.handles.server.models == {"a"} and pod.states() == {"a": "Ready"})
-    await asyncio.sleep(0.1)
-    assert list(pod.handles.core.adapters) == [pod.status("a").digest]
-
-
 async def test_failed_removal_is_retried(pod, one, monkeypatch):
     monkeypatch.setattr(manager, "_CONNECTION_RETRY_S", 0.02)
     pod.set_catalog(1, a=one)
@@ -116,26 +94,6 @@ async def test_failed_unload_is_retried(pod, one, two):
     await pod.until(lambda: not pod.handles.core.adapters)
 
 
-async def test_adapter_survives_a_change_that_is_reverted_immediately(pod, one):
-    files = FakeHttpServer({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"})
-    requested, resume = asyncio.Event(), asyncio.Event()
-
-    async def slow(request):
-        requested.set()
-        await resume.wait()
-        return await files.handle(request)
-
-    server = await start_server(slow)
-    http_source = {"source": {"http": {"url": str(server.make_url("/a"))}}}
-    pod.set_catalog(1, a=http_source)
-    await requested.wait()
-    pod.set_catalog(2, a=one)
-    pod.set_catalog(3, a=http_source)
-    resume.set()
-    await pod.until_states(a="Ready")
-    await server.close()
-
-
 async def test_failure_of_a_superseded_adapter_does_not_block_its_successor(pod, one, two, monkeypatch):
     load = CoreHandle.load_adapter
 
@@ -150,19 +108,6 @@ async def test_failure_of_a_superseded_adapter_does_not_block_its_successor(pod,
     await pod.until(lambda: pod.core.calls)
     pod.set_catalog(2, a=one)
     pod.core.gate.set()
-    await pod.until_states(a="Ready")
-
-
-async def test_new_catalog_is_applied_during_a_reactivation(pod, one, two, tmp_path):
-    pod.set_catalog(1, a=one)
-    await pod.until_states(a="Ready")
-    pod.core.errors["load_adapter"] = InvalidArgument("rank 64 exceeds 16")
-    pod.server.gate.clear()
-    pod.set_catalog(2, a={"source": {"path": str(two)}, "expose": "Parameter"})
-    await pod.until(lambda: pod.server.names("unload_model"))
-    pod.core.errors.clear()
-    pod.set_catalog(3, a=adapter_folder(tmp_path / "three", weights=b"3"))
-    pod.server.gate.set()
     await pod.until_states(a="Ready")
 
 
@@ -182,17 +127,6 @@ async def test_content_stays_loaded_until_the_text_process_has_new_names(pod, on
     await pod.until(lambda: list(pod.handles.core.adapters) == [pod.status("a").digest])
 
 
-async def test_content_is_unpinned_when_its_pinned_name_moves(pod, one, two):
-    pinned = {"pinned": True}
-    pod.set_catalog(1, a={"source": {"path": str(one)}} | pinned, b=one)
-    await pod.until_states(a="Ready", b="Ready")
-    shared = pod.status("b").digest
-    assert pod.handles.core.adapters == {shared: True}
-    pod.set_catalog(2, a={"source": {"path": str(two)}} | pinned, b=one)
-    await pod.until_states(a="Ready", b="Ready")
-    await pod.until(lambda: pod.handles.core.adapters == {shared: False, pod.status("a").digest: True})
-
-
 async def test_failed_reactivation_is_retried(pod, one, two, monkeypatch):
     monkeypatch.setattr(manager, "_CONNECTION_RETRY_S", 0.02)
     pod.set_catalog(1, a=one)
@@ -207,28 +141,6 @@ async def test_failed_reactivation_is_retried(pod, one, two, monkeypatch):
     assert pod.manager.served_names() == set()
     pod.core.errors.clear()
     await pod.until(lambda: pod.manager.served_names() == {"a"})
-
-
-async def test_name_that_returns_to_published_content_stays_there(pod, one, two, monkeypatch):
-    monkeypatch.setattr(manager, "UNLOAD_DELAY_S", 9.0)
-    three = adapter_folder(pod.folder / "three", weights=b"3")
-    pod.set_catalog(1, a=one, b=two)
-    await pod.until_states(a="Ready", b="Ready")
-    first = pod.status("a").digest
-    pod.core.gate.clear()
-    pod.set_catalog(2, a=three, b=two)
-    await pod.until(lambda: len(pod.core.calls) == 3)
-    pod.down("text")
-    pod.up("text")
-    await pod.until(lambda: len(pod.handles.text.aliases) == 2)
-    # The new content is loaded and published to the previous text process; then the catalog drops it.
-    pod.core.gate.set()
-    pod.set_catalog(3, a=one, b=two)
-    await pod.until_states(a="Ready", b="Ready")
-    assert pod.status("a").digest == first
-    pod.set_catalog(4, a=one, b=three)
-    await pod.until_states(a="Ready", b="Ready")
-    assert pod.handles.text.aliases["a"] == first
 
 
 async def test_text_process_receives_an_empty_name_list(pod, two):

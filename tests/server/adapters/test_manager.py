@@ -88,11 +88,6 @@ async def test_adapter_rejected_by_the_core_is_retried_only_after_a_change(pod, 
     await pod.until_states(a="Ready")
 
 
-async def test_broken_adapter_does_not_delay_others(pod, one):
-    pod.set_catalog(1, broken="/nowhere", a=one)
-    await pod.until_states(a="Ready", broken="Failed")
-
-
 @pytest.mark.parametrize("name", ["core", "text"])
 async def test_names_are_served_only_while_processes_have_them(pod, one, name):
     pod.set_catalog(1, a={"source": {"path": str(one)}, "pinned": True})

@@ -1,32 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short retry delays and no ambient credentials for every test, and a web server with an adapter."""
+"""Fixtures of source readers, for downloads."""
 
-import pytest
-from support.fake_sources import FakeHttpServer, start_server
-from support.fetching import files_under
-
-
-@pytest.fixture(autouse=True)
-def _no_ambient_identity(monkeypatch):
-    for name in (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "HF_TOKEN",
-    ):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _quick_retries(monkeypatch):
-    monkeypatch.setattr("quire_server.downloads.resumable_download._FIRST_RETRY_S", 0.01)
-
-
-@pytest.fixture
-async def web():
-    files = FakeHttpServer(files_under("/loras/sql"))
-    server = await start_server(files.handle)
-    files.url = str(server.make_url("/loras/sql"))
-    yield files
-    await server.close()
+from support.source_fixtures import isolated_sources, web  # noqa: F401

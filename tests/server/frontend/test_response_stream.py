@@ -32,14 +32,6 @@ def test_first_delta_enqueues_and_later_ones_are_buffered():
     assert s.push(token(3))
 
 
-def test_delta_during_a_send_enqueues_again_on_release():
-    s = stream()
-    assert s.push(token(0))
-    s.drain()
-    assert not s.push(token(1))
-    assert s.release()
-
-
 def test_without_streaming_it_is_enqueued_once_at_the_end():
     s = stream(streams=False)
     assert not s.push(token(0))
@@ -58,15 +50,6 @@ def test_push_back_returns_the_delta_and_drops_later_ones():
     assert not s.push(token(1))
     assert s.drain() == [error]
     assert not s.release()
-
-
-def test_has_one_owner():
-    s = stream()
-    assert s.try_acquire()
-    assert not s.try_acquire()
-    assert not s.push(token(0))
-    assert s.release()
-    assert not s.try_acquire()
 
 
 def test_fail_replaces_pending_deltas_and_is_final():

@@ -4,8 +4,6 @@
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -143,12 +141,6 @@ def test_end_of_the_connection_fails_only_open_requests(listener, client, deltas
     assert deltas.empty()
 
 
-def test_reconnects_without_a_request(listener, client):
-    listener.accept()
-    listener.hang_up()
-    assert listener.accept() == Hello("frontend", "sql", os.getpid())
-
-
 def test_connects_once_the_text_process_listens(path, client, deltas):
     client.submit(submit(1))
     assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
@@ -216,11 +208,3 @@ def test_many_threads_submit_over_one_connection(listener, client, deltas):
     for thread in threads:
         thread.join()
     assert received_ids == {100 * i + k for i in range(8) for k in range(50)}
-
-
-def test_imports_no_heavy_modules():
-    code = "import sys, quire_server.frontend.text_client, quire_server.frontend.response_stream; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"asyncio", "aiohttp", "ssl", "torch", "tokenizers", "quire_spec.engine.config"} & set(
-        done.stdout.split()
-    )
