@@ -106,25 +106,6 @@ def test_all_kinds_of_request_parameters(service):
     assert cut["num_input_tokens"] == 7
 
 
-def test_stop_string_ends_the_text_before_it(service):
-    whole = service.text("tales", STORY, **GREEDY)
-    stop = whole.split()[4]
-    cut = service.text("tales", STORY, stop=stop, **GREEDY)
-    assert cut == whole[: whole.index(stop)]
-
-
-def test_http_stream_equals_generate(service):
-    whole = service.text("tales", STORY, **GREEDY)
-    (stream,) = run_concurrently(service.http_stream("tales", STORY, **GREEDY))
-    assert (stream.text, stream.error) == (whole, None)
-    assert len(stream.events) > 3
-
-
-def test_grpc_stream_asyncio(service):
-    (stream,) = run_concurrently(service.grpc_stream("pirate", STORY, **GREEDY))
-    assert (stream.text, stream.error) == (service.text("pirate", STORY, **GREEDY), None)
-
-
 def test_grpc_stream_sync_with_sampling_parameters_tensor(service):
     """Clients of NVIDIA's vllm_backend send one JSON tensor with numbers as strings."""
     import numpy as np
@@ -209,33 +190,6 @@ def test_disconnected_client_frees_its_kv_blocks(service):
     service.wait(lambda: "vllm:num_requests_running" in service.metrics(), 5, "metrics")
     service.wait(lambda: gauge(service, "vllm:num_requests_running") == 0, 10, "free of running requests")
     assert gauge(service, "vllm:kv_cache_usage_perc") == 0
-
-
-def test_metrics_count_tokens_under_vllm_names(service):
-    before = gauge(service, "vllm:generation_tokens_total")
-    service.generate("sql", STORY, max_tokens=12, ignore_eos=True)
-    service.wait(lambda: gauge(service, "vllm:generation_tokens_total") >= before + 12, 5, "counted")
-    page = service.metrics()
-    assert "vllm:time_to_first_token_seconds_bucket" in page
-    assert 'adapter="sql"' in page
-    assert "nv_inference" in page
-
-
-def test_status(service):
-    status = service.status()
-    assert (status["ready"], status["served_name"], sorted(status["models"])) == (
-        True,
-        "tales",
-        ["pirate", "sql", "tales"],
-    )
-    assert {a["name"]: a["state"] for a in status["adapters"]} == {"pirate": "Ready", "sql": "Ready"}
-    assert status["memory"]["num_blocks"] > 0
-
-
-def test_restricted_apis_require_the_key(service):
-    for path in ("/v2/repository/index", "/v2/repository/models/tales/unload"):
-        assert service.request("http", path, {}).status in (401, 403), path
-    assert service.text("tales", STORY, **GREEDY)
 
 
 def gauge(service, name):

@@ -49,7 +49,14 @@ def _fifo(folder):
     os.mkfifo(folder / WEIGHTS)
 
 
+def _rank(folder):
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"r": 2 * config["r"]}))
+
+
 HOSTILE_ADAPTERS = {
+    "absent": (shutil.rmtree, "does not exist"),
+    "shape": (_rank, "shape"),
     "truncated": (lambda f: os.truncate(f / WEIGHTS, 50_000), "is not a safetensors file"),
     "empty": (lambda f: os.truncate(f / WEIGHTS, 0), "is not a safetensors file"),
     "nan": (_nan, "contains NaN or infinity"),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.quire_serve import StreamedResponse
 from support.tiny_checkpoints import make_llama
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -21,7 +20,6 @@ import engines  # noqa: E402
 import measure  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
-import soak  # noqa: E402
 from child import ChildProcess  # noqa: E402
 from workload import Request, Workload  # noqa: E402
 
@@ -112,33 +110,3 @@ def test_measured_latencies():
     assert run["itl_ms"] == pytest.approx({"p50": 200.0, "p99": 1000.0})
     with pytest.raises(measure.WrongOutput, match="asked for"):
         measure.measure(requests, None, reply | {"token_ids": [[7, 7], [8, 8]]})
-
-
-class EchoService:
-    """A service whose answer contains the model's name."""
-
-    def text(self, model, prompt, **parameters):
-        return f"{model} says {parameters['max_tokens']}"
-
-
-@pytest.mark.parametrize(
-    ("model", "text", "error", "outcome"),
-    [
-        ("pirate", "pirate says 12", None, "right"),
-        ("pirate", "sql says 12", None, "wrong"),
-        ("swapped", "tales says 12", None, "wrong"),
-        ("pirate", "pirate says", "UNAVAILABLE: try\nagain", "errors"),
-        ("swapped", "", "Request for unknown model: 'swapped' is not found", "absent"),
-    ],
-)
-def test_soak_compares_answers_with_those_of_single_requests(model, text, error, outcome):
-    runner = soak.Soak(EchoService(), 0)
-    runner._check_response(model, soak.PROMPTS[0], 12, StreamedResponse([text], error=error))
-    found = runner.outcomes
-    counts = {
-        "right": found.num_right,
-        "absent": found.num_absent,
-        "errors": found.errors.total(),
-        "wrong": len(found.wrong),
-    }
-    assert counts == {name: int(name == outcome) for name in counts}

@@ -19,10 +19,6 @@ def bootstrap():
     return module
 
 
-def test_this_machine_meets_the_requirements(bootstrap):
-    assert bootstrap.missing_requirements() == []
-
-
 def test_reports_all_missing_requirements_with_fixes(bootstrap, monkeypatch):
     monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 1))
     monkeypatch.setattr(bootstrap.platform, "libc_ver", lambda: ("glibc", "2.31"))
@@ -56,10 +52,6 @@ def test_range_equals_pyproject(bootstrap):
     (low, high) = (".".join(map(str, v)) for v in bootstrap.TORCH_RANGE)
     text = (SCRIPT.parents[1] / "pyproject.toml").read_text()
     assert f'"torch>={low},<{high.split(".")[0]}"' in text
-
-
-def test_dev_includes_demo(bootstrap):
-    assert set(bootstrap.requirements("demo")) < set(bootstrap.requirements("dev"))
 
 
 def test_check_only_installs_nothing(tmp_path):

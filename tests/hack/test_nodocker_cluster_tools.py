@@ -7,17 +7,13 @@ The build from Debian's source takes minutes: `.ci/run` does it, and the cluster
 import hashlib
 import http.server
 import io
-import os
 import subprocess
-import sys
 import tarfile
 import threading
 from pathlib import Path
 
 import pytest
 from nodocker_cluster import binaries, release
-
-HACK = Path(__file__).resolve().parents[2] / "hack"
 
 
 @pytest.fixture(autouse=True)
@@ -117,29 +113,3 @@ def test_rejects_a_file_with_a_wrong_digest(site, cache):
     with pytest.raises(binaries.Unavailable, match=r"kubelet: its SHA-256 is .*, but .* is published"):
         release.download(cache, print)
     assert list(cache.iterdir()) == []
-
-
-def test_reports_why_no_source_is_available(tmp_path):
-    """Through the command line, without a reachable server and without apt."""
-    environment = os.environ | {
-        "PYTHONPATH": str(HACK),
-        "PATH": str(tmp_path),
-        "QUIRE_KUBERNETES_RELEASES": "http://127.0.0.1:9/release",
-    }
-    argv = [sys.executable, "-m", "nodocker_cluster", "tools"]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "cannot get Kubernetes' programs on this machine" in done.stderr
-    assert f"official release: http://127.0.0.1:9/release/stable-{release.MINOR_VERSION}.txt" in done.stderr
-    assert "this is not Debian with apt-get" in done.stderr
-
-
-def test_tools_command_succeeds_without_the_crd_apiserver(cache, tmp_path):
-    """The old Kubernetes alone is enough."""
-    put(cache / "v1.20.2-debian", *binaries.ALL_PROGRAMS)
-    environment = os.environ | {"PYTHONPATH": str(HACK), "PATH": str(tmp_path)}
-    argv = [sys.executable, "-m", "nodocker_cluster", "tools"]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert "Kubernetes 1.20.2 in" in done.stdout
-    assert "in a current Kubernetes will be skipped: build from Debian's packages: this is not Debian" in done.stdout

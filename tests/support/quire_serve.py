@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,41 @@ class QuireServeProcess:
             streamed.error = f"{type(error).__name__}: {error}"
         streamed.ended_at = time.monotonic()
         return streamed
+
+    async def open_streams(
+        self, models: Sequence[str], prompt: str = "x", **parameters: Any
+    ) -> tuple[list[StreamedResponse], list[asyncio.Task[StreamedResponse]]]:
+        """Open a stream per entry of `models`, alternately over gRPC and HTTP; wait for the first output of each."""
+        calls = (self.grpc_stream, self.http_stream)
+        streams = [StreamedResponse() for _ in models]
+        tasks = [
+            asyncio.create_task(calls[i % 2](model, prompt, streams[i], **parameters)) for i, model in enumerate(models)
+        ]
+        async with asyncio.timeout(20):
+            while not all(stream.pieces for stream in streams):
+                assert not any(task.done() for task in tasks), [stream.error for stream in streams]
+                await asyncio.sleep(0.01)
+        return streams, tasks
+
+    @contextlib.contextmanager
+    def sampled_unreadiness(self) -> Iterator[list[str]]:
+        """Collect the reasons of non-readiness in a thread."""
+        reasons: list[str] = []
+        stop = threading.Event()
+
+        def sample() -> None:
+            while not stop.wait(0.01):
+                status, body = self.health()
+                if status != 200:
+                    reasons.append(str(body.get("reason")))
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        try:
+            yield reasons
+        finally:
+            stop.set()
+            thread.join()
 
 
 def model_copies_of(text_socket: Path) -> list[Path]:

@@ -44,19 +44,6 @@ async def test_two_names_of_one_content_share_one_load_and_pinning(pod, one):
     assert "unload_adapter" not in [m for m, _ in pod.core.calls]
 
 
-@pytest.mark.parametrize("name", ["core", "text", "server"])
-async def test_restarted_process_receives_its_adapters(pod, one, two, name):
-    pod.set_catalog(1, a=one, b=two)
-    await pod.until_states(a="Ready", b="Ready")
-    since = pod.status("a").since
-    pod.down(name)
-    await pod.until_states(a="Loading", b="Loading")
-    pod.up(name)
-    await pod.until_states(a="Ready", b="Ready")
-    assert pod.status("a").since >= since
-    assert len(pod.handles.core.adapters) == len(pod.handles.text.aliases) == len(pod.handles.server.models) == 2
-
-
 async def test_process_death_during_a_call_does_not_fail_the_adapter(pod, one):
     pod.core.gate.clear()
     pod.set_catalog(1, a=one)

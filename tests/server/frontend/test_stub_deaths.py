@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from support.frontend_harness import running_frontend, wait_until
+from support.frontend_harness import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -34,17 +34,18 @@ def test_stub_exits_if_its_server_ended_during_startup():
     assert done.stdout == "begins\n"
 
 
-def test_model_of_a_killed_stub_can_be_loaded_again(tmp_path):
-    with running_frontend(tmp_path) as frontend:
-        frontend.add_model("sql")
-        frontend.stub("sql").kill()
-        wait_until(lambda: frontend.journal_entries("lost"), 20, "noticed by the text process")
+def test_model_of_a_killed_stub_can_be_loaded_again(running):
+    running.add_model("killed")
+    num_lost = len(running.journal_entries("lost"))
+    running.stub("killed").kill()
+    wait_until(lambda: len(running.journal_entries("lost")) > num_lost, 20, "noticed by the text process")
 
-        async def unload() -> None:
-            async with frontend.client() as client:
-                await client.unload_model("sql")
+    async def unload() -> None:
+        async with running.client() as client:
+            await client.unload_model("killed")
 
-        asyncio.run(unload())
-        frontend.add_model("sql")
-        assert frontend.text("sql", "x", max_tokens=2) == "t0 t1 "
-        assert psutil.Process(frontend.process.pid).is_running()
+    asyncio.run(unload())
+    running.add_model("killed")
+    assert running.text("killed", "x", max_tokens=2) == "t0 t1 "
+    assert psutil.Process(running.process.pid).is_running()
+    running.remove_model("killed")

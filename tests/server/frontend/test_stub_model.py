@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
-from support.frontend_harness import BASE, running_frontend, scripted_text, wait_until
+from support.frontend_harness import BASE, scripted_text, wait_until
 from support.quire_serve import StreamedResponse, grpc_flag, grpc_text, run_concurrently
 
 from quire_server.model_server import repository
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.server
 
 RETURNS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens", "output_ids")
 EVERYTHING = {f"return_{name}": True for name in RETURNS}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with running_frontend(tmp_path_factory.mktemp("frontend")) as running:
-        running.add_model("sql")
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -88,28 +81,9 @@ def final(result):
 
 
 class TestResponses:
-    def test_http_generate(self, running):
-        assert running.generate(BASE, "Hi ", max_tokens=3).body["text_output"] == "Hi t0 t1 t2 "
-        assert running.text(BASE, "Hi ", max_tokens=3) == "t0 t1 t2 "
-
     def test_http_stream_has_one_event_per_token_without_load(self, running):
         (stream,) = run_concurrently(running.http_stream(BASE, "step=0.2", max_tokens=5))
         assert stream.pieces == [f"t{i} " for i in range(5)]
-
-    def test_additional_outputs(self, running):
-        body = running.generate(BASE, "Hi", max_tokens=2, logprobs=0, **EVERYTHING).body
-        entries = [{str(i): {"logprob": -0.5, "rank": 1, "decoded_token": f"t{i}"}} for i in range(2)]
-        assert json.loads(body.pop("logprobs")) == entries
-        assert body == {
-            "model_name": BASE,
-            "model_version": "1",
-            "text_output": "Hit0 t1 ",
-            "finish_reason": "length",
-            "cumulative_logprob": -1.0,
-            "num_input_tokens": 2,
-            "num_output_tokens": 2,
-            "output_ids": [0, 1],
-        }
 
     def test_additional_outputs_of_a_stream_cover_new_tokens(self, running):
         (stream,) = run_concurrently(running.http_stream(BASE, "step=0.2", max_tokens=3, logprobs=0, **EVERYTHING))
@@ -117,11 +91,6 @@ class TestResponses:
         assert [event["num_output_tokens"] for event in stream.events] == [1, 1, 1]
         assert [list(json.loads(event["logprobs"])[0]) for event in stream.events] == [["0"], ["1"], ["2"]]
         assert [event["cumulative_logprob"] for event in stream.events] == [-0.5, -1.0, -1.5]
-
-    def test_token_ids_as_input_and_output(self, running):
-        body = {"input_ids": [7, 8, 9], "max_tokens": 3, "return_num_input_tokens": True}
-        body = running.request("http", f"/v2/models/{BASE}/generate", body).body
-        assert (body["output_ids"], body["num_input_tokens"], body["text_output"]) == ([0, 1, 2], 3, "t0 t1 t2 ")
 
     def test_grpc_request_of_vllm_backend_clients(self, running):
         """vllm_backend's samples/client.py sends sampling parameters both as tensor and as request parameters."""
@@ -154,12 +123,6 @@ class TestResponses:
             "stop": ["a", "b"],
         }
 
-    def test_models_and_lora_name(self, running):
-        assert echoed_request(running.generate("sql", "submit"))["model"] == "sql"
-        assert echoed_request(running.generate(BASE, "submit", lora_name="pirate"))["model"] == "pirate"
-        response = running.generate("sql", "submit", lora_name="pirate")
-        assert (response.status, "INVALID_ARG: lora_name: not allowed" in response.body["error"]) == (400, True)
-
     def test_special_characters_are_preserved(self, running):
         odd = "submit \u00e9\u4e2d\U0001f600 \x00 \u2028 \\ \" '"
         response = running.generate(BASE, odd)
@@ -178,36 +141,16 @@ class TestResponses:
 
 class TestErrors:
     @pytest.mark.parametrize("code", ["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL"])
-    def test_http_status_is_400_with_the_code_in_the_body(self, running, code):
+    def test_each_protocol_reports_the_code(self, running, code):
         response = running.generate(BASE, f"error={code}")
         assert (response.status, response.body) == (400, {"error": f"{code}: requested error"})
         (stream,) = run_concurrently(running.http_stream(BASE, f"error={code}"))
         assert stream.error == f"{code}: requested error"
-
-    @pytest.mark.parametrize(
-        ("code", "status"),
-        [
-            ("INVALID_ARG", "INVALID_ARGUMENT"),
-            ("NOT_FOUND", "NOT_FOUND"),
-            ("UNAVAILABLE", "UNAVAILABLE"),
-            ("CANCELLED", "CANCELLED"),
-            ("INTERNAL", "INTERNAL"),
-        ],
-    )
-    def test_grpc_gets_the_real_status_on_request(self, running, code, status):
         with GrpcStream(running, real_status=True) as stream:
             stream.send(BASE, [grpc_text(f"error={code}"), grpc_flag("stream", True)])
             _, error = stream.get()
-        assert error.status() == f"StatusCode.{status}"
+        assert error.status() == f"StatusCode.{'INVALID_ARGUMENT' if code == 'INVALID_ARG' else code}"
         assert error.message() == f"{code}: requested error"
-
-    def test_grpc_stream_stays_open_after_an_error_by_default(self, running):
-        with GrpcStream(running) as stream:
-            stream.send(BASE, [grpc_text("error=NOT_FOUND"), grpc_flag("stream", True)])
-            _, error = stream.get()
-            assert "NOT_FOUND: requested error" in str(error)
-            stream.send(BASE, [grpc_text("x"), grpc_flag("stream", True)], parameters={"max_tokens": 2})
-            assert [r.as_numpy("text_output")[0] for r in stream.until_final()] == [b"t0 ", b"t1 "]
 
     def test_each_request_on_a_stream_gets_its_final_response(self, running):
         with GrpcStream(running) as stream:
@@ -222,21 +165,13 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("body", "message"),
         [
-            ({"text_input": "x", "temperature": -1}, "INVALID_ARG: sampling parameter 'temperature'"),
             ({"text_input": "x", "best_off": 2}, "INVALID_ARG: unknown sampling parameter 'best_off'"),
-            ({"text_input": "x", "lora_name": ""}, "INVALID_ARG: lora_name"),
-            ({"text_input": "x", "input_ids": [1]}, "INVALID_ARG: text_input, input_ids: exactly one"),
-            ({"max_tokens": 5}, "INVALID_ARG: text_input, input_ids: exactly one"),
-            ({"input_ids": []}, "INVALID_ARG: input_ids: empty"),
-            ({"input_ids": [-1]}, "INVALID_ARG: input_ids: token ids must not be negative, got -1"),
-            ({"text_input": "x", "sampling_parameters": "{"}, "INVALID_ARG: sampling_parameters: not JSON"),
-            ({"text_input": "x", "stream": True, "exclude_input_in_output": False}, "INVALID_ARG: exclude_input"),
-            (b'{"text_input": "\xff\xfe"}', "INVALID_ARG: text_input: invalid UTF-8"),
-            (b'{"text_input": "x", "stop": "\xff\xfe"}', "INVALID_ARG: request parameters: invalid UTF-8"),
             ({"text_input": "x", "seed": 2**63}, "INVALID_ARG: sampling parameter 'seed'"),
             ({"text_input": "x" * (17 * 2**20)}, "INVALID_ARG: text_input: must have at most 16777216"),
+            (b'{"text_input": "\xff\xfe"}', "INVALID_ARG: text_input: invalid UTF-8"),
+            (b'{"text_input": "x", "stop": "\xff\xfe"}', "INVALID_ARG: request parameters: invalid UTF-8"),
         ],
-        ids=lambda value: None if isinstance(value, str) else "body",
+        ids=["unknown", "large-seed", "long-prompt", "prompt-utf8", "parameter-utf8"],
     )
     def test_invalid_request_gets_its_error_and_the_next_one_works(self, running, body, message):
         response = running.request("http", f"/v2/models/{BASE}/generate", body)
@@ -364,30 +299,11 @@ class TestCancellation:
         assert cancelled(64) < 1.5
 
 
-def test_64_streams_at_once(running):
-    calls = [
-        (running.http_stream if i % 2 else running.grpc_stream)(
-            (BASE, "sql")[i // 2 % 2], f"step=0.005 {i}", max_tokens=100 + i
-        )
-        for i in range(64)
-    ]
-    streams = run_concurrently(*calls, timeout=60)
-    assert [s.error for s in streams] == [None] * 64
-    assert [s.text for s in streams] == [scripted_text(100 + i) for i in range(64)]
-
-
 def test_streams_continue_while_models_load(running):
-    streams, loads = [StreamedResponse() for _ in range(8)], []
+    loads = []
 
-    async def scenario() -> None:
-        tasks = [
-            asyncio.create_task(
-                (running.http_stream if i % 2 else running.grpc_stream)(BASE, "step=0.005", stream, max_tokens=100_000)
-            )
-            for i, stream in enumerate(streams)
-        ]
-        while not all(stream.pieces for stream in streams):
-            await asyncio.sleep(0.01)
+    async def scenario() -> list[StreamedResponse]:
+        streams, tasks = await running.open_streams([BASE] * 8, "step=0.005", max_tokens=100_000)
         async with running.client() as client:
             for name in ("first", "second", "third"):
                 before = [len(stream.text.split()) for stream in streams]
@@ -399,8 +315,9 @@ def test_streams_continue_while_models_load(running):
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        return streams
 
-    asyncio.run(scenario())
+    streams = asyncio.run(scenario())
     # A remaining stub would connect during later tests.
     for name in ("first", "second", "third"):
         running.remove_model(name)
@@ -410,25 +327,14 @@ def test_streams_continue_while_models_load(running):
 
 
 def test_killed_text_process_ends_every_stream_and_service_recovers(running):
-    streams = [StreamedResponse() for _ in range(32)]
-
-    async def scenario() -> float:
-        tasks = [
-            asyncio.create_task(
-                (running.http_stream if i % 2 else running.grpc_stream)(
-                    (BASE, "sql")[i // 2 % 2], "step=0.01", stream, max_tokens=100_000
-                )
-            )
-            for i, stream in enumerate(streams)
-        ]
-        while not all(stream.pieces for stream in streams):
-            await asyncio.sleep(0.01)
+    async def scenario() -> tuple[list[StreamedResponse], float]:
+        streams, tasks = await running.open_streams([BASE, BASE, "sql", "sql"] * 8, "step=0.01", max_tokens=100_000)
         killed = time.monotonic()
         running.kill_text()
         await asyncio.wait(tasks, timeout=20)
-        return killed
+        return streams, killed
 
-    killed = asyncio.run(scenario())
+    streams, killed = asyncio.run(scenario())
     running.journal.write_text("")
     assert all("UNAVAILABLE" in (stream.error or "") for stream in streams), [s.error for s in streams]
     assert max(stream.ended_at for stream in streams) - killed < 2
@@ -444,18 +350,15 @@ def test_killed_text_process_ends_every_stream_and_service_recovers(running):
 def test_unload_drains_open_requests_and_ends_the_stub(running):
     running.add_model("late")
     stub = running.stub("late")
-    stream = StreamedResponse()
 
-    async def scenario() -> None:
-        task = asyncio.create_task(running.http_stream("late", "step=0.01", stream, max_tokens=100))
-        while not stream.pieces:
-            await asyncio.sleep(0.01)
+    async def scenario() -> StreamedResponse:
+        _, (task,) = await running.open_streams(["late"], "step=0.01", max_tokens=100)
         async with running.client() as client:
             await client.unload_model("late")
         assert running.generate("late", "x").status in (400, 404)
-        await task
+        return await task
 
-    asyncio.run(scenario())
+    stream = asyncio.run(scenario())
     assert (stream.text, stream.error) == (scripted_text(100), None)
     wait_until(lambda: not stub.is_running(), 20, "without the stub")
 

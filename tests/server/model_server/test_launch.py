@@ -130,17 +130,6 @@ def test_clears_leftover_shared_memory(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["other-1"]
 
 
-def test_keys_and_prefixes_are_random():
-    assert launch.new_key() != launch.new_key()
-    assert launch.new_shm_prefix() != launch.new_shm_prefix()
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with running_frontend(tmp_path_factory.mktemp("launch")) as running:
-        yield running
-
-
 CLOSED = [
     ("POST", "/v2/repository/index"),
     ("POST", f"/v2/repository/models/{BASE}/load"),
@@ -201,21 +190,21 @@ def test_restricted_grpc_protocols_require_the_key(running):
 
 @pytest.mark.server
 async def test_client_with_the_key_loads_and_unloads(running):
-    config, files = repository.model_config("sql", BASE, running.socket), repository.model_files()
+    config, files = repository.model_config("keyed", BASE, running.socket), repository.model_files()
     async with ModelServerClient("127.0.0.1", running.ports["http"], running.ports["grpc"], "wrong") as client:
         with pytest.raises(Unavailable, match="restricted"):
-            await client.load_model("sql", config, files)
+            await client.load_model("keyed", config, files)
     async with running.client() as client:
         assert await client.is_live()
-        assert not await client.is_ready("sql")
-        await client.load_model("sql", config, files)
-        assert await client.is_ready("sql")
-        response = await asyncio.to_thread(running.generate, "sql", "submit", exclude_input_in_output=True)
-        assert '"model": "sql"' in response.body["text_output"]
-        await client.unload_model("sql")
-        assert not await client.is_ready("sql")
+        assert not await client.is_ready("keyed")
+        await client.load_model("keyed", config, files)
+        assert await client.is_ready("keyed")
+        response = await asyncio.to_thread(running.generate, "keyed", "submit", exclude_input_in_output=True)
+        assert '"model": "keyed"' in response.body["text_output"]
+        await client.unload_model("keyed")
+        assert not await client.is_ready("keyed")
         with pytest.raises(Internal, match="failed to load"):
-            await client.load_model("sql", {}, {})
+            await client.load_model("keyed", {}, {})
 
 
 @pytest.mark.server

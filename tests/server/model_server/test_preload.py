@@ -14,7 +14,7 @@ import sys
 
 import aiohttp
 import pytest
-from support.frontend_harness import BASE, running_frontend, scripted_text
+from support.frontend_harness import BASE, scripted_text
 from support.quire_serve import StreamedResponse
 
 from quire_server.model_server import launch, repository
@@ -101,39 +101,28 @@ def test_prebuild_requires_the_cache_variable(monkeypatch, caplog):
     assert "QUIRE_NATIVE_CACHE is not set" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with running_frontend(tmp_path_factory.mktemp("preload")) as running:
-        yield running
-
-
 @pytest.mark.server
 def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(running):
     """A load over HTTP blocks such a thread; meanwhile several times the capacity of its queue is sent."""
-    streams = [StreamedResponse() for _ in range(16)]
     files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
     config = json.dumps(repository.model_config("blocking", BASE, running.socket))
     url = f"http://127.0.0.1:{running.ports['http']}/v2"
     headers = {launch.KEY_HEADER: running.key}
 
-    async def scenario() -> None:
+    async def scenario() -> list[StreamedResponse]:
         async with aiohttp.ClientSession(headers=headers) as session:
             # Open this connection, and thereby its thread, before the streams.
             async with session.get(f"{url}/health/live") as response:
                 await response.read()
-            tasks = [
-                asyncio.create_task(running.http_stream(BASE, "step=0.005", stream, max_tokens=200))
-                for stream in streams
-            ]
-            while not all(stream.pieces for stream in streams):
-                await asyncio.sleep(0.01)
+            streams, tasks = await running.open_streams([BASE] * 32, "step=0.005", max_tokens=200)
             body = {"parameters": {"config": config, **files}}
             async with session.post(f"{url}/repository/models/blocking/load", json=body) as response:
                 assert response.status == 200, await response.text()
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
+            return streams
 
-    asyncio.run(scenario())
-    assert [(s.text, s.error) for s in streams] == [(scripted_text(200), None)] * 16
+    streams = asyncio.run(scenario())
+    assert [(s.text, s.error) for s in streams] == [(scripted_text(200), None)] * 32
     running.remove_model("blocking")
 
 

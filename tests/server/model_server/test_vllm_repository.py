@@ -2,8 +2,6 @@
 """Reading model repositories of NVIDIA's vllm_backend."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -192,14 +190,3 @@ def test_write_documents(vllm, tmp_path):
     engine, adapters = write_documents(folder, "cpu", tmp_path / "out")
     assert (EngineConfig.load(engine).block_size, EngineConfig.load(engine).device) == (32, "cpu")
     assert [a.name for a in AdapterCatalog.load(adapters).adapters] == ["My_lora"]
-
-
-def test_supervisor_requires_documents_or_a_repository():
-    done = subprocess.run(
-        [sys.executable, "-m", "quire_server", "--served-name=a", "--run-dir=/nowhere", "--cache-dir=/nowhere"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--engine and --adapters are required, or --vllm-repository" in done.stderr

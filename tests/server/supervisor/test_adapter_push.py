@@ -131,14 +131,13 @@ async def test_restarted_container_with_stale_file_gets_the_current_catalog(tmp_
     # Until the kubelet has updated the ConfigMap, a container starts with the previous one.
     stale = {"generation": 1, "adapters": []}
     desired = catalog(2, sql=one)
-    for name in ("first", "second"):
-        with running_supervisor(tmp_path / name, stale, *flags, load_s=2.0) as container:
-            operator = Operator([ready_pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
-            try:
-                assert (await operator.reconcile(desired)).condition.is_true is False
-                await operator.wait_adapters_ready(desired, True, APPLIED_S)
-            finally:
-                await operator.client.close()
+    with running_supervisor(tmp_path / "container", stale, *flags, load_s=2.0) as container:
+        operator = Operator([ready_pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
+        try:
+            assert (await operator.reconcile(desired)).condition.is_true is False
+            await operator.wait_adapters_ready(desired, True, APPLIED_S)
+        finally:
+            await operator.client.close()
 
 
 def test_pod_is_ready_only_with_its_adapters_loaded_also_after_core_died(tmp_path):

@@ -4,13 +4,17 @@
 import asyncio
 import contextlib
 import errno
+import json
 import socket
 from types import SimpleNamespace
 
 import pytest
+from nodocker_cluster.ports import free_ports
+from support.quire_serve import PORTS
 from support.supervisor_harness import ENGINE, catalog, started_supervisor
 
 from quire_server.__main__ import main
+from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.supervisor import Supervisor
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
@@ -39,6 +43,27 @@ def test_repeated_crash_of_core_stops_the_supervisor(tmp_path):
     assert "core ended 3 times with exit_code=70" in log
 
 
+EMPTY = catalog(1)
+
+
+@pytest.fixture
+def rejected(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the supervisor's main; it must fail before it starts a process."""
+
+    def run(*flags, engine=ENGINE, adapters=EMPTY):
+        (tmp_path / "engine.json").write_text(engine)
+        (tmp_path / "adapters.json").write_text(json.dumps(adapters))
+        arguments = ["--served-name=tales", f"--run-dir={tmp_path / 'run'}", f"--cache-dir={tmp_path / 'cache'}"]
+        arguments += [f"--engine={tmp_path / 'engine.json'}", f"--adapters={tmp_path / 'adapters.json'}"]
+        ports = zip(PORTS, free_ports(4), strict=True)
+        assert main([*arguments, *(f"--{name}-port={port}" for name, port in ports), *flags]) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("quire_server.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr(ChildProcess, "start", None)
+    return run
+
+
 @pytest.mark.parametrize(
     ("engine", "adapters", "message"),
     [
@@ -48,44 +73,30 @@ def test_repeated_crash_of_core_stops_the_supervisor(tmp_path):
         (ENGINE, {"adapter": []}, "adapter: unknown field"),
     ],
 )
-def test_rejects_invalid_file_before_starting_processes(tmp_path, engine, adapters, message):
-    with started_supervisor(tmp_path / "pod", adapters, engine=engine) as pod:
-        code, log = wait_for_exit(pod)
-    assert code == 2
-    assert message in log
-    assert "process started" not in log
+def test_rejects_invalid_file(rejected, engine, adapters, message):
+    assert message in rejected(engine=engine, adapters=adapters)
 
 
 @pytest.mark.parametrize("ports", [["http"], ["grpc"], ["metrics"], ["health"], ["http", "metrics", "health"]])
-def test_error_names_all_ports_in_use(tmp_path, ports):
+def test_error_names_all_ports_in_use(rejected, ports):
     with contextlib.ExitStack() as stack:
-        flags = []
-        for port in ports:
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            flags.append(f"--{port}-port={listener.getsockname()[1]}")
-        code, log = wait_for_exit(stack.enter_context(started_supervisor(tmp_path / "pod", catalog(1), *flags)))
-    assert code == 2
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ports]
+        flags = [f"--{name}-port={s.getsockname()[1]}" for name, s in zip(ports, listeners, strict=True)]
+        error = rejected(*flags)
     named = ", ".join(f"{flag.replace('=', ' ')} (Address already in use)" for flag in flags)
-    assert f"{named}: cannot listen on 127.0.0.1; stop" in log
+    assert f"{named}: cannot listen on 127.0.0.1; stop" in error
 
 
 @pytest.mark.parametrize(("one", "other"), [("http", "grpc"), ("grpc", "health"), ("metrics", "health")])
-def test_ports_must_differ(tmp_path, one, other):
-    with started_supervisor(tmp_path / "pod", catalog(1), f"--{one}-port=9000", f"--{other}-port=9000") as pod:
-        code, log = wait_for_exit(pod)
-    assert code == 2
-    assert f"--{one}-port 9000 and --{other}-port 9000: ports must differ; use different numbers" in log
-    assert "process started" not in log
+def test_ports_must_differ(rejected, one, other):
+    error = rejected(f"--{one}-port=9000", f"--{other}-port=9000")
+    assert f"--{one}-port 9000 and --{other}-port 9000: ports must differ; use different numbers" in error
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-name.invalid"])
-def test_rejects_host_of_another_machine(tmp_path, host):
-    with started_supervisor(tmp_path / "pod", catalog(1), f"--host={host}") as pod:
-        code, log = wait_for_exit(pod)
-    assert code == 2
-    assert f"--host {host}: not an address of this machine" in log and "port" not in log
+def test_rejects_host_of_another_machine(rejected, host):
+    error = rejected(f"--host={host}")
+    assert f"--host {host}: not an address of this machine" in error and "port" not in error
 
 
 def test_run_dir_has_one_owner(tmp_path):

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 import tritonclient.grpc.aio as grpcaio
-from support.quire_serve import StreamedResponse, grpc_flag, grpc_text, is_alive
+from support.quire_serve import grpc_flag, grpc_text, is_alive
 from support.supervisor_harness import adapter_folder, catalog, running_supervisor, started_supervisor
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
@@ -95,28 +95,6 @@ def test_metrics_contain_text_server_and_supervisor(pod):
     assert "quire_ready 1\n" in page
 
 
-class ReadinessSampler:
-    """Samples the reasons of non-readiness in a thread."""
-
-    def __init__(self, pod):
-        self.pod, self.reasons, self._stop = pod, [], threading.Event()
-
-    def __enter__(self):
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self):
-        while not self._stop.wait(0.01):
-            status, body = self.pod.health()
-            if status != 200:
-                self.reasons.append(body.get("reason"))
-
-
 def serves(pod):
     return all(pod.generate(m, "x", max_tokens=2).status == 200 for m in ("tales", "a", "b"))
 
@@ -125,58 +103,12 @@ def num_restarts(pod, name):
     return pod.status()["processes"][name]["restarts"]
 
 
-async def open_streams(pod, models):
-    """Open an HTTP and a gRPC stream per model and wait for the first output of each."""
-    streams = [StreamedResponse() for _ in range(2 * len(models))]
-    tasks = [
-        asyncio.create_task((pod.http_stream if i % 2 else pod.grpc_stream)(models[i // 2], "x", stream, **LONG))
-        for i, stream in enumerate(streams)
-    ]
-    async with asyncio.timeout(20):
-        while not all(s.pieces for s in streams):
-            assert not any(t.done() for t in tasks), [s.error for s in streams]
-            await asyncio.sleep(0.01)
-    return streams, tasks
-
-
-@pytest.mark.parametrize("victim", ["core", "text", "server", "stub"])
-def test_process_death_under_load(pod, victim):
-    """Streams end with an error, readiness drops, the process restarts with all adapters, the others stay."""
-    before = {name: pod.pid(name) for name in ("core", "text", "server")}
-    target = pod.stub("a").pid if victim == "stub" else before[victim]
-    models = ["a"] if victim == "stub" else ["tales", "a", "b"]
-
-    async def scenario():
-        streams, tasks = await open_streams(pod, models)
-        killed = time.monotonic()
-        os.kill(target, signal.SIGKILL)
-        await asyncio.wait(tasks, timeout=20)
-        return streams, killed
-
-    with ReadinessSampler(pod) as sampler:
-        streams, killed = asyncio.run(scenario())
-        pod.wait(lambda: serves(pod), 30, "serving again")
-        back = time.monotonic() - killed
-    delay_s = max(s.ended_at for s in streams) - killed
-    print(f"\n{victim}: streams ended after {delay_s:.2f} s, all models back after {back:.2f} s")
-    assert all(s.error for s in streams), [s.error for s in streams]
-    assert delay_s < KILL_S
-    assert sampler.reasons, "never unready"
-    pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
-    died = "server" if victim == "stub" else victim
-    after = {name: pod.pid(name) for name in before}
-    assert {name for name in before if before[name] != after[name]} == {died}
-    assert pod.status()["processes"][died]["restarts"] >= 1
-    assert digest(pod, "a") in pod.core_adapter_digests()
-    assert {a["name"]: a["state"] for a in pod.status()["adapters"]}["hidden"] == "Ready"
-
-
 def test_reload_of_idle_stub_does_not_affect_other_models(pod):
     before = {name: pod.pid(name) for name in ("core", "text", "server")}
     stub = pod.stub("b")
 
     async def scenario():
-        _, tasks = await open_streams(pod, ["tales", "a"])
+        _, tasks = await pod.open_streams(["tales", "a"], **LONG)
         stub.kill()
         started_at = time.monotonic()
         while (await asyncio.to_thread(pod.generate, "b", "x", max_tokens=2)).status != 200:
@@ -196,9 +128,9 @@ def test_reload_of_idle_stub_does_not_affect_other_models(pod):
 def test_reloads_idle_stub_of_the_base_model(pod):
     pod.wait(lambda: pod.num_open_requests() == 0, 5, "idle")
     server = pod.pid("server")
-    with ReadinessSampler(pod) as sampler:
+    with pod.sampled_unreadiness() as reasons:
         pod.stub("tales").kill()
-        pod.wait(lambda: sampler.reasons, 5, "noticed")
+        pod.wait(lambda: reasons, 5, "noticed")
         pod.wait(lambda: serves(pod), 10, "serving again")
     pod.wait(lambda: pod.health()[0] == 200, 10, "ready")
     assert pod.pid("server") == server
@@ -207,13 +139,9 @@ def test_reloads_idle_stub_of_the_base_model(pod):
 def test_stub_death_before_the_last_response_ends_the_clients_streams(pod):
     """The text process has no open request left, but the clients have not received the end."""
     stub, server = pod.stub("a"), pod.pid("server")
-    streams = [StreamedResponse(), StreamedResponse()]
 
     async def scenario():
-        calls = (pod.http_stream, pod.grpc_stream)
-        tasks = [asyncio.create_task(call("a", "x", s, max_tokens=40)) for call, s in zip(calls, streams, strict=True)]
-        while not all(s.pieces for s in streams):
-            await asyncio.sleep(0.01)
+        streams, tasks = await pod.open_streams(["a", "a"], max_tokens=40)
         stub.suspend()
         while await asyncio.to_thread(pod.num_open_requests):
             await asyncio.sleep(0.02)
@@ -221,9 +149,9 @@ def test_stub_death_before_the_last_response_ends_the_clients_streams(pod):
         stub.kill()
         killed = time.monotonic()
         await asyncio.wait(tasks, timeout=20)
-        return killed
+        return streams, killed
 
-    killed = asyncio.run(scenario())
+    streams, killed = asyncio.run(scenario())
     assert all(s.error for s in streams), [s.error for s in streams]
     assert max(s.ended_at for s in streams) - killed < KILL_S
     pod.wait(lambda: serves(pod), 30, "serving again")
@@ -271,10 +199,7 @@ def test_request_in_flight_continues_after_adapter_removal(pod, folders):
     generation = pod.status()["generation"]
 
     async def scenario():
-        stream = StreamedResponse()
-        task = asyncio.create_task(pod.http_stream("b", "x", stream, **LONG))
-        while not stream.pieces:
-            await asyncio.sleep(0.01)
+        (stream,), (task,) = await pod.open_streams(["b"], **LONG)
         await asyncio.to_thread(pod.put_adapters, catalog(generation + 1, a=folders["a"]))
         pod.wait(lambda: pod.status()["models"] == ["tales", "a"], 10, "removed")
         count = len(stream.pieces)
@@ -312,24 +237,6 @@ def test_failed_replacement_keeps_the_previous_version_serving(pod, folders):
     pod.wait(lambda: pod.adapter("a")["state"] == "Ready" and serves(pod), 10, "as before")
 
 
-def test_rejects_adapter_with_the_base_models_name(pod, folders):
-    response = pod.put_adapters(catalog(99, tales=folders["a"]))
-    assert response.status == 400
-    assert "'tales' is the base model's name" in response.body["error"]
-
-
-def test_startup_with_twenty_adapters(tmp_path):
-    adapters = {f"m{i}": adapter_folder(tmp_path / f"adapters/{i}", weights=os.urandom(100_000)) for i in range(20)}
-    with started_supervisor(tmp_path / "pod", catalog(1, **adapters)) as pod:
-        started_at = time.monotonic()
-        pod.wait_ready(40)
-        duration_s = time.monotonic() - started_at
-        assert [a["state"] for a in pod.status()["adapters"]] == ["Ready"] * 20
-        assert pod.text("m19", "x", max_tokens=2).split()[0] == digest(pod, "m19")[-8:]
-        print(f"\n20 adapters, including the server's startup: ready after {duration_s:.1f} s")
-        assert pod.stop() == 0
-
-
 # Shutdown
 
 
@@ -338,10 +245,7 @@ def test_sigterm_drains_open_requests_and_rejects_new_ones(tmp_path, folders):
         pod.child_processes()
 
         async def scenario():
-            stream = StreamedResponse()
-            task = asyncio.create_task(pod.http_stream("a", "x", stream, max_tokens=60))
-            while not stream.pieces:
-                await asyncio.sleep(0.01)
+            (stream,), (task,) = await pod.open_streams(["a"], max_tokens=60)
             pod.process.send_signal(signal.SIGTERM)
             while (await asyncio.to_thread(pod.health))[0] == 200:
                 await asyncio.sleep(0.005)
@@ -361,7 +265,7 @@ def test_drain_timeout_ends_requests_with_an_error(tmp_path):
         pod.child_processes()
 
         async def scenario():
-            streams, tasks = await open_streams(pod, ["tales"])
+            streams, tasks = await pod.open_streams(["tales"] * 2, **LONG)
             pod.process.send_signal(signal.SIGTERM)
             await asyncio.wait(tasks, timeout=20)
             return streams
@@ -378,7 +282,7 @@ def test_second_signal_stops_at_once(tmp_path):
         assert pod.shared_memory_regions()
 
         async def scenario():
-            _, tasks = await open_streams(pod, ["tales"])
+            _, tasks = await pod.open_streams(["tales"] * 2, **LONG)
             pod.process.send_signal(signal.SIGTERM)
             # A signal that arrives before the first is handled is merged with it.
             while (await asyncio.to_thread(pod.health))[0] == 200:
