@@ -115,6 +115,11 @@ class PortsSpec:
     metrics: int
     health: int
 
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The ports by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSpec:

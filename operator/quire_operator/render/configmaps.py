@@ -9,6 +9,7 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.render import object_names
 from quire_operator.render.context import RenderContext
+from quire_operator.render.manifests import Manifest, new_manifest
 from quire_spec.dataclass_json import drop_nulls
 from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError
@@ -18,22 +19,17 @@ MAX_CONFIGMAP_BYTES = 1_000_000
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
-def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> Manifest:
     """Return the ConfigMap of engine.json.
 
     It contains no default values: defaults of a new release would change it and restart the pods.
     """
     content = json.dumps(dict(arguments), indent=2, sort_keys=True)
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": object_names.object_meta(service, object_names.engine_configmap(service, content)),
-        "immutable": True,
-        "data": {"engine.json": content},
-    }
+    name = object_names.engine_configmap(service, content)
+    return new_manifest("v1", "ConfigMap", service, name, immutable=True, data={"engine.json": content})
 
 
-def adapter_configmap(service: LLMService) -> dict[str, Any]:
+def adapter_configmap(service: LLMService) -> Manifest:
     """Return the ConfigMap of adapters.json, which pods read at startup. The operator pushes changes to running pods.
 
     Raises:
@@ -45,22 +41,17 @@ def adapter_configmap(service: LLMService) -> dict[str, Any]:
             f"spec.adapters: {len(service.spec.adapters)} adapters with their sources need {size} bytes, but at most "
             f"{MAX_CONFIGMAP_BYTES} are possible; shorten the sources, or split the service"
         )
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": object_names.object_meta(service, object_names.adapter_configmap(service.name)),
-        "data": {"adapters.json": content},
-    }
+    name = object_names.adapter_configmap(service.name)
+    return new_manifest("v1", "ConfigMap", service, name, data={"adapters.json": content})
 
 
-def admin_secret(service: LLMService, context: RenderContext) -> dict[str, Any]:
+def admin_secret(service: LLMService, context: RenderContext) -> Manifest:
     """Return the Secret with the key of the pods' admin port."""
-    return _secret_manifest(
-        service, object_names.admin_secret(service.name), {object_names.ADMIN_KEY_FIELD: context.admin_key}
-    )
+    values = {object_names.ADMIN_KEY_FIELD: context.admin_key}
+    return _secret_manifest(service, object_names.admin_secret(service.name), values)
 
 
-def credentials_secret(service: LLMService, context: RenderContext) -> dict[str, Any] | None:
+def credentials_secret(service: LLMService, context: RenderContext) -> Manifest | None:
     """Return a Secret with copies of the Secrets that sources reference, one JSON object for each, or None.
 
     They are copied because mounting each Secret would make the pod template depend on the adapters: adding an adapter
@@ -71,40 +62,22 @@ def credentials_secret(service: LLMService, context: RenderContext) -> dict[str,
     return _secret_manifest(service, object_names.credentials_secret(service.name), contents) if contents else None
 
 
-def service_account(service: LLMService) -> dict[str, Any]:
+def service_account(service: LLMService) -> Manifest:
     """Return the ServiceAccount of the pods. It has no Kubernetes permissions; clouds can give it access to buckets."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": object_names.object_meta(service, service.name),
-        "automountServiceAccountToken": False,
-    }
+    return new_manifest("v1", "ServiceAccount", service, service.name, automountServiceAccountToken=False)
 
 
 def secret_refs(service: LLMService) -> list[SecretRef]:
     """Return every Secret that a source references, with the key it uses (None: all keys)."""
-    catalog = service.build_catalog()
-    return [
-        ref
-        for source in (service.spec.model.source, *(a.source for a in catalog.adapters))
-        for ref in _source_secret_refs(source)
-    ]
+    sources = (service.spec.model.source, *(adapter.source for adapter in service.build_catalog().adapters))
+    return [ref for source in sources for ref in _source_secret_refs(source)]
 
 
 def _source_secret_refs(source: Source) -> Iterator[SecretRef]:
-    if source.huggingFace is not None and source.huggingFace.tokenSecretRef is not None:
-        yield source.huggingFace.tokenSecretRef
-    if source.s3 is not None and source.s3.credentialsSecretRef is not None:
-        yield from (SecretRef(source.s3.credentialsSecretRef.name, key) for key in S3_KEYS)
-    if source.http is not None and source.http.headersSecretRef is not None:
-        yield source.http.headersSecretRef
+    if (ref := source.secret_ref) is not None:
+        yield from [ref] if source.s3 is None else [SecretRef(ref.name, key) for key in S3_KEYS]
 
 
-def _secret_manifest(service: LLMService, name: str, values: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": object_names.object_meta(service, name),
-        "type": "Opaque",
-        "data": {key: base64.b64encode(value.encode()).decode() for key, value in sorted(values.items())},
-    }
+def _secret_manifest(service: LLMService, name: str, values: Mapping[str, str]) -> Manifest:
+    data = {key: base64.b64encode(value.encode()).decode() for key, value in sorted(values.items())}
+    return new_manifest("v1", "Secret", service, name, type="Opaque", data=data)

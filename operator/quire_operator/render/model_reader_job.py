@@ -5,10 +5,9 @@ The container writes them to its termination message (quire_server.read_model). 
 operator does not need permission to read logs. Services with identical Jobs share one. Called by the controller.
 """
 
-from typing import Any
-
 from quire_operator.api.llmservice import LLMService
-from quire_operator.render import object_names, security_context
+from quire_operator.render import object_names, pod_template, security_context
+from quire_operator.render.manifests import PLACEMENT_FIELDS, Manifest, new_job
 from quire_operator.render.strategic_merge import merge
 from quire_spec.documents.adapter_catalog import PvcSource
 
@@ -17,24 +16,18 @@ READER_COMPONENT = "model-reader"
 _MAX_RETRIES = 2
 _DEADLINE_S = 600
 """Enough to pull an image of some gigabytes. Without a deadline, a Job for a missing claim would wait forever."""
-_POD_PLACEMENT_FIELDS = (
-    "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
-    "tolerations",
-)  # fmt: skip
 
 
-def job(service: LLMService, source: PvcSource, image: str) -> dict[str, Any]:
+def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
     """Return the Job. It has the image and the placement of the server pods."""
-    spec, gpu = service.spec, service.spec.gpu
+    gpu = service.spec.gpu
     folder = f"{object_names.CLAIMS_DIR}/{source.claimName}"
     pod_spec = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "securityContext": security_context.pod_security_context(service),
-        **({"imagePullSecrets": list(spec.runtime.imagePullSecrets)} if spec.runtime.imagePullSecrets else {}),
-        **({"nodeSelector": dict(gpu.nodeSelector)} if gpu and gpu.nodeSelector else {}),
-        **({"tolerations": list(gpu.tolerations)} if gpu and gpu.tolerations else {}),
+        **pod_template.placement(service, gpu.nodeSelector if gpu else {}),
         "containers": [
             {
                 "name": "read",
@@ -46,22 +39,9 @@ def job(service: LLMService, source: PvcSource, image: str) -> dict[str, Any]:
                 "volumeMounts": [{"name": "claim", "mountPath": folder, "readOnly": True}],
             }
         ],
-        "volumes": [
-            {"name": "claim", "persistentVolumeClaim": {"claimName": source.claimName, "readOnly": True}},
-        ],
+        "volumes": [{"name": "claim", "persistentVolumeClaim": {"claimName": source.claimName, "readOnly": True}}],
     }
-    template_spec = service.spec.podTemplate.get("spec", {})
-    pod: dict[str, Any] = merge(
-        pod_spec, {key: template_spec[key] for key in _POD_PLACEMENT_FIELDS if key in template_spec}
-    )
-    meta = object_names.object_meta(service, f"quire-read-{object_names.digest(pod)}", READER_COMPONENT)
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": meta,
-        "spec": {
-            "backoffLimit": _MAX_RETRIES,
-            "activeDeadlineSeconds": _DEADLINE_S,
-            "template": {"metadata": {"labels": object_names.labels(service, READER_COMPONENT)}, "spec": pod},
-        },
-    }
+    overrides = service.spec.podTemplate.get("spec", {})
+    pod = merge(pod_spec, {key: overrides[key] for key in PLACEMENT_FIELDS if key in overrides})
+    job_fields = {"backoffLimit": _MAX_RETRIES, "activeDeadlineSeconds": _DEADLINE_S}
+    return new_job(service, f"quire-read-{object_names.digest(pod)}", READER_COMPONENT, job_fields, pod)

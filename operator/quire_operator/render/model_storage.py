@@ -14,6 +14,7 @@ from quire_operator.plan.device_memory import GIB, round_up_mib
 from quire_operator.plan.plan import Plan, to_quantity
 from quire_operator.render import object_names
 from quire_operator.render.env import container_env
+from quire_operator.render.manifests import Manifest, new_manifest
 from quire_operator.render.strategic_merge import merge
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.adapter_catalog import Source
@@ -59,44 +60,37 @@ def validate(service: LLMService) -> None:
                 "a claim and use pvc, or run quire serve"
             )
     access_modes = service.spec.cache.accessModes
-    if (
-        cache_mode(service) == "PVC"
-        and access_modes
-        and _max_pods(service) > 1
-        and not {"ReadWriteMany", "ReadOnlyMany"} & {*access_modes}
-    ):
+    max_pods = _max_pods(service)
+    allows_several = not access_modes or {"ReadWriteMany", "ReadOnlyMany"} & {*access_modes}
+    if cache_mode(service) == "PVC" and max_pods > 1 and not allows_several:
         raise ConfigError(
-            f"spec.cache.accessModes: {', '.join(access_modes)}: up to {_max_pods(service)} pods on different nodes "
+            f"spec.cache.accessModes: {', '.join(access_modes)}: up to {max_pods} pods on different nodes "
             "read the claim; add ReadWriteMany, with a storage class that supports it, or set spec.cache.mode to "
             "EmptyDir"
         )
 
 
-def claim(service: LLMService, plan: Plan) -> dict[str, Any]:
+def claim(service: LLMService, plan: Plan) -> Manifest:
     """Return the PersistentVolumeClaim of cache mode PVC."""
     cache = service.spec.cache
-    storage_class = {"storageClassName": cache.storageClassName} if cache.storageClassName else {}
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": object_names.object_meta(service, object_names.model_claim(service.name), object_names.DOWNLOAD),
-        "spec": {
-            "accessModes": list(cache.accessModes) or [_access_mode(service)],
-            "resources": {"requests": {"storage": cache.size or to_quantity(_claim_bytes(plan))}},
-            **storage_class,
-        },
+    default_mode = "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
+    spec = {
+        "accessModes": list(cache.accessModes) or [default_mode],
+        "resources": {"requests": {"storage": cache.size or _claim_size(plan)}},
+        **({"storageClassName": cache.storageClassName} if cache.storageClassName else {}),
     }
+    name = object_names.model_claim(service.name)
+    return new_manifest("v1", "PersistentVolumeClaim", service, name, object_names.DOWNLOAD, spec=spec)
 
 
-def volume(service: LLMService, plan: Plan) -> dict[str, Any]:
+def volume(service: LLMService, plan: Plan) -> Manifest:
     """Return the volume that is mounted at MODEL_DIR, for downloaded models."""
     if cache_mode(service) == "PVC":
         return {"name": "model", "persistentVolumeClaim": {"claimName": object_names.model_claim(service.name)}}
-    size = service.spec.cache.size
-    return {"name": "model", "emptyDir": {"sizeLimit": size or to_quantity(_claim_bytes(plan))}}
+    return {"name": "model", "emptyDir": {"sizeLimit": service.spec.cache.size or _claim_size(plan)}}
 
 
-def download_container(service: LLMService, image: str, security: dict[str, Any]) -> dict[str, Any]:
+def download_container(service: LLMService, image: str, security: Manifest) -> Manifest:
     """Return the container that downloads the model. If all files exist, it does nothing.
 
     It serves its progress on the health port, which the server container does not use before an init container ends.
@@ -124,11 +118,11 @@ def download_container(service: LLMService, image: str, security: dict[str, Any]
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-    merged: dict[str, Any] = merge(container, _template_overrides(service))
+    merged: Manifest = merge(container, _template_overrides(service))
     return merged
 
 
-def _template_overrides(service: LLMService) -> dict[str, Any]:
+def _template_overrides(service: LLMService) -> Manifest:
     """Return overrides of the server container in spec.podTemplate that a download may need too.
 
     These are environment variables and mounts of ConfigMaps, Secrets and projected volumes, for example CA certificates
@@ -137,11 +131,8 @@ def _template_overrides(service: LLMService) -> dict[str, Any]:
     """
     pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
-    file_volumes = [
-        v.get("name")
-        for v in _mapping_entries(pod_spec.get("volumes"))
-        if v.keys() & {"configMap", "secret", "projected"}
-    ]
+    volumes = _mapping_entries(pod_spec.get("volumes"))
+    file_volumes = [v.get("name") for v in volumes if v.keys() & {"configMap", "secret", "projected"}]
     overrides = {
         "env": _mapping_entries(server.get("env")),
         "envFrom": _mapping_entries(server.get("envFrom")),
@@ -161,14 +152,10 @@ def pods_download(service: LLMService) -> bool:
     return cache_mode(service) == "EmptyDir"
 
 
-def _source_fields(source: Source) -> dict[str, Any]:
+def _source_fields(source: Source) -> Manifest:
     """Return the fields of the source that are set."""
-    source_fields: dict[str, Any] = drop_nulls(to_json(source))
+    source_fields: Manifest = drop_nulls(to_json(source))
     return source_fields
-
-
-def _access_mode(service: LLMService) -> str:
-    return "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
 
 
 def _max_pods(service: LLMService) -> int:
@@ -176,5 +163,5 @@ def _max_pods(service: LLMService) -> int:
     return max(service.spec.replicas, scaling.maxReplicas if scaling else 0)
 
 
-def _claim_bytes(plan: Plan) -> int:
-    return max(round_up_mib(plan.modelBytes * _CLAIM_SIZE_PERCENT // 100), MIN_CLAIM_BYTES)
+def _claim_size(plan: Plan) -> str:
+    return to_quantity(max(round_up_mib(plan.modelBytes * _CLAIM_SIZE_PERCENT // 100), MIN_CLAIM_BYTES))

@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Services, NetworkPolicies, PodMonitor and InferencePool of a service. Called by objects.py."""
 
-from typing import Any
 from urllib.parse import urlsplit
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.render import model_storage, object_names
 from quire_operator.render.context import RenderContext
+from quire_operator.render.manifests import Manifest, new_manifest
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import ConfigError
 
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
 _DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
-_PROMETHEUS = {
-    "namespaceSelector": {},
-    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
-}
+_PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
 """Prometheus in any namespace, by the label of its operator and charts. The admin API on this port requires a key."""
 
 
-def client_service(service: LLMService) -> dict[str, Any]:
+def client_service(service: LLMService) -> Manifest:
     """Return the Service for clients."""
     return _service_manifest(service, service.name, {"type": "ClusterIP"})
 
 
-def headless_service(service: LLMService) -> dict[str, Any]:
+def headless_service(service: LLMService) -> Manifest:
     """Return the headless Service, with the addresses of all pods. The operator also calls pods that are not ready."""
-    return _service_manifest(
-        service, object_names.headless_service(service), {"clusterIP": "None", "publishNotReadyAddresses": True}
-    )
+    options = {"clusterIP": "None", "publishNotReadyAddresses": True}
+    return _service_manifest(service, object_names.headless_service(service), options)
 
 
-def server_network_policy(service: LLMService, context: RenderContext) -> dict[str, Any]:
+def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 
     Ingress: clients to the HTTP and gRPC ports; Prometheus, the operator and an endpoint picker to the health port;
@@ -41,33 +37,25 @@ def server_network_policy(service: LLMService, context: RenderContext) -> dict[s
     ports = service.spec.runtime.ports
     clients = list(service.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
     # An endpoint picker reads the metrics too. The spec names its Service, but the labels of its pods are unknown.
-    endpoint_pickers: list[dict[str, Any]] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []
-    health_clients = [_PROMETHEUS, *([dict(context.operator_peer)] if context.operator_peer else []), *endpoint_pickers]
-    sources = [adapter.source for adapter in service.spec.adapters]
-    if model_storage.pods_download(service):
-        sources.append(service.spec.model.source)
-    needs_egress = service.spec.lora.maxLoaded > 0 or model_storage.pods_download(service)
+    endpoint_pickers: list[Manifest] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []
     ingress = [
         {"from": clients, "ports": _tcp_ports(ports.http, ports.grpc)},
-        {"from": health_clients, "ports": _tcp_ports(ports.health)},
+        {"from": [_PROMETHEUS, *_operator_peers(context), *endpoint_pickers], "ports": _tcp_ports(ports.health)},
         {"from": [_PROMETHEUS], "ports": _tcp_ports(ports.metrics)},
     ]
-    return _network_policy(
-        service, service.name, object_names.SERVER, ingress, source_ports(service, sources) if needs_egress else []
-    )
+    sources = [adapter.source for adapter in service.spec.adapters]
+    if pods_download := model_storage.pods_download(service):
+        sources.append(service.spec.model.source)
+    egress_ports = source_ports(service, sources) if pods_download or service.spec.lora.maxLoaded else []
+    return _network_policy(service, service.name, object_names.SERVER, ingress, egress_ports)
 
 
-def download_network_policy(service: LLMService, context: RenderContext) -> dict[str, Any]:
+def download_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the download pods. Only the operator calls them, to read the progress."""
-    name = f"{service.name}-{object_names.DOWNLOAD}"
-    ingress = (
-        [{"from": [dict(context.operator_peer)], "ports": _tcp_ports(service.spec.runtime.ports.health)}]
-        if context.operator_peer
-        else []
-    )
-    return _network_policy(
-        service, name, object_names.DOWNLOAD, ingress, source_ports(service, [service.spec.model.source])
-    )
+    name, health_ports = f"{service.name}-{object_names.DOWNLOAD}", _tcp_ports(service.spec.runtime.ports.health)
+    ingress = [{"from": [peer], "ports": health_ports} for peer in _operator_peers(context)]
+    egress_ports = source_ports(service, [service.spec.model.source])
+    return _network_policy(service, name, object_names.DOWNLOAD, ingress, egress_ports)
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
@@ -92,81 +80,63 @@ def _url_port(url: str) -> int:
         raise ConfigError(f"{url!r} is not a URL ({error}); correct it in the spec") from error
 
 
-def pod_monitor(service: LLMService) -> dict[str, Any]:
+def pod_monitor(service: LLMService) -> Manifest:
     """Return the PodMonitor. The health port serves all metrics, including those of Triton Inference Server."""
-    meta = object_names.object_meta(service, service.name)
+    spec = {
+        "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
+        "podMetricsEndpoints": [{"port": "health", "path": "/metrics", "interval": "15s"}],
+    }
+    manifest = new_manifest("monitoring.coreos.com/v1", "PodMonitor", service, service.name, spec=spec)
     # The operator selects its objects by these labels. Without them it would create the PodMonitor again in each pass.
     reserved_labels = {object_names.MANAGED_BY, object_names.INSTANCE, object_names.COMPONENT}
-    metrics_labels = {
-        key: value for key, value in service.spec.observability.metricsLabels.items() if key not in reserved_labels
-    }
-    meta["labels"] = {**meta["labels"], **metrics_labels}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": meta,
-        "spec": {
-            "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
-            "podMetricsEndpoints": [{"port": "health", "path": "/metrics", "interval": "15s"}],
-        },
-    }
+    metrics_labels = service.spec.observability.metricsLabels
+    manifest["metadata"]["labels"] |= {k: v for k, v in metrics_labels.items() if k not in reserved_labels}
+    return manifest
 
 
-def inference_pool(service: LLMService) -> dict[str, Any]:
+def inference_pool(service: LLMService) -> Manifest:
     """Return the InferencePool of the Gateway API inference extension."""
     pool = service.spec.networking.inferencePool
     assert pool is not None, "rendered only if spec.networking.inferencePool is set"
     picker = pool.endpointPicker
-    return {
-        "apiVersion": "inference.networking.k8s.io/v1",
-        "kind": "InferencePool",
-        "metadata": object_names.object_meta(service, service.name),
-        "spec": {
-            "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
-            "targetPorts": [{"number": service.spec.runtime.ports.http}],
-            "endpointPickerRef": {
-                "name": picker.name,
-                "port": {"number": picker.port},
-                "failureMode": picker.failureMode,
-            },
-        },
+    picker_ref = {"name": picker.name, "port": {"number": picker.port}, "failureMode": picker.failureMode}
+    spec = {
+        "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
+        "targetPorts": [{"number": service.spec.runtime.ports.http}],
+        "endpointPickerRef": picker_ref,
     }
+    return new_manifest("inference.networking.k8s.io/v1", "InferencePool", service, service.name, spec=spec)
 
 
-def _service_manifest(service: LLMService, name: str, service_type: dict[str, Any]) -> dict[str, Any]:
-    ports = service.spec.runtime.ports
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": object_names.object_meta(service, name),
-        "spec": {
-            **service_type,
-            "selector": object_names.selector_labels(service, object_names.SERVER),
-            "ports": [
-                # The protocol is part of an entry's key: without it, server-side apply before 1.21 rejects the list.
-                {"name": n, "port": getattr(ports, n), "protocol": "TCP", "targetPort": n, "appProtocol": protocol}
-                for n, protocol in _PROTOCOLS.items()
-            ],
-        },
+def _service_manifest(service: LLMService, name: str, options: Manifest) -> Manifest:
+    spec = {
+        **options,
+        "selector": object_names.selector_labels(service, object_names.SERVER),
+        "ports": [
+            # The protocol is part of an entry's key: without it, server-side apply before 1.21 rejects the list.
+            {"name": n, "port": port, "protocol": "TCP", "targetPort": n, "appProtocol": _PROTOCOLS[n]}
+            for n, port in service.spec.runtime.ports.by_name.items()
+        ],
     }
+    return new_manifest("v1", "Service", service, name, spec=spec)
 
 
 def _network_policy(
-    service: LLMService, name: str, component: str, ingress: list[dict[str, Any]], egress_ports: list[int]
-) -> dict[str, Any]:
+    service: LLMService, name: str, component: str, ingress: list[Manifest], egress_ports: list[int]
+) -> Manifest:
     egress = [{"ports": _tcp_ports(*egress_ports)}] if egress_ports else []
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": object_names.object_meta(service, name, component),
-        "spec": {
-            "podSelector": {"matchLabels": object_names.selector_labels(service, component)},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": ingress,
-            "egress": [{"ports": _DNS}, *egress],
-        },
+    spec = {
+        "podSelector": {"matchLabels": object_names.selector_labels(service, component)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": [{"ports": _DNS}, *egress],
     }
+    return new_manifest("networking.k8s.io/v1", "NetworkPolicy", service, name, component, spec=spec)
 
 
-def _tcp_ports(*ports: int) -> list[dict[str, Any]]:
+def _operator_peers(context: RenderContext) -> list[Manifest]:
+    return [dict(context.operator_peer)] if context.operator_peer else []
+
+
+def _tcp_ports(*ports: int) -> list[Manifest]:
     return [{"port": port, "protocol": "TCP"} for port in ports]

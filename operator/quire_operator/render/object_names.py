@@ -78,12 +78,6 @@ def labels(service: LLMService, component: str) -> dict[str, str]:
     return {**selector_labels(service, component), MANAGED_BY: MANAGER}
 
 
-def object_meta(service: LLMService, name: str, component: str = SERVER) -> dict[str, Any]:
-    """Return the metadata of an object; objects.py adds the owner."""
-    namespace = {"namespace": service.namespace} if service.namespace else {}
-    return {"name": name, **namespace, "labels": labels(service, component)}
-
-
 def digest(content: Any) -> str:
     """Return a digest of seven characters, which fits into 63 with a name of 48 and the longest suffix."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)

@@ -7,16 +7,13 @@ controller and `quire render`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import configmaps, download_job, model_storage, network, pod_template, workload
 from quire_operator.render.context import RenderContext
 from quire_operator.render.engine_config import engine_arguments
-from quire_spec import constants as spec_names
-
-Manifest = dict[str, Any]
+from quire_operator.render.manifests import Manifest, owner_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +34,23 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
-    optional = dict(_optional_objects(service, plan))
-    manifests = [
-        *_required_objects(service, plan, context),
-        *(m for kind, m in optional.items() if kind in context.available_kinds),
-    ]
-    manifests_with_owner = tuple(_with_owner(service, manifest, context) for manifest in manifests)
-    return RenderedObjects(
-        manifests_with_owner, tuple(kind for kind in optional if kind not in context.available_kinds)
-    )
+    manifests, unavailable_kinds = list(_required_objects(service, plan, context)), []
+    for manifest in _optional_objects(service, plan):
+        if manifest["kind"] in context.available_kinds:
+            manifests.append(manifest)
+        else:
+            unavailable_kinds.append(manifest["kind"])
+    if context.owner_uid is not None:
+        for manifest in manifests:
+            _set_owner(service, manifest, context.owner_uid)
+    return RenderedObjects(tuple(manifests), tuple(unavailable_kinds))
 
 
 def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
     """Yield the objects of kinds that every cluster has."""
     spec = service.spec
-    engine_configmap = configmaps.engine_configmap(
-        service, engine_arguments(service, model_storage.folder(service), plan=plan)
-    )
+    arguments = engine_arguments(service, model_storage.folder(service), plan=plan)
+    engine_configmap = configmaps.engine_configmap(service, arguments)
     template = pod_template.template(service, plan, engine_configmap["metadata"]["name"])
     yield configmaps.service_account(service)
     yield configmaps.admin_secret(service, context)
@@ -77,28 +74,19 @@ def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -
         yield workload.autoscaler(service, plan, spec.autoscaling)
 
 
-def _optional_objects(service: LLMService, plan: Plan) -> Iterator[tuple[str, Manifest]]:
-    """Yield the objects of OPTIONAL_KINDS that the spec requires, with their kind."""
+def _optional_objects(service: LLMService, plan: Plan) -> Iterator[Manifest]:
+    """Yield the objects of OPTIONAL_KINDS that the spec requires."""
     spec = service.spec
     if spec.observability.podMonitor == "Auto":
-        yield "PodMonitor", network.pod_monitor(service)
+        yield network.pod_monitor(service)
     if spec.autoscaling and spec.autoscaling.kind == "ScaledObject":
-        yield "ScaledObject", workload.scaled_object(service, plan, spec.autoscaling)
+        yield workload.scaled_object(service, plan, spec.autoscaling)
     if spec.networking.inferencePool:
-        yield "InferencePool", network.inference_pool(service)
+        yield network.inference_pool(service)
 
 
-def _with_owner(service: LLMService, manifest: Manifest, context: RenderContext) -> Manifest:
-    """Return the manifest with the service as its owner, so that both are deleted together, except retained claims."""
-    is_retained = manifest["kind"] == "PersistentVolumeClaim" and service.spec.cache.deletionPolicy == "Retain"
-    if context.owner_uid is None or is_retained:
-        return manifest
-    owner = {
-        "apiVersion": f"{spec_names.API_GROUP}/{spec_names.API_VERSION}",
-        "kind": spec_names.KIND,
-        "name": service.name,
-        "uid": context.owner_uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-    return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [owner]}}
+def _set_owner(service: LLMService, manifest: Manifest, uid: str) -> None:
+    """Make the service the owner of an object, so that both are deleted together, except retained claims."""
+    if manifest["kind"] != "PersistentVolumeClaim" or service.spec.cache.deletionPolicy != "Retain":
+        owner = {**owner_reference(service.name, uid), "blockOwnerDeletion": True}
+        manifest["metadata"]["ownerReferences"] = [owner]

@@ -15,6 +15,7 @@ from quire_operator.plan.host_memory import start_seconds
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names, security_context
 from quire_operator.render.env import container_env
+from quire_operator.render.manifests import Manifest
 from quire_operator.render.strategic_merge import merge
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import ANY_ADDRESS
@@ -28,7 +29,7 @@ _STARTUP_PERIOD_S = 10
 _BASE_CPU_CORES = 2
 
 
-def template(service: LLMService, plan: Plan, engine_configmap: str) -> dict[str, Any]:
+def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest:
     """Return the pod template, with spec.podTemplate merged last. `engine_configmap` is the name of a ConfigMap.
 
     Raises:
@@ -42,7 +43,7 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> dict[str
         "spec": _pod_spec(service, plan, engine_configmap),
     }
     try:
-        merged: dict[str, Any] = merge(rendered, _overrides(service))
+        merged: Manifest = merge(rendered, _overrides(service))
     except ConfigError as error:
         raise ConfigError(f"spec.podTemplate.spec.{error}") from error
     _validate(merged["spec"])
@@ -73,7 +74,7 @@ def drain_seconds(service: LLMService) -> int:
     return PROPAGATION_S + service.spec.rollout.drainSeconds + STOP_S
 
 
-def startup_seconds(service: LLMService, plan: Plan) -> int:
+def startup_seconds(plan: Plan) -> int:
     """Return the seconds that a container can take to become ready, from the bytes that it loads."""
     # The time of an init container's download does not count, because the kubelet starts the probes after it.
     return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
@@ -87,7 +88,7 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
     return start + drain_seconds(service) + 300
 
 
-def _overrides(service: LLMService) -> dict[str, Any]:
+def _overrides(service: LLMService) -> Manifest:
     """Return spec.podTemplate without the labels that select pods.
 
     The API server rejects a Deployment whose pods do not match its selector, and the operator ignores pods without its
@@ -102,8 +103,8 @@ def _overrides(service: LLMService) -> dict[str, Any]:
     return overrides
 
 
-def _pod_spec(service: LLMService, plan: Plan, engine_configmap: str) -> dict[str, Any]:
-    spec, gpu = service.spec, service.spec.gpu
+def _pod_spec(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest:
+    gpu = service.spec.gpu
     container = _server_container(service, plan)
     init_containers = [model_storage.download_container(service, container["image"], container["securityContext"])]
     return {
@@ -115,40 +116,33 @@ def _pod_spec(service: LLMService, plan: Plan, engine_configmap: str) -> dict[st
         **({"initContainers": init_containers} if model_storage.pods_download(service) else {}),
         "containers": [container],
         "volumes": _volumes(service, plan, engine_configmap),
-        **({"imagePullSecrets": list(spec.runtime.imagePullSecrets)} if spec.runtime.imagePullSecrets else {}),
-        **({"nodeSelector": selector} if (selector := _node_selector(service)) else {}),
-        **({"tolerations": list(gpu.tolerations)} if gpu and gpu.tolerations else {}),
+        **placement(service, ({PRODUCT_LABEL: gpu.product} if gpu.product else {}) | gpu.nodeSelector if gpu else {}),
         **({"runtimeClassName": gpu.runtimeClassName} if gpu and gpu.runtimeClassName else {}),
     }
 
 
-def _server_container(service: LLMService, plan: Plan) -> dict[str, Any]:
+def placement(service: LLMService, node_selector: Mapping[str, str]) -> Manifest:
+    """Return the fields of a pod spec that determine where the pod runs and how its image is pulled."""
+    fields = {
+        "imagePullSecrets": list(service.spec.runtime.imagePullSecrets),
+        "nodeSelector": dict(node_selector),
+        "tolerations": list(service.spec.gpu.tolerations) if service.spec.gpu else [],
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _server_container(service: LLMService, plan: Plan) -> Manifest:
     runtime = service.spec.runtime
     return {
         "name": SERVER_CONTAINER,
         "image": plan.image.value,
         "args": server_arguments(service),
         "env": container_env(service),
-        "ports": [{"name": n, "containerPort": getattr(runtime.ports, n)} for n in runtime.ports.__slots__],
+        "ports": [{"name": name, "containerPort": port} for name, port in runtime.ports.by_name.items()],
         "resources": _resources(service, plan),
-        "startupProbe": {
-            "httpGet": {"path": "/health/ready", "port": "health"},
-            "periodSeconds": _STARTUP_PERIOD_S,
-            "failureThreshold": math.ceil(startup_seconds(service, plan) / _STARTUP_PERIOD_S),
-            "timeoutSeconds": 5,
-        },
-        "readinessProbe": {
-            "httpGet": {"path": "/health/ready", "port": "health"},
-            "periodSeconds": 5,
-            "failureThreshold": 2,
-            "timeoutSeconds": 5,
-        },
-        "livenessProbe": {
-            "httpGet": {"path": "/health/live", "port": "health"},
-            "periodSeconds": 10,
-            "failureThreshold": 6,
-            "timeoutSeconds": 5,
-        },
+        "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
+        "readinessProbe": _probe("ready", 5, failures=2),
+        "livenessProbe": _probe("live", 10, failures=6),
         # Not the sleep action, because API servers before 1.29 ignore it.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PROPAGATION_S)]}}},
         "securityContext": security_context.container_security_context(service.spec.security.readOnlyRootFilesystem),
@@ -157,9 +151,17 @@ def _server_container(service: LLMService, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _probe(check: str, period_s: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": f"/health/{check}", "port": "health"},
+        "periodSeconds": period_s,
+        "failureThreshold": failures,
+        "timeoutSeconds": 5,
+    }
+
+
 def server_arguments(service: LLMService) -> list[str]:
     """Return the arguments of `python -m quire_server`, the entry point of the image."""
-    ports = service.spec.runtime.ports
     return [
         f"--engine={object_names.ENGINE_DIR}/engine.json",
         f"--adapters={object_names.ADAPTER_CATALOG_DIR}/adapters.json",
@@ -167,7 +169,7 @@ def server_arguments(service: LLMService) -> list[str]:
         f"--run-dir={object_names.RUN_DIR}",
         f"--cache-dir={object_names.CACHE_DIR}/adapters",
         f"--host={ANY_ADDRESS}",
-        *(f"--{name}-port={getattr(ports, name)}" for name in ports.__slots__),
+        *(f"--{name}-port={port}" for name, port in service.spec.runtime.ports.by_name.items()),
         f"--admin-key-file={object_names.ADMIN_DIR}/{object_names.ADMIN_KEY_FIELD}",
         f"--secrets-dir={object_names.SECRETS_DIR}",
         *(f"--pvc={claim}={object_names.CLAIMS_DIR}/{claim}" for claim in _claim_names(service)),
@@ -175,7 +177,7 @@ def server_arguments(service: LLMService) -> list[str]:
     ]
 
 
-def _resources(service: LLMService, plan: Plan) -> dict[str, Any]:
+def _resources(service: LLMService, plan: Plan) -> Manifest:
     runtime, gpu = service.spec.runtime, service.spec.gpu
     count = plan.gpu.count if plan.gpu else 0
     memory = runtime.memory or f"{plan.hostBytes.total // 2**20}Mi"
@@ -188,22 +190,14 @@ def _resources(service: LLMService, plan: Plan) -> dict[str, Any]:
     return {"requests": requests, "limits": limits} if limits else {"requests": requests}
 
 
-def _node_selector(service: LLMService) -> dict[str, str]:
-    gpu = service.spec.gpu
-    if gpu is None:
-        return {}
-    product = {PRODUCT_LABEL: gpu.product} if gpu.product else {}
-    return {**product, **gpu.nodeSelector}
-
-
 def _claim_names(service: LLMService) -> list[str]:
     """Return the names of the claims of the model and the adapters."""
     sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
     return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
 
 
-def _volume_mounts(service: LLMService) -> list[dict[str, Any]]:
-    mounts: list[dict[str, Any]] = [
+def _volume_mounts(service: LLMService) -> list[Manifest]:
+    mounts: list[Manifest] = [
         # Whole folders, not subPath, because a mount with subPath is never updated.
         {"name": "engine", "mountPath": object_names.ENGINE_DIR, "readOnly": True},
         {"name": "catalogue", "mountPath": object_names.ADAPTER_CATALOG_DIR, "readOnly": True},
@@ -217,28 +211,19 @@ def _volume_mounts(service: LLMService) -> list[dict[str, Any]]:
     ]
     if model_storage.cache_mode(service) != "None":
         mounts.append({"name": "model", "mountPath": object_names.MODEL_DIR, "readOnly": True})
-    claims = _claim_names(service)
-    mounts += [
-        {"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True}
-        for i, claim in enumerate(claims)
-    ]
+    for i, claim in enumerate(_claim_names(service)):
+        mounts.append({"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True})
     return mounts
 
 
-def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[dict[str, Any]]:
-    volumes: list[dict[str, Any]] = [
+def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Manifest]:
+    credentials = object_names.credentials_secret(service.name)
+    volumes: list[Manifest] = [
         {"name": "engine", "configMap": {"name": engine_configmap}},
         {"name": "catalogue", "configMap": {"name": object_names.adapter_configmap(service.name)}},
         {"name": "admin", "secret": {"secretName": object_names.admin_secret(service.name), "defaultMode": 0o440}},
         # Optional: the Secret exists only if a source references one. It can be added later without a restart.
-        {
-            "name": "credentials",
-            "secret": {
-                "secretName": object_names.credentials_secret(service.name),
-                "optional": True,
-                "defaultMode": 0o440,
-            },
-        },
+        {"name": "credentials", "secret": {"secretName": credentials, "optional": True, "defaultMode": 0o440}},
         {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
         {"name": "cache", "emptyDir": {}},
         {"name": "home", "emptyDir": {}},
@@ -247,8 +232,6 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[dic
     ]
     if model_storage.cache_mode(service) != "None":
         volumes.append(model_storage.volume(service, plan))
-    volumes += [
-        {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-        for i, claim in enumerate(_claim_names(service))
-    ]
+    for i, claim in enumerate(_claim_names(service)):
+        volumes.append({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes

@@ -76,13 +76,10 @@ def _merge_list(base: list[Any], patch: list[Any], field: str) -> list[Any]:
 
 
 def _merge_entry(base: Any, patch: Any, field: str) -> Any:
-    common_keys = _UNION_LISTS.get(field)
-    if (
-        common_keys is not None
-        and set(base) - common_keys != set(patch) - common_keys - {_DIRECTIVE}
-        and set(patch) - common_keys
-    ):
-        return _without_directives(patch)
+    if (common_keys := _UNION_LISTS.get(field)) is not None:
+        base_type, patch_type = set(base) - common_keys, set(patch) - common_keys - {_DIRECTIVE}
+        if base_type != patch_type and set(patch) - common_keys:
+            return _without_directives(patch)
     return merge(base, patch)
 
 
