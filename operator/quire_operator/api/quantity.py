@@ -6,23 +6,22 @@ import re
 from decimal import Decimal
 
 _FACTORS = {
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
-    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-}  # fmt: skip
-_ALL_FACTORS = {
     "": Decimal(1), "m": Decimal("0.001"), "u": Decimal("0.000001"), "n": Decimal("0.000000001"),
-    **{suffix: Decimal(factor) for suffix, factor in _FACTORS.items()},
-    "P": Decimal(10**15), "E": Decimal(10**18), "Pi": Decimal(2**50), "Ei": Decimal(2**60),
+    **{suffix: Decimal(1000 ** (i + 1)) for i, suffix in enumerate("kMGTPE")},
+    **{f"{suffix}i": Decimal(1024 ** (i + 1)) for i, suffix in enumerate("KMGTPE")},
 }  # fmt: skip
 _QUANTITY = re.compile(r"([+-]?[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)(m|u|n|[kMGTPE]|[KMGTPE]i)?", re.ASCII)
 
 
 def to_bytes(text: str) -> int:
-    """Return the bytes of a quantity that matches the CRD's pattern, rounded up as Kubernetes does."""
-    for suffix, factor in _FACTORS.items():
-        if text.endswith(suffix):
-            return math.ceil(Decimal(text.removesuffix(suffix)) * factor)
-    return math.ceil(Decimal(text))
+    """Return the bytes of a quantity, rounded up as Kubernetes does.
+
+    Raises:
+        ValueError: the text is not a quantity.
+    """
+    if (number := to_decimal(text)) is None:
+        raise ValueError(f"{text!r} is not a quantity")
+    return math.ceil(number)
 
 
 def to_decimal(text: str) -> Decimal | None:
@@ -30,4 +29,4 @@ def to_decimal(text: str) -> Decimal | None:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None
-    return Decimal(match[1]) * _ALL_FACTORS[match[2] or ""]
+    return Decimal(match[1]) * _FACTORS[match[2] or ""]

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from quire_operator.api import crd
@@ -59,7 +60,7 @@ def plan_from_args(
     model = _read_model(args, manifest, service)
     inputs = PlannerInputs.from_service(service, model, gpu)
     if args.count is not None and gpu is not None:
-        inputs = inputs.with_max_gpus(args.count)
+        inputs = replace(inputs, max_gpus=args.count)
     return model, make_plan(inputs, images)
 
 

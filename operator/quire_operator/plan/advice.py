@@ -33,7 +33,7 @@ _RELAXABLE_FIELDS = (
 def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, str]:
     """Return how well the candidate fits, and what to change ("" if there is nothing)."""
     fits: list[tuple[FitReason, str]] = []
-    if inputs.gpu is not None and (text := _utilization_risk(inputs, inputs.gpu, candidate)):
+    if text := _utilization_risk(inputs, candidate):
         fits.append((FitReason.UTILIZATION_RISK, text))
     if candidate.kv_tokens < MIN_FULL_LENGTH_REQUESTS * candidate.max_model_len:
         fits.append((FitReason.LOW_CONCURRENCY, _low_concurrency(inputs, candidate)))
@@ -102,11 +102,7 @@ def _min_kv_bytes(inputs: PlannerInputs, tp: int) -> int:
 
 def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:
     pinned = inputs.engine.tensorParallelSize
-    return (
-        limits.rejection_reason(inputs, tp)
-        if pinned is None
-        else f"not tried: spec.engine.tensorParallelSize is {pinned}"
-    )
+    return f"not tried: spec.engine.tensorParallelSize is {pinned}" if pinned else limits.rejection_reason(inputs, tp)
 
 
 def _sufficient_gpus(inputs: PlannerInputs) -> str:
@@ -160,10 +156,10 @@ def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> 
     return "\n".join([summary, *table])
 
 
-def _utilization_risk(inputs: PlannerInputs, gpu: GpuInfo, candidate: Candidate) -> str:
-    if inputs.engine.gpuMemoryUtilization is None:
+def _utilization_risk(inputs: PlannerInputs, candidate: Candidate) -> str:
+    if inputs.gpu is None or inputs.engine.gpuMemoryUtilization is None:
         return ""
-    unreserved = gpu.visible_bytes * (1000 - candidate.utilization) // 1000
+    unreserved = inputs.gpu.visible_bytes * (1000 - candidate.utilization) // 1000
     required = device_memory.graph_bytes(inputs.model.shape) + GIB // 2
     if unreserved >= required:
         return ""
@@ -174,10 +170,8 @@ def _utilization_risk(inputs: PlannerInputs, gpu: GpuInfo, candidate: Candidate)
 
 
 def _low_concurrency(inputs: PlannerInputs, candidate: Candidate) -> str:
-    requests = candidate.kv_tokens / candidate.max_model_len
-    summary = (
-        f"{candidate.kv_tokens} KV tokens are enough for {requests:.1f} requests of {candidate.max_model_len} tokens."
-    )
+    tokens, length = candidate.kv_tokens, candidate.max_model_len
+    summary = f"{tokens} KV tokens are enough for {tokens / length:.1f} requests of {length} tokens."
     options = [*_more_gpus_options(inputs, candidate), *_fewer_adapter_slots_options(inputs, candidate)]
     if inputs.engine.maxModelLen is not None:
         max_model_len = candidate.kv_tokens // MIN_FULL_LENGTH_REQUESTS
@@ -230,10 +224,8 @@ def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | N
 
 def _sufficient_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
     """Return the best candidate with these changes if it fits MIN_FULL_LENGTH_REQUESTS, else None."""
-    candidate = _best_candidate_with(inputs, **changes)
-    return (
-        candidate if candidate and candidate.kv_tokens >= MIN_FULL_LENGTH_REQUESTS * candidate.max_model_len else None
-    )
+    best = _best_candidate_with(inputs, **changes)
+    return best if best and best.kv_tokens >= MIN_FULL_LENGTH_REQUESTS * best.max_model_len else None
 
 
 def _suggestion(change: str, candidate: Candidate) -> str:

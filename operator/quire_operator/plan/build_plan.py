@@ -5,12 +5,11 @@ Called by planner.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from quire_operator.plan import advice, limits
 from quire_operator.plan.candidates import MEAN_SEQUENCE_LEN, Candidate, choose_block_size
 from quire_operator.plan.device_memory import MIB, round_up_mib
-from quire_operator.plan.gpu import GpuInfo
 from quire_operator.plan.host_memory import host_costs, shared_memory
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import (
@@ -26,8 +25,6 @@ from quire_operator.plan.plan import (
     to_quantity,
 )
 
-_PINNED_REASON = "set in the spec"
-
 
 def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str, str]) -> Plan:
     """Return the plan of the candidate. `images` maps each device to the image of this release."""
@@ -35,11 +32,12 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
     device_memory = _device_memory(inputs, candidate)
     fit, text = advice.assess_fit(inputs, candidate)
     count = 0 if gpu is None else candidate.tp
-    shm = shared_memory(count) if inputs.shared_memory is None else inputs.shared_memory
+    shm = None if inputs.shared_memory is None else to_quantity(round_up_mib(inputs.shared_memory))
+    default_image = images["CPU" if gpu is None else "GPU"]
     return Plan(
         inputsHash=inputs.digest,
         plannerVersion=VERSION,
-        gpu=None if gpu is None else _planned_gpu(gpu, candidate.tp),
+        gpu=None if gpu is None else PlannedGpu(gpu.product, gpu.visible_bytes // MIB, count, gpu.memory_source),
         dtype=_planned_value(engine.dtype, *_default_dtype(inputs)),
         tensorParallelSize=_planned_value(engine.tensorParallelSize, candidate.tp, _tp_reason(inputs, candidate)),
         gpuMemoryUtilization=None if gpu is None else _utilization(inputs, candidate),
@@ -54,14 +52,8 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
         ),
         bytes=device_memory,
         hostBytes=_host_memory(inputs, count, device_memory, candidate.tp),
-        sharedMemory=PlannedValue(
-            to_quantity(round_up_mib(shm)),
-            Origin.COMPUTED if inputs.shared_memory is None else Origin.SPEC,
-            "1Gi for each GPU, at least 1Gi" if inputs.shared_memory is None else _PINNED_REASON,
-        ),
-        image=_planned_value(
-            inputs.image, images["CPU" if gpu is None else "GPU"], "image of the release that made the plan"
-        ),
+        sharedMemory=_planned_value(shm, to_quantity(shared_memory(count)), "1Gi for each GPU, at least 1Gi"),
+        image=_planned_value(inputs.image, default_image, "image of the release that made the plan"),
         modelBytes=round_up_mib(inputs.model.weights_bytes),
         kvTokens=candidate.kv_tokens,
         fit=fit,
@@ -70,32 +62,16 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
 
 
 def _planned_value(pinned: T | None, value: T, reason: str) -> PlannedValue[T]:
-    return (
-        PlannedValue(value, Origin.COMPUTED, reason)
-        if pinned is None
-        else PlannedValue(pinned, Origin.SPEC, _PINNED_REASON)
-    )
-
-
-def _planned_gpu(gpu: GpuInfo, count: int) -> PlannedGpu:
-    return PlannedGpu(gpu.product, gpu.visible_bytes // MIB, count, gpu.memory_source)
+    if pinned is None:
+        return PlannedValue(value, Origin.COMPUTED, reason)
+    return PlannedValue(pinned, Origin.SPEC, "set in the spec")
 
 
 def _device_memory(inputs: PlannerInputs, candidate: Candidate) -> DeviceMemory:
-    costs = candidate.costs
-    device_memory = DeviceMemory(
-        weights=round_up_mib(costs.weights),
-        activations=round_up_mib(costs.activations),
-        nonTorch=round_up_mib(costs.non_torch),
-        lora=round_up_mib(costs.lora),
-        kv=round_down_mib(candidate.kv_bytes),
-        reserve=0,
-    )
-    return (
-        device_memory
-        if inputs.gpu is None
-        else replace(device_memory, reserve=round_down_mib(inputs.gpu.visible_bytes) - device_memory.total)
-    )
+    weights, activations, non_torch, lora = map(round_up_mib, astuple(candidate.costs))
+    used = DeviceMemory(weights, activations, non_torch, lora, round_down_mib(candidate.kv_bytes), reserve=0)
+    reserve = 0 if inputs.gpu is None else round_down_mib(inputs.gpu.visible_bytes) - used.total
+    return replace(used, reserve=reserve)
 
 
 def _host_memory(inputs: PlannerInputs, num_gpus: int, device_memory: DeviceMemory, tp: int) -> HostMemory:
@@ -109,27 +85,19 @@ def _host_memory(inputs: PlannerInputs, num_gpus: int, device_memory: DeviceMemo
         total=0,
         swap=round_up_mib(host.swap),
     )
-    return replace(
-        host_memory, total=host_memory.required if inputs.memory_limit is None else round_up_mib(inputs.memory_limit)
-    )
+    limit = inputs.memory_limit
+    return replace(host_memory, total=host_memory.required if limit is None else round_up_mib(limit))
 
 
 def _default_dtype(inputs: PlannerInputs) -> tuple[str, str]:
     if inputs.gpu is None:
-        return (
-            "auto",
-            f"the checkpoint's {inputs.model.dtype} if the CPU supports it, else float32 (assumed here)",
-        )
+        return "auto", f"the checkpoint's {inputs.model.dtype} if the CPU supports it, else float32 (assumed here)"
     return inputs.model.dtype, "dtype of the checkpoint"
 
 
 def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[str]:
-    pinned = inputs.engine.gpuMemoryUtilization
-    return _planned_value(
-        pinned,
-        f"{candidate.utilization / 1000:.2f}",
-        "the rest is for CUDA graphs, the server and fragmentation (0.80 to 0.93)",
-    )
+    reason = "the rest is for CUDA graphs, the server and fragmentation (0.80 to 0.93)"
+    return _planned_value(inputs.engine.gpuMemoryUtilization, f"{candidate.utilization / 1000:.2f}", reason)
 
 
 def _kv_cache_memory(inputs: PlannerInputs, device_memory: DeviceMemory) -> PlannedValue[str] | None:

@@ -54,9 +54,7 @@ def generate_candidates(inputs: PlannerInputs) -> Iterator[Candidate]:
     for tp in limits.allowed_tp_sizes(inputs):
         for tokens in _token_budgets(inputs):
             for seqs in _max_num_seqs_options(inputs):
-                yield evaluate(
-                    inputs, tp, max(tokens, seqs) if inputs.engine.maxNumBatchedTokens is None else tokens, seqs
-                )
+                yield evaluate(inputs, tp, inputs.engine.maxNumBatchedTokens or max(tokens, seqs), seqs)
 
 
 def best_candidate(inputs: PlannerInputs, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -73,13 +71,9 @@ def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int
     """
     context = min(candidate.max_model_len, candidate.kv_tokens // inputs.engine.minConcurrency)
     mean = min(MEAN_SEQUENCE_LEN, limits.max_context(inputs))
-    fits_mean_length = candidate.max_num_seqs * mean <= candidate.kv_tokens
-    return (
-        context,
-        -candidate.tp,
-        candidate.max_num_seqs if fits_mean_length else -candidate.max_num_seqs,
-        candidate.max_num_batched_tokens,
-    )
+    seqs = candidate.max_num_seqs
+    seqs_key = seqs if seqs * mean <= candidate.kv_tokens else -seqs
+    return context, -candidate.tp, seqs_key, candidate.max_num_batched_tokens
 
 
 def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidate:
@@ -124,9 +118,8 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
     if inputs.gpu is not None:
         available = inputs.gpu.visible_bytes * utilization // 1000 - costs.total
     elif inputs.memory_limit is not None:
-        available = (
-            ((inputs.memory_limit - host_costs(inputs, 0).rounded_total) // tp - costs.rounded_total) // MIB * MIB
-        )
+        model_bytes = inputs.memory_limit - host_costs(inputs, 0).rounded_total
+        available = (model_bytes // tp - costs.rounded_total) // MIB * MIB
     else:
         available = pinned or _cpu_kv_bytes(inputs, tp, seqs, per_token)
     if pinned is None:

@@ -51,9 +51,8 @@ async def read_checkpoint(reader: SourceReader) -> CheckpointInfo:
     """
     config = await _read_json(reader, CONFIG_FILE)
     if config is None:
-        raise ConfigError(
-            f"{reader.display_name(CONFIG_FILE)}: does not exist; give the folder of a Hugging Face model"
-        )
+        path = reader.display_name(CONFIG_FILE)
+        raise ConfigError(f"{path}: does not exist; give the folder of a Hugging Face model")
     index = await _read_json(reader, INDEX_FILE)
     header = await _read_header(reader) if index is None else None
     try:
@@ -67,14 +66,13 @@ async def _read_json(reader: SourceReader, name: str) -> Any:
     data = await read_range(reader, name, 0, MAX_JSON_BYTES + 1)
     if data is None:
         return None
+    path = reader.display_name(name)
     if len(data) > MAX_JSON_BYTES:
-        raise ConfigError(
-            f"{reader.display_name(name)}: is larger than {MAX_JSON_BYTES} bytes; this is not a {name} of a model"
-        )
+        raise ConfigError(f"{path}: is larger than {MAX_JSON_BYTES} bytes; this is not a {name} of a model")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{reader.display_name(name)}: not JSON: {error}") from error
+        raise ConfigError(f"{path}: not JSON: {error}") from error
 
 
 async def _read_header(reader: SourceReader) -> Any:

@@ -7,7 +7,7 @@ status.plan.measured contains the result. Called by candidates.py and host_memor
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from quire_spec.model import memory_sizing
 from quire_spec.model.model_config import ModelConfig
@@ -44,12 +44,12 @@ class DeviceCosts:
     @property
     def total(self) -> int:
         """Sum of all costs."""
-        return self.weights + self.activations + self.non_torch + self.lora
+        return sum(astuple(self))
 
     @property
     def rounded_total(self) -> int:
         """Sum of all costs, each rounded up to whole MiB, as in a plan."""
-        return sum(map(round_up_mib, (self.weights, self.activations, self.non_torch, self.lora)))
+        return sum(map(round_up_mib, astuple(self)))
 
 
 def round_up_mib(size: int) -> int:
@@ -94,13 +94,11 @@ def graph_bytes(shape: ModelConfig) -> int:
     return min(max(shape.num_layers * GIB // 64, GIB // 2), GIB)
 
 
-def reserve_bytes(shape: ModelConfig, visible: int, tp: int) -> int:
-    """Return the bytes of each GPU to leave for CUDA graphs, the server and fragmentation."""
-    margin = _SHARED_MARGIN if tp > 1 else 0
-    return graph_bytes(shape) + visible * _FRAGMENTATION_PERCENT // 100 + _SERVER + margin
-
-
 def utilization(shape: ModelConfig, visible: int, tp: int) -> int:
-    """Return the engine's fraction of GPU memory in thousandths: 800 to 900, or to 930 from 32 GiB."""
-    share = (visible - reserve_bytes(shape, visible, tp)) * 100 // visible
+    """Return the engine's fraction of GPU memory in thousandths: 800 to 900, or to 930 from 32 GiB.
+
+    The rest is for CUDA graphs, the server and fragmentation.
+    """
+    reserve = graph_bytes(shape) + _SERVER + visible * _FRAGMENTATION_PERCENT // 100 + (_SHARED_MARGIN if tp > 1 else 0)
+    share = (visible - reserve) * 100 // visible
     return 10 * max(80, min(share, 90 if visible < 32 * GIB else 93))

@@ -19,6 +19,9 @@ GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = f"{GPU_RESOURCE}.product"
 _MIG_RESOURCES = "nvidia.com/mig-"
 
+Labels = Mapping[str, str]
+"""Labels of a node."""
+
 
 class MemorySource(StrEnum):
     """Source of the memory size of a GPU."""
@@ -68,7 +71,7 @@ class GpuInfo:
         return cls(product, memory, MemorySource.PRODUCT_TABLE, compute_capability)
 
     @classmethod
-    def from_labels(cls, labels: Mapping[str, str], resource: str = GPU_RESOURCE) -> Self | None:
+    def from_labels(cls, labels: Labels, resource: str = GPU_RESOURCE) -> Self | None:
         """Return the GPU of a node from its labels, or None if they do not describe one.
 
         A MIG resource has its own labels, for example nvidia.com/mig-3g.40gb.memory.
@@ -92,9 +95,7 @@ class GpuInfo:
         return cls(product, memory, MemorySource.NODE_LABELS, compute_capability, _int_label(labels, f"{prefix}.count"))
 
 
-def resolve_gpu(
-    gpu_spec: GpuSpec | None, nodes: Iterable[Mapping[str, str]] = (), product: str | None = None
-) -> GpuInfo:
+def resolve_gpu(gpu_spec: GpuSpec | None, nodes: Iterable[Labels] = (), product: str | None = None) -> GpuInfo:
     """Return the GPU to plan for: the smallest that the pods can be scheduled to.
 
     `nodes` are the labels of the cluster's nodes. `product` comes from the command line and overrides the spec.
@@ -122,15 +123,13 @@ def resolve_gpu(
     raise _unknown_gpu_error(name)
 
 
-def _int_label(labels: Mapping[str, str], name: str) -> int | None:
+def _int_label(labels: Labels, name: str) -> int | None:
     """Return the number in a label, or None if it is not a number (labels can be edited)."""
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
-def _smallest_on_nodes(
-    nodes: Iterable[Mapping[str, str]], product: str | None, selector: Mapping[str, str], resource: str
-) -> GpuInfo | None:
+def _smallest_on_nodes(nodes: Iterable[Labels], product: str | None, selector: Labels, resource: str) -> GpuInfo | None:
     matching_nodes = [n for n in nodes if selector.items() <= n.items() and product in (None, n.get(PRODUCT_LABEL))]
     gpus = {gpu for labels in matching_nodes if (gpu := GpuInfo.from_labels(labels, resource))}
     if not gpus:

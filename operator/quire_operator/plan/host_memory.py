@@ -7,7 +7,7 @@ restart, so stubs are counted for the largest number of exposed adapters.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory, limits
@@ -49,28 +49,12 @@ class HostCosts:
     @property
     def total(self) -> int:
         """Sum of all costs."""
-        return self.processes + self.stubs + self.lora_copies + self.shared_memory + self.swap
+        return sum(astuple(self))
 
     @property
     def rounded_total(self) -> int:
         """Sum of all costs, each rounded up to whole MiB, as in a plan."""
-        return sum(map(round_up_mib, (self.processes, self.stubs, self.lora_copies, self.shared_memory, self.swap)))
-
-
-def compute_host_costs(
-    num_gpus: int, with_adapters: bool, lora_copies: int, shm_limit: int, swap_space: int = 0, num_ranks: int = 1
-) -> HostCosts:
-    """Return the host memory of a pod with `num_gpus` GPUs, or 0 for a CPU with `num_ranks` processes.
-
-    On a CPU, the memory of the model is not included.
-    """
-    stubs = 1 + (constants.MAX_EXPOSED_ADAPTERS if with_adapters else 0)
-    processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
-    if num_gpus == 0:
-        processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU
-    # NCCL between GPUs can fill /dev/shm; stubs alone do not.
-    shm_bytes = shm_limit if num_gpus > 1 else min(shm_limit, stubs * _STUB_SHM + _PROMPTS_SHM)
-    return HostCosts(processes, stubs * _STUB, lora_copies, shm_bytes, swap_space * max(num_ranks, num_gpus))
+        return sum(map(round_up_mib, astuple(self)))
 
 
 def shared_memory(num_gpus: int) -> int:
@@ -88,13 +72,18 @@ def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
 
 
 def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
-    """Return the host memory of a pod for these inputs. On a CPU, the memory of the model is not included."""
-    lora = inputs.lora
-    limit = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
-    swap = inputs.engine.swapSpace
-    swap_bytes = 0 if swap is None else to_bytes(swap)
+    """Return the host memory of a pod with `num_gpus` GPUs; 0 for a CPU, where the model's memory is not included."""
     num_ranks = 1 if inputs.gpu is not None else inputs.engine.tensorParallelSize or 1
-    return compute_host_costs(num_gpus, lora.maxLoaded > 0, _lora_copy_bytes(inputs), limit, swap_bytes, num_ranks)
+    processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
+    if num_gpus == 0:
+        processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU
+    stubs = 1 + (constants.MAX_EXPOSED_ADAPTERS if inputs.lora.maxLoaded else 0)
+    shm = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
+    if num_gpus <= 1:
+        # NCCL between GPUs can fill /dev/shm; stubs alone do not.
+        shm = min(shm, stubs * _STUB_SHM + _PROMPTS_SHM)
+    swap = to_bytes(inputs.engine.swapSpace or "0") * max(num_ranks, num_gpus)
+    return HostCosts(processes, stubs * _STUB, _lora_copy_bytes(inputs), shm, swap)
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:

@@ -8,15 +8,21 @@ does not change existing digests.
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from quire_operator.api.llmservice import Device, EngineSpec, LLMService, LoraSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.gpu import GpuInfo
-from quire_spec.dataclass_json import drop_nulls
+from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.model import capabilities
+
+_PLANNED_ENGINE_FIELDS = (
+    "blockSize", "dtype", "gpuMemoryUtilization", "kvCacheMemory", "maxModelLen", "maxNumBatchedTokens", "maxNumSeqs",
+    "minConcurrency", "quantization", "swapSpace", "tensorParallelSize",
+)  # fmt: skip
+"""Fields of spec.engine that a plan depends on. The others do not change memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +53,7 @@ class PlannerInputs:
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
 
     @classmethod
-    def from_service(
-        cls,
-        service: LLMService,
-        model: CheckpointInfo,
-        gpu: GpuInfo | None,
-        capabilities: EngineCapabilities | None = None,
-    ) -> Self:
+    def from_service(cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None) -> Self:
         """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
         spec = service.spec
         cpu = spec.device is Device.CPU
@@ -68,12 +68,7 @@ class PlannerInputs:
             memory_limit=None if limit is None else to_bytes(limit),
             shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
-            capabilities=capabilities or EngineCapabilities(),
         )
-
-    def with_max_gpus(self, count: int) -> Self:
-        """Return a copy with at most `count` GPUs for each replica."""
-        return replace(self, max_gpus=count)
 
     @property
     def digest(self) -> str:
@@ -82,35 +77,18 @@ class PlannerInputs:
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def _digest_fields(self) -> dict[str, Any]:
-        engine, lora, gpu = self.engine, self.lora, self.gpu
+        engine, gpu = self.engine, self.gpu
         return {
             "config": self.model.config_digest,
             "weightsBytes": self.model.weights_bytes,
-            "gpu": None
-            if gpu is None
-            else {"product": gpu.product or None, "memoryMiB": gpu.memory_mib, "max": self.max_gpus},
+            "gpu": gpu and {"product": gpu.product or None, "memoryMiB": gpu.memory_mib, "max": self.max_gpus},
             "memoryLimit": self.memory_limit,
             "sharedMemory": self.shared_memory,
             "image": self.image,
-            "lora": {
-                "maxLoaded": lora.maxLoaded,
-                "maxRank": lora.maxRank if lora.maxLoaded else None,
-                "maxCached": lora.maxCached if lora.maxLoaded else None,
-                "maxCachedMemory": lora.maxCachedMemory if lora.maxLoaded else None,
-            },
+            "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {
-                "blockSize": engine.blockSize,
-                "dtype": engine.dtype,
-                "gpuMemoryUtilization": engine.gpuMemoryUtilization,
-                "kvCacheMemory": engine.kvCacheMemory,
+                **{name: getattr(engine, name) for name in _PLANNED_ENGINE_FIELDS},
                 # Absent for the default, so that plans made before this field existed keep their digest.
-                **({"kvCacheDtype": engine.kvCacheDtype} if engine.kvCacheDtype not in (None, "auto") else {}),
-                "maxModelLen": engine.maxModelLen,
-                "maxNumBatchedTokens": engine.maxNumBatchedTokens,
-                "maxNumSeqs": engine.maxNumSeqs,
-                "minConcurrency": engine.minConcurrency,
-                "quantization": engine.quantization,
-                "swapSpace": engine.swapSpace,
-                "tensorParallelSize": engine.tensorParallelSize,
+                "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
             },
         }

@@ -37,11 +37,9 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     if reason := unsupported_reason(inputs.model.shape, pinned):
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
-    if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and pinned > inputs.gpu.gpus_per_node:
-        fix = (
-            f"nodes with {inputs.gpu.name} have {inputs.gpu.gpus_per_node} GPUs, and a replica runs on one node; "
-            "lower it"
-        )
+    gpu = inputs.gpu
+    if gpu is not None and gpu.gpus_per_node is not None and pinned > gpu.gpus_per_node:
+        fix = f"nodes with {gpu.name} have {gpu.gpus_per_node} GPUs, and a replica runs on one node; lower it"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
     if pinned not in inputs.capabilities.tensor_parallel_sizes:
         supported = ", ".join(map(str, inputs.capabilities.tensor_parallel_sizes))
@@ -71,11 +69,9 @@ def check_dtypes(inputs: PlannerInputs) -> None:
     """
     dtype = inputs.engine.dtype or inputs.model.dtype
     if dtype not in capabilities.DTYPE_BYTES:
-        fix = f"set {' or '.join(capabilities.DTYPE_BYTES)}"
-        raise Unplannable(
-            UnplannableReason.UNSUPPORTED_DTYPE,
-            f"spec.engine.dtype: {_describe_dtype(inputs)}, which the engine does not support; {fix}",
-        )
+        fix = f"which the engine does not support; set {' or '.join(capabilities.DTYPE_BYTES)}"
+        message = f"spec.engine.dtype: {_describe_dtype(inputs)}, {fix}"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, message)
     if inputs.gpu is not None and (problem := dtype_error(inputs, inputs.gpu)):
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, problem)
 
@@ -90,9 +86,8 @@ def dtype_error(inputs: PlannerInputs, gpu: GpuInfo) -> str:
         fix = "set it to float16, or use another GPU"
         return f"spec.engine.dtype: {_describe_dtype(inputs)}: {capability_text}, but bfloat16 needs 8.0; {fix}"
     if inputs.engine.kvCacheDtype == "fp8" and gpu.compute_capability < (8, 9):
-        return (
-            f"spec.engine.kvCacheDtype: fp8: {capability_text}, but fp8 needs 8.9; set it to auto, or use another GPU"
-        )
+        fix = "set it to auto, or use another GPU"
+        return f"spec.engine.kvCacheDtype: fp8: {capability_text}, but fp8 needs 8.9; {fix}"
     return ""
 
 

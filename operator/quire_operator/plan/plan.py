@@ -6,7 +6,7 @@ MiB. Made by planner.py; read by the renderer, the commands and the status.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import Any, Generic, Self, TypeVar
 
@@ -78,7 +78,7 @@ class DeviceMemory:
     @property
     def total(self) -> int:
         """Sum of all fields."""
-        return self.weights + self.activations + self.nonTorch + self.lora + self.kv + self.reserve
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of status.plan."""
-        planned = {
-            name: planned_value.to_json()
-            for name in _PLANNED_FIELDS
-            if (planned_value := getattr(self, name)) is not None
-        }
+        planned = {name: value.to_json() for name in _PLANNED_FIELDS if (value := getattr(self, name)) is not None}
         gpu = {} if self.gpu is None else {"gpu": _gpu_to_json(self.gpu)}
         return {
             "inputsHash": self.inputsHash,
@@ -166,11 +162,11 @@ class Plan:
             ConfigError: it does not have the form that `to_json` writes.
         """
         try:
-            fields: dict[str, Any] = dict.fromkeys(_OPTIONAL_FIELDS)
-            fields |= {
-                name: _planned_value_from_json(body[name])
+            fields: dict[str, Any] = {
+                name: None
+                if name in _OPTIONAL_FIELDS and name not in body
+                else PlannedValue(body[name]["value"], Origin(body[name]["from"]), body[name]["why"])
                 for name in _PLANNED_FIELDS
-                if name in body or name not in _OPTIONAL_FIELDS
             }
             return cls(
                 inputsHash=body["inputsHash"],
@@ -185,9 +181,7 @@ class Plan:
                 **fields,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"status.plan: is not a plan of this operator ({error}); remove it to plan again"
-            ) from error
+            raise ConfigError(f"status.plan: is not a plan of this operator ({error}); remove it") from error
 
 
 def to_quantity(size: int) -> str:
@@ -214,19 +208,11 @@ _OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
 def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:
     # Swap space is rarely used, and plans of older releases do not contain it.
     quantities = {name: to_quantity(getattr(sizes, name)) for name in sizes.__slots__}
-    return (
-        quantities
-        if quantities.get("swap") != "0"
-        else {name: size for name, size in quantities.items() if name != "swap"}
-    )
+    return {name: size for name, size in quantities.items() if (name, size) != ("swap", "0")}
 
 
 def _from_quantities(sizes: Mapping[str, str]) -> dict[str, int]:
     return {name: to_bytes(size) for name, size in sizes.items()}
-
-
-def _planned_value_from_json(body: Mapping[str, Any]) -> PlannedValue[Any]:
-    return PlannedValue(body["value"], Origin(body["from"]), body["why"])
 
 
 def _gpu_to_json(gpu: PlannedGpu) -> dict[str, Any]:

@@ -96,43 +96,36 @@ def _size_source_text(model: CheckpointInfo) -> str:
 
 
 def _gpu_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
-    lora, sizes = service.spec.lora, plan.bytes
-    slots = (
-        f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}" if lora.maxLoaded else "none: spec.lora.maxLoaded is 0"
-    )
+    lora = service.spec.lora
+    return [
+        *_model_rows(plan, f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}"),
+        MemoryRow(".", "0", "unused", plan.bytes.reserve, "CUDA graphs, the server, fragmentation"),
+    ]
+
+
+def _model_rows(plan: Plan, lora_note: str = "") -> list[MemoryRow]:
+    sizes = plan.bytes
+    kv_note = f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
     return [
         MemoryRow("W", "44", "weights", sizes.weights),
         MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
         MemoryRow("o", "100", "other libraries", sizes.nonTorch),
-        MemoryRow("A", "43", "adapters", sizes.lora, slots),
-        MemoryRow("K", "42", "KV cache", sizes.kv, _kv_note(plan)),
-        MemoryRow(".", "0", "unused", sizes.reserve, "CUDA graphs, the server, fragmentation"),
+        MemoryRow("A", "43", "adapters", sizes.lora, lora_note),
+        MemoryRow("K", "42", "KV cache", sizes.kv, kv_note),
     ]
 
 
 def _host_rows(plan: Plan) -> list[MemoryRow]:
-    host, sizes = plan.hostBytes, plan.bytes
-    model_rows = []
-    if plan.gpu is None:
-        model_rows = [
-            MemoryRow("W", "44", "weights", sizes.weights),
-            MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
-            MemoryRow("A", "43", "adapters", sizes.lora),
-            MemoryRow("K", "42", "KV cache", sizes.kv, _kv_note(plan)),
-        ]
+    host = plan.hostBytes
     return [
-        *model_rows,
+        *(_model_rows(plan) if plan.gpu is None else []),
         MemoryRow("c", "46", "adapter copies", host.loraCopies),
-        *([MemoryRow("S", "104", "swap space", host.swap, "KV blocks of preempted requests")] if host.swap else []),
+        MemoryRow("S", "104", "swap space", host.swap, "KV blocks of preempted requests"),
         MemoryRow("p", "100", "processes", host.processes),
         MemoryRow("m", "47", "models' processes", host.stubs, "one for each model name"),
         MemoryRow("h", "41", "shared memory", host.sharedMemory, f"at most {plan.sharedMemory.value}"),
         MemoryRow(".", "0", "unused", max(0, host.total - host.required)),
     ]
-
-
-def _kv_note(plan: Plan) -> str:
-    return f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
 
 
 def _table(title: str, rows: Sequence[MemoryRow], width: int) -> Iterator[str]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Job that downloads a model to its claim before pods occupy GPUs. Called by objects.py."""
 
-
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names
