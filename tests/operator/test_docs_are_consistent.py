@@ -12,7 +12,7 @@ import yaml
 from support.chart import CHART, ROOT
 from support.doc_snippets import DOCS, code_blocks, shell_commands
 from support.openapi import CRD, OPENAPI, walk
-from support.planning import ANY_TP_SIZE, MODELS
+from support.planning import MODELS
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device, LLMService
@@ -95,7 +95,7 @@ def rendered(body):
     mig = gpu_spec is not None and "mig" in gpu_spec.resourceName
     nodes = [{"nvidia.com/mig-3g.40gb.product": "H100", "nvidia.com/mig-3g.40gb.memory": "40320"}] if mig else []
     gpu = None if service.spec.device is Device.CPU else resolve_gpu(gpu_spec, nodes)
-    plan = make_plan(PlannerInputs.from_service(service, MODELS["tiny" if gpu is None else "8b"], gpu, ANY_TP_SIZE))
+    plan = make_plan(PlannerInputs.from_service(service, MODELS["tiny" if gpu is None else "8b"], gpu))
     return render_objects(service, plan, RenderContext(admin_key="k")).manifests
 
 
@@ -256,7 +256,7 @@ def test_migrated_repository_has_the_same_engine_config():
     (text,) = code_blocks(MIGRATION, "yaml")
     service = LLMService.from_body(crd.validate(yaml.safe_load(text)).body)
     vllm_config = EngineConfig.from_json({"device": "cuda", **vllm_arguments.from_vllm_arguments(model)})
-    plan = make_plan(PlannerInputs.from_service(service, MODELS["8b"], resolve_gpu(service.spec.gpu), ANY_TP_SIZE))
+    plan = make_plan(PlannerInputs.from_service(service, MODELS["8b"], resolve_gpu(service.spec.gpu)))
     migrated_config = engine_config(service, "/weights/backbone/llama-3.1-8b", plan=plan)
     names = set(vllm_arguments.from_vllm_arguments(model))
     assert len(names) >= 10

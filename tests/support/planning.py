@@ -11,14 +11,13 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.api.yaml_manifest import parse_manifests
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.gpu import GpuInfo, MemorySource
-from quire_operator.plan.inputs import EngineCapabilities, PlannerInputs
+from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.planner import make_plan
 
 GIB = 2**30
 NO_LORA = "lora: {maxLoaded: 0}"
 L4, H100, T4 = "NVIDIA-L4", "NVIDIA-H100-80GB-HBM3", "Tesla-T4"
-ANY_TP_SIZE = EngineCapabilities(tensor_parallel_sizes=(1, 2, 4, 8))
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,22 +96,18 @@ def llm_service(spec: str, name: str = "s") -> LLMService:
     return LLMService.from_body(crd.require_valid(document))
 
 
-def planner_inputs(
-    model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP_SIZE
-) -> PlannerInputs:
+def planner_inputs(model: str, gpu: str | int | None, spec: str = NO_LORA) -> PlannerInputs:
     """`gpu` is a product, MiB of the label, or None for a CPU."""
     gpu_info = (
         GpuInfo("", gpu, MemorySource.SPEC) if isinstance(gpu, int) else GpuInfo.from_product(gpu) if gpu else None
     )
     assert gpu is None or gpu_info is not None, gpu
     text = spec if gpu is not None else f"device: CPU\n{spec}"
-    return PlannerInputs.from_service(llm_service(text), MODELS[model], gpu_info, abilities)
+    return PlannerInputs.from_service(llm_service(text), MODELS[model], gpu_info)
 
 
-def plan_for(
-    model: str, gpu: str | int | None, spec: str = NO_LORA, abilities: EngineCapabilities = ANY_TP_SIZE
-) -> Plan:
-    return make_plan(planner_inputs(model, gpu, spec, abilities))
+def plan_for(model: str, gpu: str | int | None, spec: str = NO_LORA) -> Plan:
+    return make_plan(planner_inputs(model, gpu, spec))
 
 
 @functools.cache

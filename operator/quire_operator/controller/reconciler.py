@@ -188,7 +188,7 @@ class Reconciler:
             raise
         assert desired.service is not None, "manifests were rendered"
         unknown_fields = child_objects.unknown_fields(
-            desired.service, deps.client.unsupported_fields(resources.DEPLOYMENT)
+            desired.service, deps.client.unsupported_fields[resources.DEPLOYMENT]
         )
         # Without the manifests: a thousand services' would be 50 MB.
         state.children = replace(children, manifests=(), unknown_fields=unknown_fields)

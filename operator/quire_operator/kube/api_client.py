@@ -5,7 +5,9 @@ Apply is server-side apply by one field manager, forced: the operator owns the f
 alone. It knows nothing of LLMServices. Called by the controller.
 """
 
+import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,13 +16,7 @@ from typing import Any
 from quire_operator.kube.api_session import ApiSession, Body
 from quire_operator.kube.cluster_config import ClusterConfig
 from quire_operator.kube.errors import InvalidObject, ObjectNotFound, UnknownField, WriteConflict
-from quire_operator.kube.old_api_servers import (
-    FieldPath,
-    UnsupportedFields,
-    meets_preconditions,
-    remove_fields,
-    status_patch,
-)
+from quire_operator.kube.old_api_servers import FieldPath, meets_preconditions, remove_fields, status_patch
 from quire_operator.kube.resources import Resource
 
 logger = logging.getLogger(__name__)
@@ -49,7 +45,8 @@ class ApiClient(ApiSession):
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
-        self._unsupported_fields = UnsupportedFields()
+        self.unsupported_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
+        """Fields that were left out of manifests of a kind, because the API server does not know them."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """Return one object; raises ObjectNotFound."""
@@ -76,14 +73,10 @@ class ApiClient(ApiSession):
         field_selector: str = "",
     ) -> ObjectList:
         """List all objects of a resource in a namespace (None: in all), in pages."""
-        params = {
-            "limit": str(_PAGE_SIZE),
-            **({"labelSelector": label_selector} if label_selector else {}),
-            **({"fieldSelector": field_selector} if field_selector else {}),
-        }
+        params = {"limit": str(_PAGE_SIZE), "labelSelector": label_selector, "fieldSelector": field_selector}
+        accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
         items: list[Body] = []
         while True:
-            accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
             page = await self.request("GET", resource.path(namespace), params=params, accept=accept)
             items += page.get("items") or ()
             if not (continue_token := page["metadata"].get("continue")):
@@ -99,22 +92,16 @@ class ApiClient(ApiSession):
         path = resource.path(meta.get("namespace"), meta["name"])
         params = {"fieldManager": _FIELD_MANAGER, "force": "true"}
         while True:
-            unsupported = self.unsupported_fields(resource)
+            unsupported = self.unsupported_fields[resource]
             try:
                 body = remove_fields(manifest, unsupported)
                 return await self.request("PATCH", path, body, params=params, content_type=_APPLY_PATCH)
             except UnknownField as error:
                 if error.field in unsupported:
                     raise
-                logger.info(
-                    "field is not supported by the API server, left out kind=%s field=%s",
-                    resource.kind, ".".join(error.field),
-                )  # fmt: skip
-                self._unsupported_fields.add(resource, error.field)
-
-    def unsupported_fields(self, resource: Resource) -> frozenset[FieldPath]:
-        """Return the fields that were left out of manifests of a kind, because the API server does not know them."""
-        return self._unsupported_fields.of(resource)
+                field = ".".join(error.field)
+                logger.info("field is not supported by the API server, left out kind=%s field=%s", resource.kind, field)
+                self.unsupported_fields[resource] |= {error.field}
 
     async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Replace the whole status of an object and return the object.
@@ -137,24 +124,15 @@ class ApiClient(ApiSession):
         path = resource.path(manifest["metadata"].get("namespace"))
         return await self.request("POST", path, manifest, params={"fieldManager": _FIELD_MANAGER})
 
-    async def replace(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
-        """Replace the version of an object that the manifest names; raises WriteConflict if there is a newer one."""
-        meta = manifest["metadata"]
-        path = resource.path(meta.get("namespace"), meta["name"])
-        return await self.request("PUT", path, manifest, params={"fieldManager": _FIELD_MANAGER})
-
     async def delete(self, resource: Resource, namespace: str | None, name: str, uid: str) -> None:
         """Delete the object with that uid, if it still exists; the garbage collector deletes what it owns.
 
         Raises:
             WriteConflict: another object has the name.
         """
-        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
-        options["propagationPolicy"] = "Background"
-        try:
-            await self.request("DELETE", resource.path(namespace, name), options)
-        except ObjectNotFound:
-            return
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        with contextlib.suppress(ObjectNotFound):
+            await self.request("DELETE", resource.path(namespace, name), {**options, "preconditions": {"uid": uid}})
 
     def watch(
         self,
@@ -171,6 +149,6 @@ class ApiClient(ApiSession):
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
             "timeoutSeconds": str(int(timeout_s)),
-            **({"labelSelector": label_selector} if label_selector else {}),
+            "labelSelector": label_selector,
         }
         return self.stream(resource.path(namespace), params, response_timeout_s)

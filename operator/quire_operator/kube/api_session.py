@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -52,9 +51,7 @@ class ApiSession:
         self._watch_session = aiohttp.ClientSession(connector=self._create_connector(0))
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
         await self._watch_session.close()
         # For a cancelled request aiohttp starts the TLS shutdown and drops the connection. The shutdown waits for the
@@ -68,14 +65,14 @@ class ApiSession:
                     await asyncio.sleep(0.001)
 
     def _create_connector(self, limit: int) -> aiohttp.TCPConnector:
-        ssl_context = self.cluster_config.ssl_context if self.cluster_config.ssl_context is not None else False
-        return aiohttp.TCPConnector(ssl=ssl_context, limit=limit, socket_factory=self._create_socket)
+        def create_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+            sock = socket.socket(*address[:3])
+            self._sockets.add(sock)
+            return sock
 
-    def _create_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
-        family, socket_type, protocol, *_ = address
-        sock = socket.socket(family, socket_type, protocol)
-        self._sockets.add(sock)
-        return sock
+        return aiohttp.TCPConnector(
+            ssl=self.cluster_config.ssl_context or False, limit=limit, socket_factory=create_socket
+        )
 
     async def request(
         self,
@@ -88,9 +85,11 @@ class ApiSession:
         accept: str = _JSON,
     ) -> Body:
         """Send a request and return the parsed response; retry after no response or a server error, if that is safe."""
+        data = None if body is None else orjson.dumps(body)
+        headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         for delay_s in (*_RETRY_DELAYS_S, None):
             try:
-                return await self._request(method, path, body, params, content_type, accept)
+                return await self._request(method, path, data, params, headers)
             except ApiServerUnavailable as error:
                 retry_after_s = error.retry_after_s or 0.0
                 if delay_s is None or retry_after_s > _MAX_RETRY_AFTER_S or method not in _RETRIABLE_METHODS:
@@ -99,41 +98,37 @@ class ApiSession:
         raise AssertionError("the last attempt returns or raises")
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        params: Mapping[str, str] | None,
-        content_type: str,
-        accept: str,
+        self, method: str, path: str, data: bytes | None, params: Mapping[str, str] | None, headers: Mapping[str, str]
     ) -> Body:
-        data = None if body is None else orjson.dumps(body)
-        headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         request_line = f"{method} {path}"
         for is_last_attempt in (False, True):
             auth_headers = await self._auth(request_line)
-            try:
-                async with self._session.request(
-                    method,
-                    self.cluster_config.server + path,
-                    params=params,
-                    data=data,
-                    headers={**headers, **auth_headers},
-                    timeout=_TIMEOUT,
-                    proxy=self.cluster_config.proxy_url,
-                    server_hostname=self.cluster_config.tls_server_name,
+            with _unavailable_without_response(request_line):
+                async with self._send(
+                    self._session, method, path, params, {**headers, **auth_headers}, _TIMEOUT, data
                 ) as response:
                     content = await response.read()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise ApiServerUnavailable(
-                    f"{request_line}: no response ({type(error).__name__}: {redact_urls(str(error))})"
-                ) from error
             if response.status == 401 and not is_last_attempt:
                 # ServiceAccount tokens are replaced before they expire, but clocks differ.
                 self.cluster_config.invalidate_token(auth_headers)
                 continue
             return _parse_response(request_line, response, content)
         raise AssertionError("the second attempt returns or raises")
+
+    def _send(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        headers: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
+        data: bytes | None = None,
+    ) -> Any:
+        config = self.cluster_config
+        target: dict[str, Any] = {"proxy": config.proxy_url, "server_hostname": config.tls_server_name}
+        url = config.server + path
+        return session.request(method, url, params=params, headers=headers, timeout=timeout, data=data, **target)
 
     async def _auth(self, request_line: str) -> Mapping[str, str]:
         try:
@@ -154,21 +149,10 @@ class ApiSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         auth_headers = await self._auth(request_line)
         headers = {"Accept": _JSON, **auth_headers}
-        try:
-            # aiohttp has no timeout for the response headers alone.
+        # aiohttp has no timeout for the response headers alone.
+        with _unavailable_without_response(request_line):
             async with asyncio.timeout(response_timeout_s):
-                response = await self._watch_session.get(
-                    self.cluster_config.server + path,
-                    params=params,
-                    headers=headers,
-                    timeout=timeout,
-                    proxy=self.cluster_config.proxy_url,
-                    server_hostname=self.cluster_config.tls_server_name,
-                )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiServerUnavailable(
-                f"{request_line}: no response ({type(error).__name__}: {redact_urls(str(error))})"
-            ) from error
+                response = await self._send(self._watch_session, "GET", path, params, headers, timeout)
         try:
             if response.status != 200:
                 if response.status == 401:
@@ -182,6 +166,15 @@ class ApiSession:
             response.close()
 
 
+@contextlib.contextmanager
+def _unavailable_without_response(request_line: str) -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        reason = f"{type(error).__name__}: {redact_urls(str(error))}"
+        raise ApiServerUnavailable(f"{request_line}: no response ({reason})") from error
+
+
 def _parse_response(request_line: str, response: aiohttp.ClientResponse, content: bytes) -> Body:
     try:
         body: Any = orjson.loads(content) if content else {}
@@ -190,9 +183,8 @@ def _parse_response(request_line: str, response: aiohttp.ClientResponse, content
     if response.status >= 300:
         raise error_from_response(request_line, response.status, body, response.headers.get("Retry-After"))
     if not isinstance(body, dict):
-        raise ApiServerUnavailable(
-            f"{request_line}: response is not JSON, got {body!r}; check for a proxy in between", response.status
-        )
+        message = f"{request_line}: response is not JSON, got {body!r}; check for a proxy in between"
+        raise ApiServerUnavailable(message, response.status)
     return body
 
 

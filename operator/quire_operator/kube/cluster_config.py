@@ -115,12 +115,8 @@ class ClusterConfig:
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         server = f"https://{format_for_url(host)}:{port}"
         ssl_context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT_DIR / "ca.crt"))
-        return cls(
-            server,
-            ssl_context,
-            (SERVICE_ACCOUNT_DIR / "namespace").read_text().strip(),
-            token_file=SERVICE_ACCOUNT_DIR / "token",
-        )
+        namespace = (SERVICE_ACCOUNT_DIR / "namespace").read_text().strip()
+        return cls(server, ssl_context, namespace, token_file=SERVICE_ACCOUNT_DIR / "token")
 
     @classmethod
     def from_kubeconfig(cls, path: Path, context: str | None = None) -> "ClusterConfig":

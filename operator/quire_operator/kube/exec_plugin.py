@@ -20,8 +20,6 @@ from quire_spec.errors import ConfigError, Unavailable
 
 _TIMEOUT_S = 60.0
 _MAX_STDERR_CHARS = 200
-_ALWAYS_INTERACTIVE = "Always"
-"""An interactiveMode that needs a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +57,8 @@ class ExecPlugin:
             args = [str(arg) for arg in entry.get("args") or ()]
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{location}: {error!r}; it needs command and apiVersion") from error
-        if entry.get("interactiveMode") == _ALWAYS_INTERACTIVE:
-            raise ConfigError(
-                f"{location}.interactiveMode: {_ALWAYS_INTERACTIVE} needs a terminal; use IfAvailable or Never"
-            )
+        if entry.get("interactiveMode") == "Always":
+            raise ConfigError(f"{location}.interactiveMode: Always needs a terminal; use IfAvailable or Never")
         if os.sep in command:
             # As kubectl does; a bare name is looked up in PATH.
             command = str(kubeconfig.parent.absolute() / command)
@@ -112,10 +108,8 @@ class ExecPlugin:
             raise self._error("its output is not an ExecCredential with a status", repr(error)) from error
         token = status.get("token")
         if not token or not isinstance(token, str):
-            status_keys = ", ".join(sorted(status)) or "nothing"
-            raise self._error(
-                "no token in its output", f"its status has {status_keys}; client certificates are not supported"
-            )
+            keys = ", ".join(sorted(status)) or "nothing"
+            raise self._error("no token in its output", f"its status has {keys}; client certificates are not supported")
         return ExecCredential(token, expires_at)
 
     def _error(self, reason: str, details: str = "") -> Unavailable:

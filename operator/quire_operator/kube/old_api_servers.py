@@ -13,28 +13,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quire_operator.kube.resources import Resource
-
 FieldPath = tuple[str, ...]
 """Names of a field and of the fields around it; entries of lists have no name."""
 
 _UNKNOWN_FIELD = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
 _PRECONDITIONS = ("uid", "generation", "resourceVersion")
-
-
-class UnsupportedFields:
-    """The fields of each kind that this API server has rejected as unknown."""
-
-    def __init__(self) -> None:
-        self._paths: dict[Resource, set[FieldPath]] = {}
-
-    def of(self, resource: Resource) -> frozenset[FieldPath]:
-        """Return the paths of the unsupported fields of a kind."""
-        return frozenset(self._paths.get(resource, ()))
-
-    def add(self, resource: Resource, path: FieldPath) -> None:
-        """Record a field that the API server does not know."""
-        self._paths.setdefault(resource, set()).add(path)
 
 
 def unknown_field(status: int, reason: str) -> FieldPath | None:

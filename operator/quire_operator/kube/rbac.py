@@ -18,8 +18,6 @@ class PolicyRule:
     resource: Resource
     verbs: tuple[str, ...]
     subresource: str = ""
-    cluster_scoped: bool = False
-    """The resource has no namespace: the rule needs a ClusterRole even if single namespaces are watched."""
     optional: str = ""
     """Which function is lost if an administrator removes this rule; empty: the operator needs the rule."""
 
@@ -42,10 +40,5 @@ RULES: tuple[PolicyRule, ...] = (
     PolicyRule(resources.REPLICA_SET, ("list", "watch")),
     PolicyRule(resources.POD, ("list", "watch")),
     PolicyRule(resources.EVENT, ("create", "list")),
-    PolicyRule(
-        resources.NODE,
-        ("list",),
-        cluster_scoped=True,
-        optional="GPUs are known from spec.gpu and the table of products only",
-    ),
+    PolicyRule(resources.NODE, ("list",), optional="GPUs are known from spec.gpu and the table of products only"),
 )

@@ -17,6 +17,7 @@ from quire_operator.plan.gpu import PRODUCTS, GpuInfo
 from quire_operator.plan.host_memory import host_costs
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import FitReason
+from quire_spec.model import capabilities
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 MIN_FULL_LENGTH_REQUESTS = 4
@@ -61,7 +62,7 @@ def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
     """Yield each number of GPUs that the engine and the model allow, with the smallest product that fits."""
     for count in limits.TP_SIZES:
-        if count not in inputs.capabilities.tensor_parallel_sizes or unsupported_reason(inputs.model.shape, count):
+        if count not in capabilities.TENSOR_PARALLEL_SIZES or unsupported_reason(inputs.model.shape, count):
             continue
         for product in PRODUCTS:
             engine = replace(inputs.engine, tensorParallelSize=count)

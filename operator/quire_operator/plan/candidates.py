@@ -14,6 +14,7 @@ from quire_operator.plan import device_memory, limits
 from quire_operator.plan.device_memory import GIB, MIB, DeviceCosts
 from quire_operator.plan.host_memory import host_costs
 from quire_operator.plan.inputs import PlannerInputs
+from quire_spec.model import capabilities
 
 MEAN_SEQUENCE_LEN = 2048
 """Assumed average length of a sequence in tokens, for choosing maxNumSeqs."""
@@ -97,7 +98,7 @@ def choose_block_size(inputs: PlannerInputs, candidate: Candidate) -> int:
     if inputs.engine.blockSize is not None:
         return inputs.engine.blockSize
     target = 32 if candidate.max_num_seqs >= 256 and candidate.max_model_len >= limits.MAX_DEFAULT_CONTEXT else 16
-    sizes = [b for b in inputs.capabilities.block_sizes if b <= target]
+    sizes = [b for b in capabilities.BLOCK_SIZES if b <= target]
     return max((b for b in sizes if candidate.max_num_seqs * (b - 1) * 25 <= candidate.kv_tokens), default=min(sizes))
 
 

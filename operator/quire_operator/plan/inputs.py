@@ -8,7 +8,7 @@ does not change existing digests.
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_operator.api.llmservice import Device, EngineSpec, LLMService, LoraSpec
@@ -16,21 +16,12 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.gpu import GpuInfo
 from quire_spec.dataclass_json import drop_nulls, to_json
-from quire_spec.model import capabilities
 
 _PLANNED_ENGINE_FIELDS = (
     "blockSize", "dtype", "gpuMemoryUtilization", "kvCacheMemory", "maxModelLen", "maxNumBatchedTokens", "maxNumSeqs",
     "minConcurrency", "quantization", "swapSpace", "tensorParallelSize",
 )  # fmt: skip
 """Fields of spec.engine that a plan depends on. The others do not change memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCapabilities:
-    """Values that the engine of this release supports. Not in the digest: a new release must not restart pods."""
-
-    tensor_parallel_sizes: tuple[int, ...] = capabilities.TENSOR_PARALLEL_SIZES
-    block_sizes: tuple[int, ...] = capabilities.BLOCK_SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +41,6 @@ class PlannerInputs:
     """Size of /dev/shm in bytes; None: the planner chooses it."""
     image: str | None = None
     """Image of the pods; None: the image of this release. The plan keeps it when the operator is upgraded."""
-    capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
 
     @classmethod
     def from_service(cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None) -> Self:

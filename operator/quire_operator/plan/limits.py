@@ -41,8 +41,8 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     if gpu is not None and gpu.gpus_per_node is not None and pinned > gpu.gpus_per_node:
         fix = f"nodes with {gpu.name} have {gpu.gpus_per_node} GPUs, and a replica runs on one node; lower it"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
-    if pinned not in inputs.capabilities.tensor_parallel_sizes:
-        supported = ", ".join(map(str, inputs.capabilities.tensor_parallel_sizes))
+    if pinned not in capabilities.TENSOR_PARALLEL_SIZES:
+        supported = ", ".join(map(str, capabilities.TENSOR_PARALLEL_SIZES))
         fix = f"the engine of this release supports {supported}; omit the field, and use a larger GPU if needed"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {fix}")
     return [pinned]
@@ -56,7 +56,7 @@ def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
         return f"not tried: spec.gpu.count is {inputs.max_gpus}"
     if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and tp > inputs.gpu.gpus_per_node:
         return f"not possible: a node has {inputs.gpu.gpus_per_node}"
-    if tp not in inputs.capabilities.tensor_parallel_sizes:
+    if tp not in capabilities.TENSOR_PARALLEL_SIZES:
         return "not possible: the engine of this release does not support it"
     return ""
 

@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.openapi import OPENAPI, walk
-from support.planning import ANY_TP_SIZE, MODELS
+from support.planning import MODELS
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device, LLMService
@@ -106,7 +106,7 @@ def outputs(document):
     service = LLMService.from_body(checked.body)
     try:
         gpu = None if service.spec.device is Device.CPU else resolve_gpu(service.spec.gpu, [], None)
-        inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu, ANY_TP_SIZE)
+        inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu)
         plan = make_plan(inputs)
         objects = render_objects(service, plan, CLUSTER)
         upgraded = reuse_or_make_plan(

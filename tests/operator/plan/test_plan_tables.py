@@ -8,7 +8,7 @@ tests check that the formulas are within a few percent and never exceed the real
 from pathlib import Path
 
 import pytest
-from support.planning import ANY_TP_SIZE, GIB, MODELS, llm_service, plan_for, planner_inputs
+from support.planning import GIB, MODELS, llm_service, plan_for, planner_inputs
 
 from quire_operator.plan import candidates, device_memory
 from quire_operator.plan.errors import Unplannable, UnplannableReason
@@ -148,7 +148,7 @@ def test_tensor_parallel_size_divides_the_model():
 
 @pytest.mark.parametrize("gpu", [A100_80, H100])
 def test_adapter_slots_of_70b_do_not_fit_on_two_80_gb_gpus(gpu):
-    slots = planner_inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}", ANY_TP_SIZE)
+    slots = planner_inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}")
     assert candidates.evaluate(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.15, abs=0.05)
     assert candidates.evaluate(slots, 2, 8192, 16).max_model_len < 6_000
     with pytest.raises(Unplannable) as error:

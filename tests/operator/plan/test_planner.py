@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.planning import (
-    ANY_TP_SIZE,
     GIB,
     H100,
     L4,
@@ -25,7 +24,6 @@ from quire_operator.api.llmservice import LoraSpec
 from quire_operator.plan import candidates, planner
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, MemorySource
-from quire_operator.plan.inputs import EngineCapabilities
 from quire_operator.plan.plan import FitReason, Plan
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -158,7 +156,6 @@ def test_digest_does_not_change_between_releases():
     """Stored plans contain the digest. If it changed, an upgrade would plan all services again and restart them."""
     inputs = planner_inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
     assert inputs.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
-    assert dataclasses.replace(inputs, capabilities=EngineCapabilities()).digest == inputs.digest
 
 
 def test_stored_plan_is_kept_until_inputs_change():
@@ -188,9 +185,9 @@ def test_digest_contains_fields_that_affect_the_plan(text):
     assert planner_inputs("8b", L4, base + text).digest != planner_inputs("8b", L4).digest
 
 
-def unplannable(model, gpu, text, capabilities=ANY_TP_SIZE):
+def unplannable(model, gpu, text):
     with pytest.raises(Unplannable) as error:
-        plan_for(model, gpu, text, capabilities)
+        plan_for(model, gpu, text)
     return error.value.reason, str(error.value)
 
 
@@ -213,16 +210,16 @@ def test_does_not_fit_message_has_a_table_and_sufficient_gpus():
         assert plan_for("70b", product, f"lora: {{maxLoaded: 0}}\ngpu: {{count: {count}}}")
 
 
-def test_unsupported_values_are_neither_planned_nor_recommended():
-    only_one = EngineCapabilities(tensor_parallel_sizes=(1,))
-    why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}", only_one)
+def test_unsupported_values_are_neither_planned_nor_recommended(monkeypatch):
+    monkeypatch.setattr(capabilities, "TENSOR_PARALLEL_SIZES", (1,))
+    why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}")
     assert why is UnplannableReason.DOES_NOT_FIT
     assert "2 not possible: the engine of this release does not support it" in text
     assert text.splitlines()[-1] == "The smallest that fit: 1 x NVIDIA-B200."
-    why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}", only_one)
+    why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}")
     assert why is UnplannableReason.UNSUPPORTED_BY_ENGINE
     assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release supports 1")
-    tight = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}", only_one)
+    tight = plan_for("8b", L4, "lora: {maxLoaded: 0}\ngpu: {count: 4}")
     assert tight.tensorParallelSize.value == 1
     assert "spec.gpu.count" not in tight.advice
     assert "NVIDIA-A100-PCIE-40GB gives" in tight.advice or "NVIDIA-GeForce" in tight.advice
