@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quire_server.logs import configure_logging
@@ -128,6 +128,27 @@ def _parser() -> argparse.ArgumentParser:
         help=f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)",
     )
     ports.add_argument(
+        "--openai-api-keys-dir",
+        type=Path,
+        metavar="DIR",
+        help="API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)",
+    )
+    ports.add_argument(
+        "--openai-shared-prefix-cache",
+        action="store_true",
+        help="let requests of different API keys use each other's cached prompts",
+    )
+    ports.add_argument(
+        "--openai-cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of this origin call the OpenAI API; * for all",
+    )
+    ports.add_argument(
+        "--openai-max-body-bytes", type=int, metavar="N", help="maximum size of a request (default: 8 MiB)"
+    )
+    ports.add_argument(
         "--admin-key-file",
         type=Path,
         metavar="FILE",
@@ -184,6 +205,7 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         metrics_port=args.metrics_port,
         health_port=args.health_port,
         openai_port=args.openai_port,
+        openai_flags=tuple(_openai_flags(args)),
         admin_key_file=args.admin_key_file,
         secrets_dir=args.secrets_dir,
         pvcs=dict(args.pvc),
@@ -194,6 +216,18 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         drain_timeout_s=args.drain_timeout,
         verbose=args.verbose,
     )
+
+
+def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the arguments of the OpenAI front that are not the supervisor's own."""
+    if args.openai_api_keys_dir is not None:
+        yield f"--api-keys-dir={args.openai_api_keys_dir.absolute()}"
+    if args.openai_shared_prefix_cache:
+        yield "--shared-prefix-cache"
+    if args.openai_max_body_bytes is not None:
+        yield f"--max-body-bytes={args.openai_max_body_bytes}"
+    for origin in args.openai_cors_origin:
+        yield f"--cors-origin={origin}"
 
 
 def _parse_port(text: str) -> int:

@@ -17,6 +17,8 @@ SERVER_METRICS_PORT = 8002
 HEALTH_PORT = 8003
 """The supervisor's port: probes, metrics, status, admin."""
 OPENAI_PORT = 8004
+OPENAI_FRONTEND = "/openai"
+"""Name of the OpenAI front in its Hello; not a valid model name."""
 
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"

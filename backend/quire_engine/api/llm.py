@@ -16,12 +16,12 @@ from quire_engine.api.outputs import LoRARequest, RequestOutput
 from quire_engine.core.engine import Engine
 from quire_engine.text.admission import check_text_parameters
 from quire_engine.tokenization.chat_template import (
-    TEMPLATE_FILE,
     ChatMessage,
     ChatTemplate,
     as_conversation_list,
     load_chat_template,
 )
+from quire_engine.tokenization.chat_template_files import TEMPLATE_FILE
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import DigestCache

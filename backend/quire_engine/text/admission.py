@@ -90,7 +90,9 @@ def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
 class AdmissionController:
     """Accepts or rejects requests; owns the table of adapter names."""
 
-    def __init__(self, limits: RequestLimits, served_name: str, has_tokenizer: bool) -> None:
+    def __init__(
+        self, limits: RequestLimits, served_name: str, has_tokenizer: bool, has_chat_template: bool = False
+    ) -> None:
         self.limits = limits
         self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
         """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
@@ -99,6 +101,7 @@ class AdmissionController:
         self.draining = False
         self.served_name = served_name
         self._has_tokenizer = has_tokenizer
+        self._has_chat_template = has_chat_template
 
     def admit(self, request: GenerateRequest, num_queued: int) -> AdmittedRequest:
         """Check a new request.
@@ -207,14 +210,24 @@ class AdmissionController:
             )
 
     def _check_prompt_input(self, request: GenerateRequest, params: SamplingParams) -> None:
-        if (request.prompt is None) == (request.prompt_token_ids is None):
+        if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
             raise InvalidArgument("prompt: give either a text prompt or token ids, not both or neither")
+        if request.chat is not None:
+            self.check_chat()
+            return
         if request.prompt_token_ids is not None:
             if not isinstance(request.prompt_token_ids, list):
                 raise InvalidArgument("prompt_token_ids: must be a list of token ids")
             self.check_prompt(request.prompt_token_ids, params)
         else:
             self.check_prompt_text(request.prompt)
+
+    def check_chat(self) -> None:
+        """Reject a conversation if the checkpoint has no chat template."""
+        if not self._has_chat_template:
+            raise InvalidArgument(
+                "messages: the model has no chat template; use completions, or add chat_template.jinja to its folder"
+            )
 
     def check_prompt_text(self, prompt: object) -> None:
         """Check a text before it is tokenized; raises InvalidArgument if it is not a string or cannot fit."""

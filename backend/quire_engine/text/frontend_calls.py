@@ -12,6 +12,7 @@ from typing import Any
 
 from quire_engine.ipc.connection import Connection
 from quire_engine.text.admission import AdmissionController
+from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
@@ -29,11 +30,13 @@ class FrontendCalls:
         self,
         admission: AdmissionController,
         prompt_tokenizer: PromptTokenizer | None,
+        chat_renderer: ChatRenderer | None,
         request_manager: RequestManager,
         metrics: RequestMetrics,
     ) -> None:
         self._admission = admission
         self._prompt_tokenizer = prompt_tokenizer
+        self._chat_renderer = chat_renderer
         self._request_manager = request_manager
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,6 +67,11 @@ class FrontendCalls:
             )
         connection.send(response)
 
+    def prepare_chat(self) -> None:
+        """Start the processes that render chat templates, before the first conversation needs them."""
+        if self._chat_renderer is not None:
+            self._chat_renderer.start()
+
     async def _models(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names that requests can use, and why requests are rejected at the moment."""
         admission = self._admission
@@ -80,14 +88,28 @@ class FrontendCalls:
         return {"text": await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)}
 
     async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the token ids of the text `prompt`, and with `return_token_strs` the text of each."""
-        prompt_tokenizer, text = self._require_tokenizer(), args.get("prompt")
+        """Return the token ids of `prompt` or of the conversation `chat`; `return_token_strs` adds their texts."""
+        prompt_tokenizer, text, chat = self._require_tokenizer(), args.get("prompt"), args.get("chat")
+        if chat is not None:
+            self._admission.check_chat()
+            assert self._chat_renderer is not None, "checked"
+            text = await self._chat_renderer.render(chat)
         self._admission.check_prompt_text(text)
         assert isinstance(text, str), "checked"
-        tokenizer, add_special_tokens = prompt_tokenizer.tokenizer, bool(args.get("add_special_tokens", True))
-        token_ids = await prompt_tokenizer.run(lambda: tokenizer.encode(text, None, add_special_tokens), len(text))
+        tokenizer, add_special_tokens = prompt_tokenizer.tokenizer, bool(args.get("add_special_tokens", chat is None))
+
+        def encode() -> list[int]:
+            if chat is None or add_special_tokens:
+                return tokenizer.encode(text, None, add_special_tokens)
+            return tokenizer.encode_rendered(text)
+
+        token_ids = await prompt_tokenizer.run(encode, len(text))
         token_strs = [tokenizer.token_text(i) for i in token_ids] if args.get("return_token_strs") else None
-        return {"tokens": token_ids, "token_strs": token_strs}
+        return {
+            "tokens": token_ids,
+            "token_strs": token_strs,
+            "max_model_len": self._admission.limits.max_model_len,
+        }
 
     async def _detokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the text of `tokens`."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from quire_engine.text.adapter_metrics import AdapterMetrics
+from quire_engine.text.adapter_metrics import OTHER_LABEL, AdapterMetrics
 from quire_spec.constants import AdapterName
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -31,6 +31,9 @@ _REQUEST_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+
+MAX_API_KEY_LABELS = 100
+"""API keys with their own series; all others share one."""
 
 _KV_CACHE_INFO_LABELS = (
     *("model_name", "block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks"),
@@ -99,9 +102,26 @@ class RequestMetrics:
             if params.max_tokens is not None:
                 self._params_max_tokens.observe(params.max_tokens)
 
-    def record_prompt_tokens(self, num_tokens: int) -> None:
+    def record_prompt_tokens(self, num_tokens: int, api_key_name: str = "") -> None:
         """Count the tokens of a prompt that was sent to the engine core."""
         self._prompt_tokens.inc(num_tokens)
+        if api_key_name:
+            label = self._api_key_label(api_key_name)
+            self._api_key_requests.labels(self._model_name, label).inc()
+            self._api_key_tokens.labels(self._model_name, label, "prompt").inc(num_tokens)
+
+    def record_api_key_output(self, api_key_name: str, num_tokens: int) -> None:
+        """Count the output tokens of a request that has ended, for its API key."""
+        if api_key_name:
+            label = self._api_key_label(api_key_name)
+            self._api_key_tokens.labels(self._model_name, label, "completion").inc(num_tokens)
+
+    def _api_key_label(self, name: str) -> str:
+        """Return the label of a key; the first MAX_API_KEY_LABELS keys have their own."""
+        if name not in self._api_key_labels and len(self._api_key_labels) >= MAX_API_KEY_LABELS:
+            return OTHER_LABEL
+        self._api_key_labels.add(name)
+        return name
 
     def record_slow_reader(self) -> None:
         """Count a frontend connection that was closed because the frontend did not read."""
@@ -182,6 +202,19 @@ class RequestMetrics:
             ),
             "num_steps": self._counter("quire_steps", "Steps of the engine."),
         }
+        self._api_key_labels: set[str] = set()
+        self._api_key_requests = Counter(
+            "quire_api_key_requests",
+            "Requests sent to the engine, by API key.",
+            ["model_name", "api_key"],
+            registry=self.registry,
+        )
+        self._api_key_tokens = Counter(
+            "quire_api_key_tokens",
+            "Prompt and completion tokens (kind), by API key.",
+            ["model_name", "api_key", "kind"],
+            registry=self.registry,
+        )
         self._finished_requests = Counter(
             "vllm:request_success",
             "Requests that ended, by reason.",

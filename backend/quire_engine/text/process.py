@@ -15,6 +15,7 @@ import os
 
 from quire_engine.ipc import process
 from quire_engine.text.admission import AdmissionController, RequestLimits
+from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.core_client import CoreClient
 from quire_engine.text.frontend_calls import FrontendCalls
 from quire_engine.text.metrics import RequestMetrics
@@ -45,22 +46,32 @@ def main(args: process.ProcessArgs) -> None:
     )
     if tokenizer is None:
         logger.warning("the model has no %s, so requests must contain token ids folder=%s", TOKENIZER_FILE, folder)
-    asyncio.run(_serve(args, tokenizer, limits, load_eos_token_ids(folder, model_config)))
+    chat_renderer = ChatRenderer.from_folder(folder, tokenizer, limits.max_prompt_bytes)
+    asyncio.run(_serve(args, tokenizer, limits, load_eos_token_ids(folder, model_config), chat_renderer))
 
 
 async def _serve(
-    args: process.ProcessArgs, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int]
+    args: process.ProcessArgs,
+    tokenizer: Tokenizer | None,
+    limits: RequestLimits,
+    eos_token_ids: frozenset[int],
+    chat_renderer: ChatRenderer | None,
 ) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
     core_client = CoreClient(args.socket_path(CORE_SOCKET), args.served_name)
-    admission = AdmissionController(limits, args.served_name, tokenizer is not None)
+    admission = AdmissionController(limits, args.served_name, tokenizer is not None, chat_renderer is not None)
     prompt_tokenizer = PromptTokenizer(tokenizer, limits.max_model_len) if tokenizer else None
     request_manager = RequestManager(
-        admission, prompt_tokenizer, metrics, core_client.send, eos_token_ids=eos_token_ids
+        admission,
+        prompt_tokenizer,
+        metrics,
+        core_client.send,
+        eos_token_ids=eos_token_ids,
+        chat_renderer=chat_renderer,
     )
     throttle = _create_throttle(args.config)
-    frontend_calls = FrontendCalls(admission, prompt_tokenizer, request_manager, metrics)
+    frontend_calls = FrontendCalls(admission, prompt_tokenizer, chat_renderer, request_manager, metrics)
     server = TextServer(request_manager, metrics, frontend_calls, limits.max_frame_bytes, throttle)
     await server.listen(args.socket_path(TEXT_SOCKET))
     # All objects created so far live as long as the process: keep the garbage collector from scanning them.

@@ -72,7 +72,12 @@ class PromptTokenizer:
             return TokenizedPrompt([], [])
         params, token_ids = request_state.params, request.prompt_token_ids
         try:
-            if token_ids is None:
+            if request.chat is not None:
+                assert request.prompt is not None, "the conversation is rendered"
+                token_ids = self.tokenizer.encode_rendered(
+                    request.prompt, params.max_prompt_tokens(self._max_model_len)
+                )
+            elif token_ids is None:
                 assert request.prompt is not None, "admission accepts a text or token ids"
                 token_ids = self.tokenizer.encode(
                     request.prompt, params.max_prompt_tokens(self._max_model_len), request.add_special_tokens

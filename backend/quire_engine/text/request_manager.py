@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from quire_engine.text.admission import AdmissionController
+from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from quire_engine.text.rate_limiter import AdapterRateLimiter
@@ -51,8 +52,9 @@ class RequestManager:
         send_to_core: Callable[[IpcMessage], None],
         clock: Callable[[], float] = time.monotonic,
         eos_token_ids: frozenset[int] = frozenset(),
+        chat_renderer: ChatRenderer | None = None,
     ) -> None:
-        """`prompt_tokenizer` is None for a model without a tokenizer."""
+        """`prompt_tokenizer` is None for a model without a tokenizer, `chat_renderer` without a chat template."""
         self.num_queued = 0
         """Open requests that no step has run yet."""
         self._admission = admission
@@ -61,6 +63,7 @@ class RequestManager:
         self._send_to_core = send_to_core
         self._clock = clock
         self._eos_token_ids = eos_token_ids
+        self._chat_renderer = chat_renderer
         # Starts at the time: after a restart of the text process, new ids differ from those that the core still runs.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
@@ -179,11 +182,27 @@ class RequestManager:
         )
 
     def _tokenize(self, request: GenerateRequest, request_state: RequestState) -> None:
-        if request.prompt_token_ids is not None and not request_state.params.bad_words:
+        if request.chat is not None and request.prompt is None:
+            assert self._chat_renderer is not None, "admission rejects conversations without a chat template"
+            self._chat_renderer.submit(request.chat, partial(self._on_rendered, request, request_state))
+        elif request.prompt_token_ids is not None and not request_state.params.bad_words:
             self._on_tokenized(request_state, TokenizedPrompt(request.prompt_token_ids, []))
         else:
             assert self._prompt_tokenizer is not None, "admission rejects text without a tokenizer"
             self._prompt_tokenizer.tokenize(request, request_state, partial(self._on_tokenized, request_state))
+
+    def _on_rendered(self, request: GenerateRequest, request_state: RequestState, text: str | QuireError) -> None:
+        """Tokenize a rendered conversation; do nothing if its request has ended in the meantime."""
+        if request_state.is_closed:
+            return
+        try:
+            if isinstance(text, QuireError):
+                raise text
+            self._admission.check_prompt_text(text)
+        except QuireError as error:
+            self._fail(request_state, error)
+            return
+        self._tokenize(replace(request, prompt=text), request_state)
 
     def _on_tokenized(self, request_state: RequestState, tokenized: TokenizedPrompt | QuireError) -> None:
         """Send a tokenized request to the core; do nothing if it has ended in the meantime."""
@@ -196,7 +215,7 @@ class RequestManager:
         except QuireError as error:
             self._fail(request_state, error)
             return
-        self._metrics.record_prompt_tokens(len(token_ids))
+        self._metrics.record_prompt_tokens(len(token_ids), request_state.api_key_name)
         self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
         tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
         bad_word_ids = tokenized.bad_word_ids
@@ -284,6 +303,7 @@ class RequestManager:
             self.num_queued -= 1
         latency_s = self._clock() - request_state.arrival_time
         token_counts = request_state.num_input_tokens, request_state.num_output_tokens
+        self._metrics.record_api_key_output(request_state.api_key_name, request_state.num_output_tokens)
         self._metrics.record_finished(reason, latency_s, *token_counts, request_state.params)
         self._notify_if_drained()
 

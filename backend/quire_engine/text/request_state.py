@@ -42,6 +42,7 @@ class RequestState:
         self._cache_salt = request.cache_salt
         self._priority = request.priority
         self._stream = request.stream
+        self.api_key_name = request.api_key_name
         self._return_prompt_token_ids = request.return_prompt_token_ids
         self._return_token_bytes = request.return_token_bytes
         self._prompt_token_ids: list[int] | None = None

@@ -17,6 +17,7 @@ from quire_engine.text.frontend_connection import FrontendConnection
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.text.result_coalescer import ResponseThrottle
+from quire_spec.constants import OPENAI_FRONTEND
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.documents.pod_status import utc_now
@@ -70,6 +71,8 @@ class TextServer:
         assert hello is not None, "the connecting end has no Hello of its peer"
         if hello.role == "frontend":
             self._frontends[connection] = FrontendConnection(connection, hello, self._metrics, self._throttle)
+            if hello.model == OPENAI_FRONTEND:
+                self._frontend_calls.prepare_chat()
         elif hello.role != "supervisor":
             raise Internal(f"Hello: role {hello.role!r} is not accepted here; expected frontend or supervisor")
 

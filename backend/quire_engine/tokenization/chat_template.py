@@ -2,9 +2,9 @@
 """Chat templates: render a conversation to the prompt format that a chat model was trained on.
 
 Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers provides. The
-sandbox prevents access to files and Python, but does not bound time and memory (`{{ 'a' * 10**12 }}`). That would
-require a separate process. The only caller is the offline LLM, which a user runs for themselves; the server applies no
-templates.
+sandbox prevents access to files and Python, but does not bound time and memory (`{{ 'a' * 10**12 }}`). The server
+therefore renders in a process that may die (text/render_worker.py). The offline LLM, which users run for themselves,
+renders in its own process.
 
 Source: `_compile_jinja_template` and `render_jinja_template` in transformers 5, utils/chat_template_utils.py
 """
@@ -20,12 +20,8 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire_engine.tokenization.tokenizer import SPECIAL_TOKENS_ATTRIBUTES
-from quire_spec.dataclass_json import read_json_object
-from quire_spec.errors import ConfigError, InvalidArgument
-
-TEMPLATE_FILE = "chat_template.jinja"
-_TOOL_USE_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
+from quire_spec.errors import InvalidArgument
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_FINAL_MESSAGE_TAG = "CONTINUE_FINAL_MESSAGE "
@@ -69,30 +65,9 @@ class ChatTemplate:
             ConfigError: tokenizer_config.json is invalid.
             InvalidArgument: the template is invalid.
         """
-        config_path = folder / "tokenizer_config.json"
-        config = read_json_object(config_path) if config_path.exists() else {}
-        template_path = (
-            folder / _TOOL_USE_TEMPLATE_FILE
-            if has_tools and (folder / _TOOL_USE_TEMPLATE_FILE).exists()
-            else folder / TEMPLATE_FILE
-        )
-        checkpoint_template = (
-            template_path.read_text(encoding="utf-8") if template_path.exists() else config.get("chat_template")
-        )
-        source = checkpoint_template if template_override is None else template_override
-        if isinstance(source, list):
-            try:
-                templates_by_name = {entry["name"]: entry["template"] for entry in source}
-            except (KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"{config_path}: chat_template must be a template or a list of named templates"
-                ) from error
-            source = templates_by_name.get("tool_use" if has_tools and "tool_use" in templates_by_name else "default")
-        token_entries = {name: config[name] for name in SPECIAL_TOKENS_ATTRIBUTES if config.get(name)}
-        special_tokens = {
-            name: token if isinstance(token, str) else token["content"] for name, token in token_entries.items()
-        }
-        return cls(source, special_tokens) if isinstance(source, str) else None
+        files = ChatTemplateFiles.from_folder(folder)
+        source = files.source(has_tools) if template_override is None else template_override
+        return None if source is None else cls(source, files.special_tokens)
 
     def render(
         self,

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import tokenizers
 
+from quire_engine.tokenization.chat_template_files import SPECIAL_TOKENS_ATTRIBUTES
+from quire_engine.tokenization.control_tokens import split_marked
 from quire_engine.tokenization.token_bytes import TokenBytesTable
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError, InvalidArgument
 
 TOKENIZER_FILE = "tokenizer.json"
-
-SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -79,6 +79,25 @@ class Tokenizer:
         encoding.truncate(max(0, max_tokens - num_added), direction="left")
         truncated_ids: list[int] = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
         return truncated_ids[-max_tokens:]
+
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Return the token ids of a rendered conversation; marked control tokens are encoded as plain text.
+
+        More than `max_tokens` tokens are truncated from the left. Raises the errors of `encode`.
+        """
+        pieces = split_marked(text)
+        [newline] = self._encode(["\n"], "the prompt", add_special_tokens=False)
+        # After a newline, no tokenizer adds the space that it adds at the start of a text.
+        encodings = self._encode(
+            [piece if i == 0 else f"\n{piece}" for i, piece in enumerate(pieces)], "messages", add_special_tokens=False
+        )
+        token_ids: list[int] = []
+        for i, (piece, encoding) in enumerate(zip(pieces, encodings, strict=True)):
+            if i and encoding.ids[: len(newline.ids)] == newline.ids:
+                token_ids += encoding.ids[len(newline.ids) :]
+            else:
+                token_ids += encoding.ids if i == 0 else self._encode([piece], "messages", False)[0].ids
+        return token_ids if max_tokens is None else token_ids[-max_tokens:]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each word, at the start of a text and after a space.

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ import uvicorn
 import uvloop
 
 from quire_server.openai.app import Application
+from quire_server.openai.http_protocol import LimitedHttpProtocol
 from quire_server.openai.settings import DEFAULT_MAX_BODY_BYTES, FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec import constants
@@ -29,12 +31,15 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 5
 """Time for open responses to end after SIGTERM. The supervisor has drained the text process before."""
+_KEEP_ALIVE_S = 65
+"""Longer than clients and proxies keep an idle connection, so that none sends a request while the front closes it."""
 _BACKLOG = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; return the exit code."""
     settings = _parse_settings(argv)
+    _raise_file_limit()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
@@ -56,7 +61,7 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
     connect_task = asyncio.create_task(client.run())
     config = uvicorn.Config(
         Application(settings, client),
-        http="httptools",
+        http=LimitedHttpProtocol,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -65,6 +70,7 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
         date_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
     logger.info("OpenAI front starting host=%s port=%d", settings.host, settings.port)
     # All objects created so far live as long as the process: keep the garbage collector from scanning them.
@@ -76,6 +82,12 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
         connect_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await connect_task
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system does; each is a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(settings: FrontSettings) -> socket.socket:
@@ -99,8 +111,26 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser.add_argument(
         "--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, metavar="N", help="default: %(default)s"
     )
+    parser.add_argument(
+        "--api-keys-dir", type=Path, metavar="DIR", help="API keys: each file is a key, its name is shown in metrics"
+    )
+    parser.add_argument(
+        "--shared-prefix-cache", action="store_true", help="let requests of different keys share cached prompts"
+    )
+    parser.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin read responses"
+    )
     args = parser.parse_args(argv)
-    return FrontSettings(args.run_dir, args.served_name, args.host, args.port, args.max_body_bytes)
+    return FrontSettings(
+        args.run_dir,
+        args.served_name,
+        args.host,
+        args.port,
+        args.max_body_bytes,
+        args.api_keys_dir,
+        args.shared_prefix_cache,
+        tuple(args.cors_origin),
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
+from quire_server.openai.access import AccessControl
+from quire_server.openai.chat import ChatCompletions
 from quire_server.openai.completions import Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError
 from quire_server.openai.generation import DONE
@@ -21,6 +24,7 @@ from quire_server.openai.http_message import (
 from quire_server.openai.models import Models
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_server.openai.tokenization import Tokenization
 from quire_spec.errors import Code
 
 logger = logging.getLogger(__name__)
@@ -40,7 +44,10 @@ class Application:
     def __init__(self, settings: FrontSettings, client: TextClient) -> None:
         self._settings = settings
         self._client = client
-        models, completions = Models(client), Completions(client, settings.served_name)
+        self._access = AccessControl(settings)
+        models, tokenization = Models(client), Tokenization(client)
+        completions = Completions(client, settings.served_name)
+        chat = ChatCompletions(client, settings.served_name)
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             "/health": {"GET": models.health},
             "/version": {"GET": models.version},
@@ -48,6 +55,9 @@ class Application:
             "/v1/models": {"GET": models.get_all},
             "/v1/models/": {"GET": models.get},
             "/v1/completions": {"POST": completions.handle},
+            "/v1/chat/completions": {"POST": chat.handle},
+            "/tokenize": {"POST": tokenization.tokenize},
+            "/detokenize": {"POST": tokenization.detokenize},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,6 +65,10 @@ class Application:
         if scope["type"] != "http":
             return
         request = HttpRequest.from_scope(scope, receive, self._settings.max_body_bytes)
+        if request.method == "OPTIONS" and (headers := self._access.preflight_headers(request)):
+            # Browsers send no key with it.
+            await self._send(request, Response(b"", 204, headers=headers), send)
+            return
         try:
             await self._respond(request, send)
         except ClientDisconnected:
@@ -69,6 +83,8 @@ class Application:
 
     async def _respond(self, request: HttpRequest, send: Send) -> None:
         try:
+            self._access.check(request)
+            request.salt_cache = partial(self._access.cache_salt, request)
             reply = await self._handler(request)(request)
             if isinstance(reply, EventStream):
                 await self._stream(request, reply, send)
@@ -100,7 +116,7 @@ class Application:
             async for chunk in reply.chunks:
                 if not is_started:
                     is_started = True
-                    headers = [*_EVENT_STREAM_HEADERS, (b"x-request-id", request.request_id.encode())]
+                    headers = [*_EVENT_STREAM_HEADERS, *self._common_headers(request)]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ApiError as error:
@@ -122,11 +138,14 @@ class Application:
         headers = [
             (b"content-type", reply.content_type),
             (b"content-length", str(len(reply.body)).encode()),
-            (b"x-request-id", request.request_id.encode()),
+            *self._common_headers(request),
             *reply.headers,
         ]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.body})
+
+    def _common_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
+        return [(b"x-request-id", request.request_id.encode()), *self._access.cors_headers(request)]
 
     async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
         self._client.report_rejected(CODE_BY_STATUS.get(error.status, Code.INVALID_ARG))

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions: prompts to texts, complete or as server-sent events, in the format of vLLM."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from quire_server.openai.errors import ApiError
-from quire_server.openai.generation import DONE, KEEP_ALIVE, Choice, Deltas, Generation, Prompt
+from quire_server.openai.formatter import Formatter, encode
+from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http_message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.logprobs import completion_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
@@ -18,7 +15,6 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import OutputDelta
 
 MAX_PROMPTS = 1024
-_encode = msgspec.json.Encoder().encode
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -48,7 +44,7 @@ class Completions:
             prompts = [await self._with_text(prompt) for prompt in prompts]
             params = replace(params, prompt_logprobs=params.logprobs if params.logprobs is not None else None)
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._served_name)
-        formatter = _Formatter(generation, fields, params, omits_output)
+        formatter = CompletionFormatter(generation, fields, params, omits_output)
         return_prompt_token_ids = fields.echo and params.logprobs is not None
         deltas = generation.deltas(self._client, return_prompt_token_ids)
         if fields.stream:
@@ -80,70 +76,46 @@ def parse_prompts(value: object) -> list[Prompt]:
     raise ApiError(400, f"prompt: {problem}; give a text, a list of texts, token ids, or a list of lists of token ids")
 
 
-class _Formatter:
-    """Formats the deltas of one request."""
+class CompletionFormatter(Formatter):
+    """Formats a request for completions."""
 
     def __init__(
         self, generation: Generation, fields: CompletionFields, params: SamplingParams, omits_output: bool
     ) -> None:
-        self._generation = generation
+        super().__init__(generation, "text_completion")
         self._fields = fields
         self._params = params
         self._omits_output = omits_output
-        self._shows_details = fields.return_token_ids or params.logprobs is not None
-        options = fields.stream_options
-        self._continuous_usage = options is not None and options.continuous_usage_stats
-        self._include_usage = options is not None and options.include_usage
-        self._envelope = {
-            "id": generation.id,
-            "object": "text_completion",
-            "created": generation.created,
-            "model": generation.model,
-        }
-        head = _encode(self._envelope)[:-1]
+        self._has_details = fields.return_token_ids or params.logprobs is not None or self.continuous_usage
+        # The parts of an event that do not change are encoded once.
+        head = encode(self.envelope)[:-1]
         self._prefixes = [b'data: %b,"choices":[{"index":%d,"text":' % (head, c.index) for c in generation.choices]
 
-    async def document(self, deltas: Deltas) -> bytes:
-        """Return the complete response."""
-        final_deltas: dict[int, OutputDelta] = {}
-        async with aclosing(deltas):
-            async for batch in deltas:
-                final_deltas |= {choice.index: delta for choice, delta in batch}
-        choices = [self._choice(choice, final_deltas[choice.index]) for choice in self._generation.choices]
-        return _encode({**self._envelope, "choices": choices, "usage": self._usage()})
-
-    async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events, all that are ready at once."""
-        async with aclosing(deltas):
-            async for batch in deltas:
-                chunk = b"".join([self._event(choice, delta) for choice, delta in batch]) if batch else KEEP_ALIVE
-                if chunk:
-                    yield chunk
-        if self._include_usage:
-            yield b"data: %b\n\n" % _encode({**self._envelope, "choices": [], "usage": self._usage()})
-        yield DONE
-
-    def _event(self, choice: Choice, delta: OutputDelta) -> bytes:
+    def event(self, choice: Choice, delta: OutputDelta) -> bytes:
+        """Return the event for a delta; nothing for a delta without content."""
         is_first, choice.is_started = not choice.is_started, True
-        if (
-            delta.finish_reason is None
-            and not self._shows_details
-            and not self._continuous_usage
-            and not (is_first and self._fields.echo)
-        ):
-            if not delta.text:
-                return b""
-            return b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n' % (
-                self._prefixes[choice.index],
-                _encode(delta.text),
-            )
-        document: dict[str, Any] = {**self._envelope, "choices": [self._choice(choice, delta, is_first)]}
-        if self._continuous_usage:
-            document["usage"] = self._usage()
-        return b"data: %b\n\n" % _encode(document)
+        if delta.finish_reason is not None or self._has_details or (is_first and self._fields.echo):
+            return self.encode_event(self._choice(choice, delta, is_first))
+        if not delta.text:
+            return b""
+        return b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n' % (
+            self._prefixes[choice.index],
+            encode(delta.text),
+        )
 
-    def _choice(self, choice: Choice, delta: OutputDelta, is_first: bool = True) -> dict[str, Any]:
-        generation, fields = self._generation, self._fields
+    def complete_choice(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+        """Return a choice of a complete response."""
+        return self._choice(choice, delta, True)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage so far; without the token of a request for the prompt alone."""
+        usage = super().usage()
+        if self._omits_output:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _choice(self, choice: Choice, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
+        generation, fields = self.generation, self._fields
         echoes = fields.echo and is_first
         text = "" if self._omits_output else delta.text
         document: dict[str, Any] = {
@@ -167,19 +139,13 @@ class _Formatter:
         positions: list[Any] = [] if self._omits_output else list(delta.logprobs)
         token_ids = [] if self._omits_output else delta.token_ids
         if echoes:
-            positions = [*self._generation.prompt_logprobs.get(choice.request_index, []), *positions]
-            token_ids = [*self._generation.prompt_token_ids.get(choice.request_index, []), *token_ids]
+            positions = [*self.generation.prompt_logprobs.get(choice.request_index, []), *positions]
+            token_ids = [*self.generation.prompt_token_ids.get(choice.request_index, []), *token_ids]
         document, choice.text_offset = completion_logprobs(
             positions,
             token_ids,
             choice.text_offset,
             self._fields.return_tokens_as_token_ids,
-            self._generation.first_token_texts.get(choice.request_index, ""),
+            self.generation.first_token_texts.get(choice.request_index, ""),
         )
         return document
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self._generation.usage()
-        if self._omits_output:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage

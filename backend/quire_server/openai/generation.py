@@ -29,10 +29,11 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: a text or token ids."""
+    """One prompt: a text, token ids or a conversation."""
 
     text: str | None = None
     token_ids: list[int] | None = None
+    chat: dict[str, Any] | None = None
 
 
 class Choice:
@@ -83,6 +84,7 @@ class Generation:
                 400, f"prompt: {len(prompts)} prompts with n {copies * params.n} are more than {MAX_CHOICES} outputs"
             )
         self._api_key_name = http_request.api_key_name
+        self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.prompt_token_ids: dict[int, list[int]] = {}
@@ -136,11 +138,12 @@ class Generation:
                 prompt.token_ids,
                 params,
                 fields.stream,
-                fields.cache_salt,
+                self._cache_salt,
                 fields.priority,
                 fields.add_special_tokens is not False,
                 return_prompt_token_ids or fields.return_token_ids,
                 self.params.logprobs is not None,
+                prompt.chat,
                 self._api_key_name,
             )
             for prompt in self.prompts

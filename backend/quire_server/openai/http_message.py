@@ -23,6 +23,10 @@ _MAX_DISCARDED_BODIES = 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+def _keep(salt: str | None) -> str | None:
+    return salt
+
+
 class ClientDisconnected(Exception):
     """The client closed the connection before its request was complete."""
 
@@ -42,6 +46,8 @@ class HttpRequest:
     """Name of the API key; empty without keys."""
     path_arg: str = ""
     """End of the path on a route that accepts any."""
+    salt_cache: Callable[[str | None], str | None] = _keep
+    """Returns the salt of the prefix cache for the salt of the request."""
     watcher: "asyncio.Task[None] | None" = None
     """Waits for the client to leave, once the body was read."""
 
@@ -65,7 +71,7 @@ class HttpRequest:
         self._cancel_on_disconnect()
         try:
             document = msgspec.json.decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f"body: is not JSON: {error}"[:300]) from None
         except RecursionError:
             raise ApiError(400, "body: the JSON is nested too deeply; nest less") from None

@@ -19,3 +19,9 @@ class FrontSettings:
     host: str
     port: int
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    api_keys_dir: Path | None = None
+    """Folder of API keys, one file each; None: no key is needed."""
+    shared_prefix_cache: bool = False
+    """Whether requests of different keys use each other's cached prompts."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages can read responses; * for all."""

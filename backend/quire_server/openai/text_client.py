@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from quire_server.openai.errors import error_from_code
+from quire_spec.constants import OPENAI_FRONTEND
 from quire_spec.errors import Code, Internal
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
 from quire_spec.protocol.messages import (
@@ -120,7 +121,7 @@ class TextClient:
     def _on_connected(self, transport: asyncio.Transport) -> None:
         logger.info("text process connected")
         self._transport = transport
-        self._send(Hello("frontend", "openai", os.getpid()))
+        self._send(Hello("frontend", OPENAI_FRONTEND, os.getpid()))
 
     def _on_message(self, message: IpcMessage) -> None:
         if isinstance(message, OutputDeltas):

@@ -42,6 +42,7 @@ class OpenAIFront:
         settings = self._settings
         argv = [sys.executable, "-m", "quire_server.openai", "--run-dir", str(self._run_dir)]
         argv += ["--served-name", settings.served_name, "--host", settings.host, "--port", str(self._port)]
+        argv += settings.openai_flags
         return await ChildProcess.start("openai", argv, self._relay)
 
     async def session(self, child: ChildProcess) -> str:

@@ -31,6 +31,8 @@ class SupervisorSettings:
     health_port: int = constants.HEALTH_PORT
     openai_port: int | None = None
     """Port of the OpenAI front; None: not served."""
+    openai_flags: tuple[str, ...] = ()
+    """Further arguments of the OpenAI front."""
     admin_key_file: Path | None = None
     """Key for /status and /adapters; None: only requests from this machine are allowed."""
     secrets_dir: Path | None = None

@@ -48,6 +48,9 @@ class GenerateRequest:
     """Return the token ids of the prompt in the first delta."""
     return_token_bytes: bool = False
     """Add the exact bytes to each entry of logprobs whose text is not valid UTF-8."""
+    chat: dict[str, Any] | None = None
+    """Instead of a prompt: a conversation, {messages, tools, add_generation_prompt, continue_final_message,
+    template_kwargs}. The text process renders it with the chat template of the checkpoint."""
     api_key_name: str = ""
     """Name of the API key that the client used, for the metrics; empty without keys."""
 

@@ -171,6 +171,12 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="the OpenAI API; 0: not served (default: %(default)s)",
     )
+    parser.add_argument(
+        "--openai-api-keys-dir",
+        type=Path,
+        metavar="DIR",
+        help="API keys of the OpenAI API: each file is a key, its name is shown in metrics (default: no key is needed)",
+    )
     options.add_folder_options(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
@@ -239,6 +245,7 @@ def _serve(args: argparse.Namespace) -> int:
         metrics_port=args.metrics_port,
         health_port=args.health_port,
         openai_port=args.openai_port,
+        openai_api_keys_dir=args.openai_api_keys_dir,
         volumes=tuple(args.volumes),
         run_dir=args.run_dir,
         cache_dir=args.cache_dir,

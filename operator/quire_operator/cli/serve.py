@@ -48,6 +48,7 @@ class ServeOptions:
     """None: the port of spec.runtime.ports."""
     openai_port: int = constants.OPENAI_PORT
     """0: the OpenAI API is not served."""
+    openai_api_keys_dir: Path | None = None
     volumes: tuple[tuple[str, Path], ...] = ()
     run_dir: Path | None = None
     cache_dir: Path | None = None
@@ -204,7 +205,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
         ("--grpc-port", options.grpc_port or ports.grpc),
         ("--metrics-port", options.metrics_port or ports.metrics),
         ("--health-port", options.health_port or ports.health),
-        *((("--openai-port", options.openai_port),) if options.openai_port else ()),
+        *_openai_flags(options),
         ("--drain-timeout", service.spec.rollout.drainSeconds),
         *((("--secrets-dir", options.secrets_dir),) if options.secrets_dir else ()),
         *(("--pvc", f"{claim}={folder.absolute()}") for claim, folder in options.volumes),
@@ -216,6 +217,13 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
     yield "--allow-path-sources"
     if options.verbose:
         yield "--verbose"
+
+
+def _openai_flags(options: ServeOptions) -> Iterator[tuple[str, object]]:
+    if options.openai_port:
+        yield "--openai-port", options.openai_port
+        if options.openai_api_keys_dir is not None:
+            yield "--openai-api-keys-dir", options.openai_api_keys_dir.absolute()
 
 
 def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]:

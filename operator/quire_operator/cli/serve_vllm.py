@@ -45,6 +45,7 @@ def supervisor_argv(
         ("--metrics-port", options.metrics_port),
         ("--health-port", options.health_port),
         ("--openai-port", options.openai_port or None),
+        ("--openai-api-keys-dir", options.openai_api_keys_dir),
         ("--secrets-dir", options.secrets_dir),
     ]
     yield from (sys.executable, "-m", "quire_server")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process that renders chat templates: `python -m quire_engine.text.render_worker`, started by chat_renderer.py.
+
+A template can take any time and memory with the messages of a client. This process has a memory limit, and the text
+process kills it when a render takes too long. It reads one JSON object per line and answers each with one line: first
+the checkpoint's folder and its added tokens, then conversations.
+"""
+
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from quire_engine.ipc.process import set_parent_death_signal
+from quire_engine.tokenization.chat_template import ChatTemplate
+from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
+from quire_engine.tokenization.control_tokens import ControlTokens
+from quire_spec.errors import Code, InvalidArgument, QuireError
+
+MAX_MEMORY_BYTES = 1 * 2**30
+
+
+class RenderWorker:
+    """The templates of one checkpoint."""
+
+    def __init__(self, folder: str, special_tokens: list[str], other_tokens: list[str], max_chars: int) -> None:
+        self._files = ChatTemplateFiles.from_folder(Path(folder))
+        self._max_chars = max_chars
+        sources = (self._files.default or "") + (self._files.tool_use or "")
+        # Added tokens that no template writes have no meaning in a conversation.
+        self._control_tokens = ControlTokens(special_tokens, [token for token in other_tokens if token in sources])
+        self._templates: dict[bool, ChatTemplate] = {}
+
+    def answer(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """Render a conversation; return its text with marked control tokens, or an error."""
+        try:
+            text = self._render(chat)
+        except QuireError as error:
+            return {"error_code": error.code, "error": str(error)}
+        except (MemoryError, RecursionError):
+            return {"error_code": Code.INVALID_ARG, "error": "messages: the chat template needs too much memory"}
+        except Exception as error:
+            return {"error_code": Code.INTERNAL, "error": f"chat template: {type(error).__name__}"}
+        return {"text": text}
+
+    def _render(self, chat: dict[str, Any]) -> str:
+        tools, control_tokens = chat.get("tools"), self._control_tokens
+        text = self._template(bool(tools)).render(
+            control_tokens.mark_messages(chat["messages"]),
+            chat["add_generation_prompt"],
+            chat["continue_final_message"],
+            control_tokens.mark(tools),
+            **control_tokens.mark(chat["template_kwargs"]),
+        )
+        if len(text) > self._max_chars:
+            raise InvalidArgument(
+                f"messages: the conversation has {len(text)} characters; a prompt has at most {self._max_chars}"
+            )
+        return text
+
+    def _template(self, has_tools: bool) -> ChatTemplate:
+        if has_tools not in self._templates:
+            source = self._files.source(has_tools)
+            if source is None:
+                raise InvalidArgument("messages: the checkpoint has no chat template; use completions")
+            self._templates[has_tools] = ChatTemplate(source, self._files.special_tokens)
+        return self._templates[has_tools]
+
+
+def main() -> None:
+    """Answer each line of the standard input until its end."""
+    set_parent_death_signal()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    worker = RenderWorker(**json.loads(sys.stdin.readline()))
+    # Compiled now, so that the first conversation does not wait for it.
+    worker.answer(
+        {"messages": [{"role": "user", "content": ""}], "template_kwargs": {}}
+        | {"add_generation_prompt": True, "continue_final_message": False}
+    )
+    print("{}", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

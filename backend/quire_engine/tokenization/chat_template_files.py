@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat templates of a checkpoint: finds their text in the file layouts that transformers writes.
+
+chat_template.jinja wins over `chat_template` in tokenizer_config.json, which is a text or a list of named texts.
+additional_chat_templates/tool_use.jinja is a separate template for conversations with tools.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.errors import ConfigError
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOOL_USE_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplateFiles:
+    """Texts of the templates, and the special tokens that they can name."""
+
+    default: str | None
+    tool_use: str | None
+    """For conversations with tools; None: the default."""
+    special_tokens: Mapping[str, str]
+    """Text by name, such as bos_token."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Read the files of a checkpoint; both templates are None if it has none.
+
+        Raises:
+            ConfigError: tokenizer_config.json or a template cannot be read.
+        """
+        config_path = folder / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.exists() else {}
+        default = config.get("chat_template")
+        tool_use = None
+        if isinstance(default, list):
+            default, tool_use = _named_templates(default, config_path)
+        try:
+            if (folder / TEMPLATE_FILE).exists():
+                default, tool_use = (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), None
+            if (folder / TOOL_USE_TEMPLATE_FILE).exists():
+                tool_use = (folder / TOOL_USE_TEMPLATE_FILE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{folder}: the chat template cannot be read: {error}") from error
+        entries = {name: config[name] for name in SPECIAL_TOKENS_ATTRIBUTES if config.get(name)}
+        special_tokens = {
+            name: token if isinstance(token, str) else str(token["content"]) for name, token in entries.items()
+        }
+        return cls(default if isinstance(default, str) else None, tool_use, special_tokens)
+
+    def source(self, has_tools: bool) -> str | None:
+        """Return the text of the template for a conversation with or without tools."""
+        return self.tool_use if has_tools and self.tool_use is not None else self.default
+
+
+def _named_templates(entries: list[Any], path: Path) -> tuple[Any, Any]:
+    try:
+        by_name = {entry["name"]: entry["template"] for entry in entries}
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: chat_template must be a template or a list of named templates") from error
+    return by_name.get("default"), by_name.get("tool_use")

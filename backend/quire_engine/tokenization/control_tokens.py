@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control tokens in the text of users: marked before a chat template is rendered, encoded as plain text afterwards.
+
+A template writes control tokens such as <|im_end|> between the contents of messages. The same text inside a content
+must not end a turn. Imports nothing, because the process that renders templates uses it.
+
+Source: `mark_control_tokens` and `encode_marked_chat` in transformers 5.23, utils/chat_template_utils.py
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+START, END = "\U000f0000", "\U000f0001"
+"""Private-use characters around a control token in the text of a user."""
+_MARKED = re.compile(f"{START}([^{START}{END}]+){END}|[{START}{END}]")
+
+
+class ControlTokens:
+    """Marks control tokens in the messages of a conversation."""
+
+    def __init__(self, special: Collection[str], others: Collection[str]) -> None:
+        """`special` tokens are marked in every message.
+
+        `others` are added tokens that the template writes, such as <think>. They are not marked in the messages of the
+        assistant, because clients return the model's own text there.
+        """
+        self._special = _pattern(special)
+        self._all = _pattern([*special, *others])
+
+    def mark_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with their control tokens marked; the keys and roles stay."""
+        return [
+            {
+                name: value
+                if name == "role"
+                else self._mark(value, self._special if message.get("role") == "assistant" else self._all)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+
+    def mark(self, value: Any) -> Any:
+        """Return a value of plain data, such as tools, with the control tokens in its strings marked."""
+        return self._mark(value, self._all)
+
+    def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            # A mark in the text of a user could hide a control token of the template.
+            if START in value or END in value:
+                value = value.replace(START, "").replace(END, "")
+            return pattern.sub(rf"{START}\g<0>{END}", value)
+        if isinstance(value, dict):
+            return {key: self._mark(item, pattern) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._mark(item, pattern) for item in value]
+        return value
+
+
+def split_marked(text: str) -> list[str]:
+    """Return the pieces of a rendered text. No piece contains a control token that was marked.
+
+    A marked token is cut after its first character. A template can separate the marks of a token; each single mark is
+    removed, and the text is cut there.
+    """
+    if START not in text and END not in text:
+        return [text]
+    pieces = [""]
+    end = 0
+    for match in _MARKED.finditer(text):
+        token = match[1] or ""
+        pieces[-1] += text[end : match.start()] + token[:1]
+        pieces.append(token[1:])
+        end = match.end()
+    pieces[-1] += text[end:]
+    return [piece for piece in pieces if piece]
+
+
+def _pattern(tokens: Collection[str]) -> re.Pattern[str]:
+    # The longest first, so that a token has priority over those that it contains.
+    return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")

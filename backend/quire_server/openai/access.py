@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may call which route: keys, and without keys the checks that keep web pages of other sites out.
+
+Every route needs a key once keys are configured, except an explicit list. A route that is added later is therefore
+closed by default.
+"""
+
+import ipaddress
+
+from quire_server.openai.api_keys import ApiKeys
+from quire_server.openai.errors import ApiError
+from quire_server.openai.http_message import HttpRequest
+from quire_server.openai.settings import FrontSettings
+
+OPEN_ROUTES = frozenset({"/health", "/version", "/metrics"})
+_CORS_HEADERS = [
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+    (b"access-control-max-age", b"600"),
+]
+
+
+class AccessControl:
+    """The checks of one front."""
+
+    def __init__(self, settings: FrontSettings) -> None:
+        self._keys = ApiKeys(settings.api_keys_dir, settings.shared_prefix_cache) if settings.api_keys_dir else None
+        self._is_loopback = is_loopback(settings.host)
+        self._origins = {origin.encode() for origin in settings.cors_origins}
+
+    def check(self, request: HttpRequest) -> None:
+        """Accept a request and set the name of its key, or raise ApiError."""
+        if self._keys is None:
+            self._check_without_keys(request)
+        elif request.path not in OPEN_ROUTES:
+            request.api_key_name = self._keys.authenticate(request.headers.get(b"authorization", b""))
+
+    def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
+        """Return the salt of the prefix cache for a request with its own `salt`."""
+        return salt if self._keys is None else self._keys.cache_salt(request.api_key_name, salt)
+
+    def cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
+        """Return the headers that let a web page read a response; none unless its origin is configured."""
+        origin = request.headers.get(b"origin", b"")
+        if not origin or not ({origin, b"*"} & self._origins):
+            return []
+        return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+
+    def preflight_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
+        """Return further headers for an OPTIONS request of a browser; none unless its origin is configured."""
+        return _CORS_HEADERS if self.cors_headers(request) else []
+
+    def _check_without_keys(self, request: HttpRequest) -> None:
+        """Keep web pages out, which could otherwise send requests from the browser of a user on this machine."""
+        content_type = request.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if request.method == "POST" and content_type != b"application/json":
+            raise ApiError(415, "content-type: must be application/json", "content-type")
+        # A name of another site can point to this machine (DNS rebinding); its pages then send that name as Host.
+        host = request.headers.get(b"host", b"").decode("latin-1")
+        if self._is_loopback and not is_loopback(_without_port(host)):
+            raise ApiError(
+                403, f"host: {host[:100]!r} is not this machine; use localhost, or configure API keys", "host"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for localhost and for addresses of this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return (
+        name
+        if colon and port.isdigit() and not name.endswith(":") and (":" not in name or name.endswith("]"))
+        else host
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API keys: a folder, such as a mounted Secret, in which each file is a key and its name is what metrics show.
+
+The folder is read again when it changes, so that rotated keys take effect without a restart. Without a readable key no
+request is accepted.
+"""
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from quire_server.openai.errors import ApiError
+
+CHECK_INTERVAL_S = 1.0
+MAX_KEYS = 1000
+_MAX_KEY_BYTES = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class ApiKeys:
+    """The keys in a folder."""
+
+    def __init__(
+        self, folder: Path, shares_prefix_cache: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """With `shares_prefix_cache`, requests of different keys can use each other's cached prompts."""
+        self._folder = folder
+        self._shares_prefix_cache = shares_prefix_cache
+        self._clock = clock
+        self._checked_at = -CHECK_INTERVAL_S
+        self._signature: object = None
+        self._digests: dict[str, bytes] = {}
+
+    def authenticate(self, authorization: bytes) -> str:
+        """Return the name of the key in the header Authorization; raises ApiError if it is none of the keys."""
+        self._reload_if_changed()
+        scheme, _, presented = authorization.partition(b" ")
+        # Digests have equal lengths, and every key is compared, so the time tells nothing about a key.
+        digest = hashlib.sha256(presented.strip()).digest()
+        name = ""
+        for key_name, key_digest in self._digests.items():
+            if hmac.compare_digest(digest, key_digest):
+                name = key_name
+        if not name or scheme.lower() != b"bearer":
+            raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with a valid API key", "authorization")
+        return name
+
+    def cache_salt(self, key_name: str, salt: str | None) -> str | None:
+        """Return the salt of the prefix cache for a request. With several keys, each has its own."""
+        if self._shares_prefix_cache or len(self._digests) < 2:
+            return salt
+        # A salt of a client contains no slash, so the text has one meaning.
+        return hashlib.sha256(f"{key_name}/{salt or ''}".encode()).hexdigest()
+
+    def _reload_if_changed(self) -> None:
+        now = self._clock()
+        if now - self._checked_at < CHECK_INTERVAL_S:
+            return
+        self._checked_at = now
+        try:
+            # A mounted Secret has hidden entries, which its files link to.
+            paths = sorted(path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file())
+            stats = [(path.name, path.stat()) for path in paths]
+            signature = [(name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats]
+            if signature == self._signature:
+                return
+            keys = {path.name: path.read_bytes().strip() for path in paths[:MAX_KEYS]}
+        except OSError as error:
+            logger.error("API keys cannot be read, the last ones stay valid folder=%s error=%s", self._folder, error)
+            return
+        self._signature = signature
+        self._digests = {
+            name: hashlib.sha256(key).digest() for name, key in keys.items() if 0 < len(key) <= _MAX_KEY_BYTES
+        }
+        if len(self._digests) < len(paths):
+            logger.error(
+                "API keys ignored count=%d limit=%d; empty or too long", len(paths) - len(self._digests), MAX_KEYS
+            )
+        logger.info("API keys read count=%d", len(self._digests))

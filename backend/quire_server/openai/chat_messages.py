@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of a chat request in the form that chat templates read.
+
+Content parts become one text, the role developer becomes system, and the arguments of earlier tool calls become
+objects, because templates encode them themselves. Nothing in a message makes the server fetch anything: image, audio
+and file parts are errors that name them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.errors import ApiError
+from quire_spec.errors import truncated_repr
+
+MAX_MESSAGES = 10_000
+MAX_DEPTH = 32
+"""Nesting of objects and lists in a message or template argument."""
+TEMPLATE_KWARGS = frozenset(
+    {
+        *("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string"),
+        *("model_identity", "builtin_tools", "tools_in_user_message"),
+    }
+)
+"""Arguments that a request can pass to the template. Any other name could replace what the server itself passes."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+def normalize_messages(messages: object) -> list[dict[str, Any]]:
+    """Return the messages for a template; raises ApiError if one is wrong."""
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages: must be a list with at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"messages: at most {MAX_MESSAGES} are allowed, got {len(messages)}")
+    return [_normalize(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+    """Return the arguments of the template; raises ApiError for a name that is not allowed."""
+    for name in kwargs or {}:
+        if name not in TEMPLATE_KWARGS:
+            raise ApiError(
+                400, f"chat_template_kwargs: {name[:80]!r} is not allowed; use {', '.join(sorted(TEMPLATE_KWARGS))}"
+            )
+    check_depth(kwargs, "chat_template_kwargs")
+    effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    if reasoning_effort == "none":
+        effort["enable_thinking"] = False  # type: ignore[assignment]
+    return {**effort, **(kwargs or {})}
+
+
+def check_depth(value: object, name: str, depth: int = MAX_DEPTH) -> None:
+    """Reject a value that is nested too deeply."""
+    if depth == 0:
+        raise ApiError(400, f"{name}: more than {MAX_DEPTH} levels are nested; nest less")
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict | list):
+                check_depth(item, name, depth - 1)
+
+
+def _normalize(message: object, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{path}: must be an object with a role, got {truncated_repr(message)}")
+    check_depth(message, path)
+    fields = {name: value for name, value in message.items() if value is not None}
+    if fields["role"] == "developer":
+        fields["role"] = "system"
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [
+            _parse_arguments(call, f"{path}.tool_calls") for call in _list(fields, "tool_calls", path)
+        ]
+    else:
+        fields.pop("tool_calls", None)
+    if "content" in fields:
+        fields["content"] = _text(fields["content"], f"{path}.content")
+    elif "tool_calls" in fields:
+        # Most templates join the content with other text.
+        fields["content"] = ""
+    else:
+        raise ApiError(400, f"{path}.content: missing; give a text")
+    reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
+    if reasoning is not None:
+        fields |= dict.fromkeys(_REASONING_FIELDS, reasoning)
+    return fields
+
+
+def _text(content: object, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{path}: must be a text or a list of parts, got {truncated_repr(content)}")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind not in _TEXT_PARTS:
+            raise ApiError(
+                400, f"{path}[{i}]: parts of type {truncated_repr(kind)} are not supported; send text parts only"
+            )
+        elif not isinstance(text := part.get(_TEXT_PARTS[kind]), str):
+            raise ApiError(400, f"{path}[{i}].text: must be a text, got {truncated_repr(text)}")
+        else:
+            texts.append(text)
+    return "\n".join(texts)
+
+
+def _parse_arguments(call: object, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{path}: must be objects with a function and its name, got {truncated_repr(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{path}: the arguments of {function['name'][:80]!r} are not a JSON object")
+    check_depth(arguments, path)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _list(fields: Mapping[str, Any], name: str, path: str) -> list[Any]:
+    if not isinstance(value := fields[name], list):
+        raise ApiError(400, f"{path}.{name}: must be a list, got {truncated_repr(value)}")
+    return value

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the formats of completions and chat completions share: order of events, envelope, usage."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.generation import DONE, KEEP_ALIVE, Choice, Deltas, Generation
+from quire_spec.protocol.messages import OutputDelta
+
+encode = msgspec.json.Encoder().encode
+
+
+class Formatter(ABC):
+    """Formats the deltas of one request."""
+
+    def __init__(self, generation: Generation, document_type: str) -> None:
+        """`document_type` is the field `object` of the response."""
+        self.generation = generation
+        options = generation.fields.stream_options
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self._include_usage = options is not None and options.include_usage
+        self.envelope = {
+            "id": generation.id,
+            "object": document_type,
+            "created": generation.created,
+            "model": generation.model,
+        }
+
+    async def document(self, deltas: Deltas) -> bytes:
+        """Return the complete response."""
+        final_deltas: dict[int, OutputDelta] = {}
+        async with aclosing(deltas):
+            async for batch in deltas:
+                final_deltas |= {choice.index: delta for choice, delta in batch}
+        choices = [self.complete_choice(choice, final_deltas[choice.index]) for choice in self.generation.choices]
+        return encode({**self.envelope, "choices": choices, "usage": self.usage()})
+
+    async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events, all that are ready at once."""
+        async with aclosing(deltas):
+            async for batch in deltas:
+                chunk = b"".join([self.event(choice, delta) for choice, delta in batch]) if batch else KEEP_ALIVE
+                if chunk:
+                    yield chunk
+        if self._include_usage:
+            yield b"data: %b\n\n" % encode({**self.envelope, "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def encode_event(self, choice_document: dict[str, Any]) -> bytes:
+        """Return an event with one choice."""
+        document: dict[str, Any] = {**self.envelope, "choices": [choice_document]}
+        if self.continuous_usage:
+            document["usage"] = self.usage()
+        return b"data: %b\n\n" % encode(document)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage so far."""
+        return self.generation.usage()
+
+    @abstractmethod
+    def complete_choice(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+        """Return a choice of a complete response."""
+
+    @abstractmethod
+    def event(self, choice: Choice, delta: OutputDelta) -> bytes:
+        """Return the events for a delta; none for a delta without content."""

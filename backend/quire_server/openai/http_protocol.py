@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""uvicorn's HTTP protocol with limits on the head of a request: bytes, number of headers, time.
+
+uvicorn itself buffers headers of any size, and waits for them without a limit.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 2**10
+MAX_HEADERS = 100
+HEAD_TIMEOUT_S = 20.0
+_BODY = b'{"error":{"message":"headers: too large; send less","type":"RequestHeaderFieldsTooLargeError","code":431}}'
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_BODY), _BODY)
+)
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """A connection that is closed when the head of a request is too large or too slow."""
+
+    _num_head_bytes = 0
+    _is_in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by asyncio when the socket is connected."""
+        super().connection_made(transport)
+        self._start_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio when the socket is closed."""
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio with received bytes."""
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if self._is_in_head and was_in_head:
+            # The parser keeps an incomplete header, so the bytes are counted here.
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._reject()
+
+    def on_message_begin(self) -> None:
+        """Called by the parser at the start of a request."""
+        super().on_message_begin()
+        self._start_head()
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser at the end of the headers."""
+        self._end_head()
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._reject()
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser with a part of the body."""
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser at the end of a request."""
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def _start_head(self) -> None:
+        self._end_head()
+        self._is_in_head, self._num_head_bytes = True, 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
+
+    def _end_head(self) -> None:
+        self._is_in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _reject(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def _on_head_timeout(self, *_: Any) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /tokenize and /detokenize: texts and conversations to token ids, and back."""
+
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.chat import ConversationFields, build_conversation
+from quire_server.openai.errors import ApiError
+from quire_server.openai.http_message import HttpRequest, Reply, Response
+from quire_server.openai.request_fields import parse_fields
+from quire_server.openai.text_client import TextClient
+
+
+class TokenizeFields(ConversationFields, kw_only=True):
+    """Fields of a request to tokenize."""
+
+    prompt: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(ConversationFields, kw_only=True):
+    """Fields of a request to detokenize."""
+
+    tokens: Any = None
+
+
+class Tokenization:
+    """The routes."""
+
+    def __init__(self, client: TextClient) -> None:
+        self._client = client
+
+    async def tokenize(self, request: HttpRequest) -> Reply:
+        """POST /tokenize, with a prompt or with messages."""
+        fields, _ = parse_fields(await request.json_object(), TokenizeFields)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise ApiError(400, "prompt: give either prompt or messages")
+        args: dict[str, Any] = {"return_token_strs": fields.return_token_strs}
+        if fields.add_special_tokens is not None:
+            args["add_special_tokens"] = fields.add_special_tokens
+        if fields.prompt is not None:
+            args["prompt"] = fields.prompt
+        else:
+            args["chat"] = build_conversation(fields)
+        result = await self._client.call("tokenize", args)
+        return Response(
+            msgspec.json.encode(
+                {
+                    "count": len(result["tokens"]),
+                    "max_model_len": result["max_model_len"],
+                    "tokens": result["tokens"],
+                    "token_strs": result["token_strs"],
+                }
+            )
+        )
+
+    async def detokenize(self, request: HttpRequest) -> Reply:
+        """POST /detokenize."""
+        fields, _ = parse_fields(await request.json_object(), DetokenizeFields)
+        result = await self._client.call("detokenize", {"tokens": fields.tokens})
+        return Response(msgspec.json.encode({"prompt": result["prompt"]}))

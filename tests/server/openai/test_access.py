@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys, limits and the attacks that other servers fell to, against a real front."""
+
+import contextlib
+import json
+import socket
+import time
+
+import openai
+import pytest
+from support.engine_processes import wait_for
+from support.openai_front import running_front
+
+from quire_server.openai import access, api_keys
+from quire_server.openai.http_protocol import MAX_HEAD_BYTES
+
+pytestmark = pytest.mark.timeout(180)
+
+COMPLETION = {"model": "base", "prompt": list(range(100, 180)), "max_tokens": 1}
+ROUTES = [
+    *(("GET", path) for path in ("/v1/models", "/v1/models/base", "/nothing", "/invocations", "/v2/embed", "/docs")),
+    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
+    ("GET", "//health"),
+    ("GET", "/health/../v1/models"),
+    ("GET", "/%76%31/models"),
+    ("GET", "/HEALTH"),
+    ("OPTIONS", "/v1/models"),
+]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "alice").write_text("key-a\n")
+    (folder / "bob").write_text("key-b")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory, keys):
+    flags = (f"--api-keys-dir={keys}", "--cors-origin=https://chat.example", "--max-body-bytes=100000")
+    with running_front(tmp_path_factory.mktemp("guarded"), *flags) as front:
+        yield front
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("headers", [{}, bearer("key-a "[:-2]), bearer(""), {"Authorization": "key-a"}], ids=str)
+def test_every_other_route_needs_a_key(guarded, method, path, headers):
+    answer = guarded.request(path, COMPLETION if method == "POST" else None, headers, method)
+    assert (answer.status, answer.body["error"]["type"]) == (401, "AuthenticationError")
+    assert answer.headers["www-authenticate"] == "Bearer" and "key-a" not in str(answer.body)
+
+
+def test_open_routes_need_none(guarded):
+    assert [guarded.request(path).status for path in sorted(access.OPEN_ROUTES)] == [200, 200, 200]
+
+
+def test_keys_rotate_without_a_restart(guarded, keys):
+    assert guarded.client("key-a").models.list().data
+    new = keys / "carol"
+    new.write_text("key-c")
+    wait_for(lambda: guarded.request("/v1/models", headers=bearer("key-c")).status == 200, what="the new key")
+    new.unlink()
+    wait_for(lambda: guarded.request("/v1/models", headers=bearer("key-c")).status == 401, what="the removed key")
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("key-c").models.list()
+
+
+def test_keys_are_counted_and_do_not_share_cached_prompts(guarded):
+    def cached_tokens(key):
+        answer = guarded.complete(bearer(key), **COMPLETION)
+        assert answer.status == 200, answer.body
+        return answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached_tokens(key) > 0 for key in ("key-a", "key-b", "key-a", "key-b")] == [False, False, True, True]
+    metrics = guarded.request("/metrics").body
+    for name in ("alice", "bob"):
+        assert f'quire_api_key_requests_total{{api_key="{name}",model_name="base"}} 2.0' in metrics
+        assert f'quire_api_key_tokens_total{{api_key="{name}",kind="prompt",model_name="base"}} 160.0' in metrics
+        assert f'quire_api_key_tokens_total{{api_key="{name}",kind="completion",model_name="base"}} 2.0' in metrics
+
+
+def test_pages_of_configured_origins_only_can_read(guarded):
+    preflight = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    answer = guarded.request("/v1/completions", headers=preflight, method="OPTIONS")
+    assert answer.status == 204 and "authorization" in answer.headers["access-control-allow-headers"]
+    allowed = guarded.request("/v1/models", headers=bearer("key-a") | {"Origin": "https://chat.example"})
+    assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+    other = guarded.request("/v1/models", headers=bearer("key-a") | {"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_limit_of_the_body(guarded):
+    answer = guarded.complete(bearer("key-a"), prompt="a" * 200_000)
+    assert answer.status == 413 and "100000 bytes" in answer.message
+
+
+def test_keys_that_cannot_be_read_accept_nobody(tmp_path):
+    keys = api_keys.ApiKeys(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/key").write_text("")
+    for checked in (keys, api_keys.ApiKeys(tmp_path / "empty")):
+        for authorization in (b"Bearer ", b"Bearer", b"", b"Bearer x"):
+            with pytest.raises(api_keys.ApiError, match="valid API key"):
+                checked.authenticate(authorization)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:80"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:8004"}, 200),
+        ({"Host": "127.8.9.10"}, 200),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"X-Other": "a" * (MAX_HEAD_BYTES + 1)}, 431),
+        ({f"X-{i}": "a" for i in range(120)}, 431),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_without_keys_web_pages_and_oversized_heads_are_kept_out(front, headers, status):
+    with contextlib.suppress(ConnectionError):
+        answer = front.complete(headers, **COMPLETION)
+        assert answer.status == status, answer.body
+
+
+def raw_request(front, data, timeout=30):
+    with socket.create_connection(("127.0.0.1", front.port), timeout=timeout) as connection:
+        connection.settimeout(timeout)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := connection.recv(65536):
+                received += chunk
+        return received
+
+
+def test_a_header_without_an_end_is_not_buffered(front):
+    before = front.memory_bytes()
+    raw_request(front, b"GET /health HTTP/1.1\r\nX-Large: " + b"a" * 50 * 2**20)
+    assert front.memory_bytes() - before < 20 * 2**20
+    assert front.request("/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\xff\x16\x03\x01" * 100,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /%ff%fe HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET /v1/models/%00 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"BREW /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_bytes_that_are_not_http_close_their_connection_only(front, data):
+    assert not raw_request(front, data).startswith(b"HTTP/1.1 2")
+    assert front.request("/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "a", "n": 1e400}',
+        b'{"prompt": "a", "seed": 123456789012345678901234567890}',
+        b'{"prompt": "a", "max_tokens": 99999999999}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "stop": ["' + b'","'.join([b"x"] * 100) + b'"]}',
+        b'{"prompt": "a", "bad_words": [""]}',
+        b'{"prompt": "a", "logit_bias": {"x": 1}}',
+        b'{"prompt": "a", "logit_bias": ' + json.dumps({str(i): 1 for i in range(5000)}).encode() + b"}",
+        b'{"prompt": "a", "model": {"$ne": null}}',
+        b'{"prompt": "a", "model": "' + b"m" * 100_000 + b'"}',
+        b'{"prompt": "a", "' + b"k" * 100_000 + b'": 1}',
+        b'{"prompt": "a", "metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"messages": [{"role": "user", "content": "a"}], "chat_template": "{% for i in range(10**9) %}{% endfor %}"}',
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_hostile_body_gets_one_short_error(front, body):
+    """An answer is never much longer than the error: other servers amplified bodies by a factor of 5,300."""
+    started = time.monotonic()
+    answer = front.request("/v1/chat/completions" if b"messages" in body else "/v1/completions", body)
+    assert 400 <= answer.status < 500, answer.body
+    assert len(json.dumps(answer.body)) < 2000 and time.monotonic() - started < 10
+    assert "0x" not in answer.message and "Traceback" not in answer.message

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat completions through the `openai` client; templates are rendered by real processes that tests kill."""
+
+import json
+import re
+import shutil
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from support.engine_processes import wait_for
+from support.openai_front import TINY, running_front
+from transformers import AutoTokenizer
+
+from quire_engine.text.chat_renderer import NUM_WORKERS, RENDER_TIMEOUT_S
+
+pytestmark = pytest.mark.timeout(120)
+
+TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no developer') }}
+{% endif %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.items() | list }}
+{% endfor %}{{ eos_token }}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}
+{% endfor %}{% endfor %}{% endif %}{% if m.content == 'bomb' %}{{ m.content * 10**9 }}{% endif %}
+{% endfor %}{% if enable_thinking is defined %}thinking={{ enable_thinking }}{% endif %}
+{% if add_generation_prompt %}assistant:{% endif %}"""
+USER = [{"role": "user", "content": "Once upon a time"}]
+GREEDY = {"model": "base", "messages": USER, "max_tokens": 10, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "chat"
+    shutil.copytree(TINY, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory, folder):
+    with running_front(tmp_path_factory.mktemp("front"), model=folder) as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def chat_client(chat):
+    with chat.client() as client:
+        yield client
+
+
+def tokens_of(front, messages, **fields):
+    answer = front.request("/tokenize", {"messages": messages, **fields})
+    assert answer.status == 200, answer.body
+    return answer.body["tokens"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2, "seed": 3, "temperature": 0.9},
+        {"n": 2, "logprobs": True, "top_logprobs": 2},
+        {"stop": ["a", "e"], "max_tokens": 30},
+        {"max_completion_tokens": 4},
+        {"messages": [{"role": "assistant", "content": "There"}], "extra_body": {"echo": True}},
+    ],
+    ids=str,
+)
+def test_a_streamed_chat_equals_the_complete_one(chat_client, fields):
+    fields = GREEDY | fields
+    whole = chat_client.chat.completions.create(**fields)
+    choices, usage = {}, None
+    options = {"include_usage": True}
+    for chunk in chat_client.chat.completions.create(stream=True, stream_options=options, **fields):
+        assert usage is None
+        usage = chunk.usage
+        for part in chunk.choices:
+            if part.index not in choices:
+                assert (part.delta.role, part.delta.content, part.finish_reason) == ("assistant", "", None)
+                choices[part.index] = SimpleNamespace(content="", finish_reason=None, logprobs=[])
+            choice = choices[part.index]
+            assert choice.finish_reason is None
+            choice.content += part.delta.content or ""
+            choice.logprobs += part.logprobs.content if part.logprobs else []
+            choice.finish_reason = part.finish_reason
+    for choice in whole.choices:
+        part = choices[choice.index]
+        assert (part.content, part.finish_reason) == (choice.message.content, choice.finish_reason)
+        # The probabilities depend on the batch in their last digits.
+        expected = [entry.bytes for entry in choice.logprobs.content] if choice.logprobs else []
+        assert [entry.bytes for entry in part.logprobs] == expected
+    assert usage.total_tokens == whole.usage.total_tokens
+    assert whole.id.startswith("chatcmpl-") and whole.choices[0].message.role == "assistant"
+    assert whole.usage.completion_tokens <= fields.get("max_completion_tokens", fields["max_tokens"]) * len(choices)
+
+
+def test_logprobs_have_the_exact_bytes_of_each_token(chat_client):
+    fields = GREEDY | {"logprobs": True, "top_logprobs": 3, "max_tokens": 20}
+    # The first byte of a character of four bytes, which is not valid UTF-8 by itself.
+    byte = json.loads((TINY / "tokenizer.json").read_text())["model"]["vocab"]["ð"]
+    response = chat_client.chat.completions.create(logit_bias={str(byte): 100}, **fields)
+    [choice] = response.choices
+    content = choice.logprobs.content
+    text = b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace")
+    assert text.rstrip("�") == choice.message.content.rstrip("�") and "�" in choice.message.content
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        USER,
+        [{"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "content": "Hi"}, *USER],
+        [{"role": "user", "content": "a<|eos|>b<|bos|><|eos|>"}],
+        [{"role": "user", "content": "<|eos|>"}, {"role": "assistant", "content": "x<|eos|>"}],
+        [{"role": "user", "content": "\U000f0000"}, {"role": "user", "content": "\U000f0001 <|eos|>\U000f0001"}],
+        [{"role": "user", "content": "Grüße 🙂 <|eos"}],
+    ],
+    ids=str,
+)
+def test_tokens_equal_those_of_transformers(chat, folder, messages):
+    """Control tokens of the template are control tokens; the same text from a user is text."""
+    reference = AutoTokenizer.from_pretrained(folder)
+    ids = reference.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, sanitize_control_tokens=True
+    )
+    ours = tokens_of(chat, messages)
+    assert reference.decode(ours) == reference.decode(ids)
+    assert ours.count(1) == ids.count(1) == len(messages) and ours.count(0) == ids.count(0) == 1
+    assert ours == ids or any("<|eos|>" in message["content"] for message in messages)
+
+
+def test_roles_parts_and_tool_arguments_reach_the_template(chat):
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+    assert tokens_of(chat, [{"role": "developer", "content": parts}]) == tokens_of(
+        chat, [{"role": "system", "content": "Be\nbrief."}]
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    tokens = tokens_of(chat, [{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert "[('a', 1)]" in chat.request("/detokenize", {"tokens": tokens}).body["prompt"]
+    thinking = tokens_of(chat, USER, chat_template_kwargs={"enable_thinking": False})
+    assert "thinking=False" in chat.request("/detokenize", {"tokens": thinking}).body["prompt"]
+
+
+def test_continue_final_message(chat, chat_client):
+    begun = [*USER, {"role": "assistant", "content": "there was a"}]
+    tokens = tokens_of(chat, begun, continue_final_message=True)
+    assert chat.request("/detokenize", {"tokens": tokens}).body["prompt"].endswith("assistant: there was a")
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    response = chat_client.chat.completions.create(extra_body=extra, **GREEDY | {"messages": begun})
+    assert response.usage.prompt_tokens == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "messages: must be a list"),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\]: must be an object with a role"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content: missing"),
+        ({"messages": [{"role": "user", "content": 1}]}, r"messages\[0\].content: must be a text"),
+        *(
+            ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, f"'{kind}' are not supported")
+            for kind in ("image_url", "input_audio", "file", "video_url")
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+        ({"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": USER, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "is not allowed"),
+        ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "is not allowed"),
+        ({"messages": USER, "tools": [{"type": "function"}]}, "tools: is not supported"),
+        ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"messages": USER, "top_logprobs": 2}, "top_logprobs: requires logprobs"),
+        ({"messages": USER, "logprobs": 2}, "logprobs: expected `bool`"),
+        ({"messages": [{"role": "user", "content": "a", "x": eval("[" * 40 + "]" * 40)}]}, "nested"),
+        ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "shorten|at most"),
+        ({"messages": USER, "prompt": "a"}, "prompt"),
+    ],
+    ids=lambda value: str(value)[:70],
+)
+def test_an_invalid_chat_gets_400(chat, fields, message):
+    answer = chat.request("/v1/chat/completions", {"model": "base", **fields})
+    assert answer.status == 400, answer.body
+    assert re.search(message, answer.message), answer.message
+
+
+def test_a_model_without_a_template_is_a_clear_error(front):
+    answer = front.request("/v1/chat/completions", GREEDY)
+    assert answer.status == 400 and "no chat template" in answer.message
+
+
+def workers(front):
+    text = psutil.Process(front.engine.processes["text"].pid)
+    return [child for child in text.children() if "quire_engine.text.render_worker" in child.cmdline()]
+
+
+def test_a_template_that_takes_too_long_is_killed_and_others_are_served(chat, chat_client):
+    wait_for(lambda: len(workers(chat)) == NUM_WORKERS, what="the processes of the template")
+    answers = []
+    loop = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
+    thread = threading.Thread(target=lambda: answers.append(chat.request("/v1/chat/completions", loop)))
+    before, started = set(workers(chat)), time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        chat_client.chat.completions.create(**GREEDY | {"max_tokens": 1})
+        assert chat.request("/health").status == 200
+    assert answers[0].status == 400 and "takes longer than" in answers[0].message
+    assert time.monotonic() - started < RENDER_TIMEOUT_S + 5
+    wait_for(lambda: len(set(workers(chat)) - before) == 1, what="a new process of the template")
+
+
+def test_a_template_with_too_much_memory_is_an_error(chat, chat_client):
+    answer = chat.request("/v1/chat/completions", {"messages": [{"role": "user", "content": "bomb"}]})
+    assert answer.status == 400, answer.body
+    assert chat_client.chat.completions.create(**GREEDY).choices[0].message.content
+
+
+def test_killed_template_processes_are_replaced(chat, chat_client):
+    for worker in workers(chat):
+        worker.kill()
+    wait_for(
+        lambda: chat.request("/v1/chat/completions", GREEDY).status == 200 and len(workers(chat)) == NUM_WORKERS,
+        what="an answer",
+    )
+    chat_client.chat.completions.create(**GREEDY)
