@@ -36,6 +36,11 @@ SHM_BYTES_PER_MODEL = 2**20
 SHM_RESERVE_BYTES = 8 * 2**20
 """Reserve for large prompts in flight, for which a region grows."""
 
+_GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
+"""1 or 0: whether the preload library rejects requests that crash the server; by default as `needs_guard` returns."""
+_FIRST_FIXED_VERSION = (2, 59)
+"""Version of the server in release 25.07, which limits bodies, JSON levels and chunks itself."""
+
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
 
@@ -90,6 +95,18 @@ class ServerOptions:
     """Time for requests in flight to finish after SIGTERM."""
     stub_timeout_s: int = 120
     """Timeout of a stub's startup; the server's default of 30 s is too short on a busy machine."""
+
+
+def needs_guard(install: ServerInstall) -> bool:
+    """Return whether requests can crash this server: its release is older than 25.07, or unknown.
+
+    NVIDIA's image contains its version in a file. The wheel contains release 24.10.
+    """
+    try:
+        major, minor = (install.binary.parents[1] / "TRITON_VERSION").read_text().split(".")[:2]
+        return (int(major), int(minor)) < _FIRST_FIXED_VERSION
+    except (OSError, ValueError):
+        return True
 
 
 def new_key() -> str:
@@ -214,6 +231,7 @@ def server_command(
     env = _environment(python)
     if library := preload.find_or_build_library(backends):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
+        env.setdefault(_GUARD_VARIABLE, "1" if needs_guard(install) else "0")
     if not options.gpu_metrics:
         # The server does not use GPUs, but would allocate memory on each visible one.
         env["CUDA_VISIBLE_DEVICES"] = ""

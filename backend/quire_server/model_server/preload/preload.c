@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// LD_PRELOAD library for the server: works around two defects of its HTTP library (libevhtp, in release 24.10).
+// LD_PRELOAD library for the server: works around defects of release 24.10.
+//
+// Two are defects of its HTTP library, libevhtp:
 //
 // send: the server queues the work of an HTTP connection (start the response, write its next part, end it) for the
 // connection's thread in a socket pair that has room for about 280 entries. It ignores a full queue (evthr_defer, called
@@ -8,27 +10,63 @@
 //
 // accept4: stubs inherit the connections that are open when the server starts them. A client that reads until the end of
 // its connection then waits until the stub exits. This accept4 sets SOCK_CLOEXEC.
+//
+// Others end the server, and with it the streams of all clients. QUIRE_SERVER_GUARD=0 turns their guards off:
+//
+// readv: only the HTTP library reads connections with it. Requests that crash the server (request_guard.h) get an error
+// and never reach it.
+//
+// TRITONSERVER_DataTypeByteSize: the size of BYTES is 0, by which the server divides if a request asks for the classes
+// of our outputs. Such a caller gets 1, and the server then rejects the request.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <poll.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "request_guard.h"
 
 // Bounds the wait of a thread that would wait for itself. Otherwise the queue has room again after milliseconds.
 enum { LIMIT_MS = 10000 };
+enum { MAX_FDS = 1 << 20, MAX_DISCARDED_BYTES = 64 << 20 };
+enum { DIVISION_BYTES = 16 }; // after a call, in which the caller divides by its result
 
 typedef ssize_t Send(int, const void *, size_t, int);
 typedef int Accept(int, struct sockaddr *, socklen_t *, int);
 
+typedef int Close(int);
+typedef ssize_t ReadV(int, const struct iovec *, int);
+typedef uint32_t ByteSize(int);
+
 static Send *next_send;
 static Accept *next_accept;
-static int is_server; // false in the server's children, which inherit its environment
+static Close *next_close;
+static ReadV *next_readv;
+static ByteSize *next_byte_size;
+static int is_server;  // false in the server's children, which inherit its environment
+static int is_guarded; // true if the guards are on
+
+// State of each accepted connection, by file descriptor; one thread at a time uses a connection. Kept for the next
+// connection with the same descriptor, but not used while `is_open` is 0.
+typedef struct {
+  volatile int is_open;
+  RequestScanner scanner;
+} Connection;
+static Connection *connections[MAX_FDS];
 
 __attribute__((constructor)) static void start(void) {
   next_send = (Send *)dlsym(RTLD_NEXT, "send");
   next_accept = (Accept *)dlsym(RTLD_NEXT, "accept4");
+  next_close = (Close *)dlsym(RTLD_NEXT, "close");
+  next_readv = (ReadV *)dlsym(RTLD_NEXT, "readv");
+  next_byte_size = (ByteSize *)dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
   is_server = strcmp(program_invocation_short_name, "tritonserver") == 0;
+  const char *guard = getenv("QUIRE_SERVER_GUARD");
+  is_guarded = is_server && (guard == NULL || strcmp(guard, "0") != 0);
 }
 
 static int is_local(int fd) {
@@ -51,5 +89,75 @@ ssize_t send(int fd, const void *data, size_t size, int flags) {
 }
 
 int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
-  return next_accept(fd, address, size, is_server ? flags | SOCK_CLOEXEC : flags);
+  int accepted = next_accept(fd, address, size, is_server ? flags | SOCK_CLOEXEC : flags);
+  if (!is_guarded || accepted < 0) return accepted;
+  Connection **connection = accepted < MAX_FDS ? &connections[accepted] : NULL;
+  if (connection != NULL && *connection == NULL) *connection = calloc(1, sizeof **connection);
+  if (connection == NULL || *connection == NULL) {
+    next_close(accepted);
+    errno = ECONNABORTED;
+    return -1;
+  }
+  start_request(&(*connection)->scanner);
+  (*connection)->is_open = 1;
+  return accepted;
+}
+
+int close(int fd) {
+  if (is_guarded && fd >= 0 && fd < MAX_FDS && connections[fd] != NULL) connections[fd]->is_open = 0;
+  return next_close(fd);
+}
+
+// Send an error response and close the sending side.
+static void refuse(int fd, const char *error) {
+  char body[256], response[512];
+  int size = snprintf(body, sizeof body, "{\"error\":\"INVALID_ARG: %s\"}", error);
+  size = snprintf(response, sizeof response,
+                  "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                  "Content-Length: %d\r\n\r\n%s",
+                  size, body);
+  next_send(fd, response, size, MSG_NOSIGNAL);
+  shutdown(fd, SHUT_WR);
+}
+
+// Read and discard what a refused client still sends, so that it can read its error. The server sees no data, and the
+// end of the connection once the client closes it or has sent too much.
+static ssize_t discard(int fd, RequestScanner *scanner, const struct iovec *parts, int num_parts) {
+  ssize_t size;
+  while ((size = next_readv(fd, parts, num_parts)) > 0) {
+    scanner->remaining += size;
+    if (scanner->remaining > MAX_DISCARDED_BYTES) return 0;
+  }
+  return size;
+}
+
+ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
+  Connection *connection = is_guarded && fd >= 0 && fd < MAX_FDS ? connections[fd] : NULL;
+  if (connection == NULL || !connection->is_open) return next_readv(fd, parts, num_parts);
+  RequestScanner *scanner = &connection->scanner;
+  if (scanner->phase == REFUSED) return discard(fd, scanner, parts, num_parts);
+  ssize_t size = next_readv(fd, parts, num_parts);
+  const char *error = NULL;
+  ssize_t left = size;
+  for (int i = 0; i < num_parts && left > 0 && error == NULL; i++) {
+    size_t part = (size_t)left < parts[i].iov_len ? (size_t)left : parts[i].iov_len;
+    error = scan_request(scanner, parts[i].iov_base, part);
+    left -= part;
+  }
+  if (error == NULL) return size;
+  refuse(fd, error);
+  scanner->remaining = 0;
+  return discard(fd, scanner, parts, num_parts);
+}
+
+// Return whether the code at `address` divides by a 64-bit register (REX.W F7 /6) within the next bytes.
+static int divides(const unsigned char *address) {
+  for (int i = 0; i < DIVISION_BYTES; i++)
+    if ((address[i] & 0xfe) == 0x48 && address[i + 1] == 0xf7 && (address[i + 2] & 0xf8) == 0xf0) return 1;
+  return 0;
+}
+
+uint32_t TRITONSERVER_DataTypeByteSize(int datatype) {
+  uint32_t size = next_byte_size(datatype);
+  return size == 0 && is_guarded && divides(__builtin_return_address(0)) ? 1 : size;
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build of preload.c, the LD_PRELOAD library that keeps the server from losing parts of HTTP streams.
+"""Build of preload.c, the LD_PRELOAD library that keeps the server from losing streams and from crashing.
 
 `python -m quire_server.preload` builds it ahead of time, for images without a compiler.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".c")
+_HEADER = _SOURCE.with_name("request_guard.h")
 _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
 """Environment variable with the folder of prebuilt libraries; quire_kernels.cpu_native uses the same one."""
 
@@ -22,10 +23,10 @@ _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
 def find_or_build_library(folder: Path) -> Path | None:
     """Return the library for the server's LD_PRELOAD: the prebuilt one, or one built in `folder`.
 
-    Log a warning and return None without a compiler. The server then runs without the library and can lose parts of
-    streams under load.
+    Log a warning and return None without a compiler. The server then runs without the library: it can lose parts of
+    streams under load, and some requests can end it (SECURITY.md).
     """
-    name = f"preload-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    name = f"preload-{hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:16]}.so"
     folders = [Path(cache)] if (cache := os.environ.get(_CACHE_VARIABLE)) else []
     for path in (parent / name for parent in [*folders, folder]):
         if path.exists():
@@ -37,8 +38,8 @@ def find_or_build_library(folder: Path) -> Path | None:
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip()[-500:]
     logger.warning(
-        "preload library not built, HTTP streams may lose text if the server is short of CPU time: %s; "
-        "install gcc or set CC, or build it ahead with `python -m quire_server.preload`",
+        "preload library not built: HTTP streams may lose text if the server is short of CPU time, and requests can "
+        "crash the server: %s; install gcc or set CC, or build it ahead with `python -m quire_server.preload`",
         reason,
     )
     return None
