@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One API server with the CRD for the session, and a namespace of its own for each test."""
+"""One API server with the CRD for the session, and a namespace of its own with a claim for each test."""
 
 from pathlib import Path
 
 import pytest
 from support.cluster import NO_CLUSTER_REASON, current_crd_server, is_available, running_cluster
+from support.controller_harness import answer_model_readers, make_claim
+from support.fake_kubelet import FakeKubelet
 
 HERE = Path(__file__).parent
 
@@ -34,8 +36,18 @@ def current(cluster, tmp_path_factory):
         yield current
 
 
+@pytest.fixture(scope="module")
+def kubelet(cluster, request):
+    """A node without containers, on which the Jobs that read a claim find the tiny model."""
+    cluster.require_controllers()
+    with FakeKubelet(cluster, request.path.stem.replace("_", "-")) as kubelet:
+        answer_model_readers(kubelet)
+        yield kubelet
+
+
 @pytest.fixture
 def namespace(cluster):
-    """The name of a new namespace."""
+    """The name of a new namespace with the claim `models`."""
     with cluster.namespace() as name:
+        cluster.apply(make_claim(), name)
         yield name

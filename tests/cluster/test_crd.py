@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kubernetes.dynamic.exceptions import DynamicApiError
 from support.cel_cases import CEL_RULE_CASES, CEL_UPDATE_CASES, service_with
-from support.cluster import CRD_FILE, ROOT, ApiError
+from support.cluster import CRD_FILE, ROOT
 
 API = ("quire.dev/v1alpha1", "LLMService")
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.yaml") if "kind: LLMService" in p.read_text())
@@ -36,7 +37,7 @@ def changed(**spec):
     return body
 
 
-def test_it_is_served_and_small(server):
+def test_crd_is_established_and_small(server):
     found = server.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", "llmservices.quire.dev")
     conditions = {c["type"]: c["status"] for c in found["status"]["conditions"]}
     assert (conditions["NamesAccepted"], conditions["Established"]) == ("True", "True")
@@ -46,7 +47,7 @@ def test_it_is_served_and_small(server):
     assert len(json.dumps(found)) < 200_000
 
 
-def test_kubectl_applies_it_as_the_docs_say(cluster):
+def test_kubectl_apply_accepts_the_crd(cluster):
     """Client-side apply keeps the whole object in an annotation of 256 KB at most."""
     strict = [] if cluster.version >= (1, 25) else ["--validate=false"]
     cluster.kubectl("apply", "--dry-run=server", *strict, f"--filename={CRD_FILE}")
@@ -58,13 +59,6 @@ def test_the_examples_are_accepted(server, namespace, file: Path):
     stored = server.apply(example, namespace)
     assert stored["metadata"]["generation"] == 1
     assert stored["spec"]["replicas"] == example["spec"].get("replicas", 1)
-
-
-def test_kubectl_shows_columns(cluster, namespace):
-    cluster.apply(SERVICE, namespace)
-    listed = cluster.kubectl("get", "llm", namespace=namespace).splitlines()
-    assert listed[0].split() == ["NAME", "READY", "REASON", "MODEL", "GPU", "TP", "REPLICAS", "ADAPTERS", "AGE"]
-    assert listed[1].split()[0] == "tales"
 
 
 @pytest.mark.parametrize(
@@ -81,26 +75,26 @@ def test_kubectl_shows_columns(cluster, namespace):
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_what_the_schema_refuses(server, namespace, spec, says):
-    with pytest.raises(ApiError) as refused:
+def test_the_schema_rejects_invalid_values(server, namespace, spec, says):
+    with pytest.raises(DynamicApiError) as refused:
         server.request("POST", server.path(*API, namespace), changed(**spec), dryRun="All")
     assert refused.value.status == 422
-    assert says in refused.value.message
+    assert says in refused.value.summary()
 
 
 @pytest.mark.parametrize(
     ("words", "good", "bad"), [r[:3] for r in CEL_RULE_CASES], ids=[f"{i}" for i, _ in enumerate(CEL_RULE_CASES)]
 )
-def test_what_a_rule_refuses_in_the_servers_own_cel(current, namespace, words, good, bad):
+def test_cel_rules_reject_invalid_objects(current, namespace, words, good, bad):
     current.request("POST", current.path(*API, namespace), service_with(good), dryRun="All")
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(DynamicApiError) as refused:
         current.request("POST", current.path(*API, namespace), service_with(bad), dryRun="All")
     assert refused.value.status == 422
-    assert words in refused.value.message
+    assert words in refused.value.summary()
 
 
 @pytest.mark.parametrize(("words", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
-def test_what_a_rule_refuses_of_an_update(current, namespace, words, good, bad):
+def test_cel_rules_reject_invalid_updates(current, namespace, words, good, bad):
     for i, (old, new) in enumerate([*good, *bad]):
         name = f"update-{i}"
         current.apply(service_with({"metadata.name": name, "spec.cache": old}), namespace)
@@ -108,13 +102,13 @@ def test_what_a_rule_refuses_of_an_update(current, namespace, words, good, bad):
         if i < len(good):
             current.merge(*API, name, later, namespace)
             continue
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(DynamicApiError) as refused:
             current.merge(*API, name, later, namespace)
-        assert words in refused.value.message
+        assert words in refused.value.summary()
 
 
-def test_an_unknown_field_is_refused_by_name(current, namespace):
-    with pytest.raises(ApiError, match=r"spec\.replica\b"):
+def test_an_unknown_field_is_rejected_by_name(current, namespace):
+    with pytest.raises(DynamicApiError, match=r"spec\.replica\b"):
         current.apply(changed(replica=2), namespace)
 
 
@@ -130,12 +124,6 @@ def test_the_scale_subresource(server, namespace):
     server.request("PATCH", path, {"spec": {"replicas": 3}}, "application/merge-patch+json")
     after = server.get(*API, "tales", namespace)
     assert (after["spec"]["replicas"], after["metadata"]["generation"]) == (3, 2)
-
-
-def test_kubectl_scales(cluster, namespace):
-    cluster.apply(SERVICE, namespace)
-    cluster.kubectl("scale", "llm/tales", "--replicas=3", namespace=namespace)
-    assert cluster.get(*API, "tales", namespace)["spec"]["replicas"] == 3
 
 
 def test_status_is_a_subresource(server, namespace):

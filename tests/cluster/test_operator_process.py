@@ -14,22 +14,13 @@ from urllib.request import urlopen
 import pytest
 from nodocker_cluster.ports import free_ports
 from support.cluster import running_cluster
-from support.controller_harness import CHILDREN, answer_model_readers, child_objects, llm_service, make_claim
+from support.controller_harness import CHILDREN, child_objects, llm_service
 from support.engine_processes import wait_for
-from support.fake_kubelet import FakeKubelet
 
 from quire_operator.controller.operator_process import PORT_VARIABLE
 
 LIVE = '{"controller": "running", "watches": "current", "work_queue": "moving"}'
 API, KIND = "quire.dev/v1alpha1", "LLMService"
-
-
-@pytest.fixture(scope="module")
-def kubelet(cluster):
-    cluster.require_controllers()
-    with FakeKubelet(cluster, "node-operate") as node:
-        answer_model_readers(node)
-        yield node
 
 
 def operator(cluster, namespace, tmp_path, *flags):
@@ -71,7 +62,6 @@ def fetch(port, path):
 
 
 def test_restarts_after_a_kill_and_stops_on_sigterm(cluster, namespace, kubelet, tmp_path):
-    cluster.apply(make_claim(), namespace)
     cluster.apply(llm_service(), namespace)
     with operator(cluster, namespace, tmp_path) as (process, _):
         wait_for(lambda: child_objects(cluster, namespace), 60, "the first child")
@@ -116,7 +106,6 @@ def test_waits_for_a_missing_crd_and_logs_it(tmp_path):
 
 
 def test_kopf_run_serves_all_namespaces(cluster, namespace, kubelet, tmp_path):
-    cluster.apply(make_claim(), namespace)
     health_port, liveness_port = free_ports(2)
     argv = [sys.executable, "-m", "kopf", "run", "-m", "quire_operator.controller.kopf_handlers", "--standalone", "-A"]
     environment = {"KUBECONFIG": str(cluster.kubeconfig), PORT_VARIABLE: str(health_port)}

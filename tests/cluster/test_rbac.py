@@ -142,7 +142,7 @@ def granted(cluster):
     return found
 
 
-def test_the_roles_are_the_operators_own_table(cluster):
+def test_the_roles_equal_the_rbac_table(cluster):
     wanted = set()
     for rule in rbac.RULES:
         said = rule.to_json()
@@ -165,7 +165,7 @@ def test_grants_exactly_the_rights_that_the_operator_uses(cluster, models):
     assert not unused, sorted(unused)
 
 
-async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_there_are(cluster):
+async def test_a_deleted_or_replaced_service_is_detected_without_the_right_to_get(cluster):
     """A status is not written to it, and it is read anew: without the right to get."""
     login = ClusterConfig.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))
     with cluster.namespace() as namespace:
@@ -182,12 +182,12 @@ async def test_a_service_that_is_gone_or_another_by_now_is_told_by_the_rights_th
             assert await client.list_one(LLM_SERVICE, namespace, "absent") is None
 
 
-async def test_events_of_pods_may_be_read(cluster):
+async def test_events_of_pods_are_readable(cluster):
     async with ApiClient(ClusterConfig.from_kubeconfig(cluster.token_kubeconfig(SYSTEM, "quire"))) as client:
         assert (await client.list(EVENT, "default", field_selector="regarding.uid=nobody")).items == ()
 
 
-def test_named_namespaces_take_no_right_beyond_them(cluster):
+def test_watched_namespaces_need_no_rights_in_others(cluster):
     """Installed with watchNamespaces, and without the right to read nodes: no ClusterRole is left for the operator."""
     with cluster.namespace() as namespace:
         cluster.apply(llm_service("elsewhere"), "default")

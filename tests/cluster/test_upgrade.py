@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A new release of the operator, and models that are on their way: who keeps serving meanwhile, and with what."""
 
-import http.server
 import re
 import shutil
 import subprocess
-import threading
-from functools import partial
 
 import pytest
 from support.chart import ROOT
-from support.controller_harness import TINY, ControllerHarness, answer_model_readers, llm_service, make_claim
+from support.controller_harness import TINY, ControllerHarness, llm_service
 from support.doc_snippets import code_blocks
 from support.engine_processes import wait_for
-from support.fake_kubelet import COMPLETED, FakeContainer, FakeKubelet
+from support.fake_kubelet import COMPLETED, FakeContainer
+from support.fake_model_server import FakeModelServer
 
 from quire_operator.cli import main
 from quire_operator.controller.observe import plan_service
@@ -24,12 +22,11 @@ API, KIND = "quire.dev/v1alpha1", "LLMService"
 DOWNLOAD = "model-download"
 
 
-@pytest.fixture(scope="module")
-def kubelet(cluster):
-    cluster.require_controllers()
-    with FakeKubelet(cluster, "node-upgrade") as node:
-        answer_model_readers(node)
-        yield node
+@pytest.fixture
+def model_url():
+    model_server = FakeModelServer()
+    yield model_server.url
+    model_server.close()
 
 
 @pytest.fixture
@@ -45,8 +42,7 @@ def new_release(monkeypatch):
     return begin
 
 
-def test_an_upgrade_of_the_operator_restarts_nobody(cluster, namespace, kubelet, new_release):
-    cluster.apply(make_claim(), namespace)
+def test_an_upgrade_of_the_operator_restarts_no_pod(cluster, namespace, kubelet, new_release):
     with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(), namespace)
         old.wait_settled()
@@ -72,8 +68,7 @@ def test_an_upgrade_of_the_operator_restarts_nobody(cluster, namespace, kubelet,
         assert new.status()["plan"]["plannerVersion"] == 99
 
 
-def test_who_asks_for_it_is_upgraded(cluster, namespace, kubelet, new_release):
-    cluster.apply(make_claim(), namespace)
+def test_update_policy_auto_upgrades_pods(cluster, namespace, kubelet, new_release):
     with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(rollout={"updatePolicy": "Auto"}), namespace)
         old.wait_settled()
@@ -82,85 +77,69 @@ def test_who_asks_for_it_is_upgraded(cluster, namespace, kubelet, new_release):
         new.wait_settled()
 
 
-def test_pods_wait_for_the_first_model_and_serve_the_old_one_until_the_next_is_there(cluster, namespace, kubelet):
+def test_pods_keep_the_previous_model_until_the_next_is_downloaded(cluster, namespace, kubelet, model_url):
     slow = FakeContainer()
     kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), slow)
-    with files() as url, ControllerHarness(cluster, namespace) as operating:
-        cluster.apply(llm_service(model={"source": {"http": {"url": f"{url}/a"}}}), namespace)
-        operating.wait_settled()
-        deployment = operating.child("Deployment")
+    with ControllerHarness(cluster, namespace) as operator:
+        cluster.apply(llm_service(model=http_source(f"{model_url}/a")), namespace)
+        operator.wait_settled()
+        deployment = operator.child("Deployment")
         assert deployment["spec"]["replicas"] == 0, "no pod takes a GPU before there is a model"
-        assert operating.condition("ModelCached")["status"] == "False"
+        assert operator.condition("ModelCached")["status"] == "False"
         kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), COMPLETED)
-        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 1, 30, "a pod")
-        wait_for(lambda: operating.condition("Available").get("status") == "True", 30, "Available")
-        operating.wait_settled()
-        template = operating.child("Deployment")["spec"]["template"]
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 1, 30, "a pod")
+        wait_for(lambda: operator.condition("Available").get("status") == "True", 30, "Available")
+        operator.wait_settled()
+        template = operator.child("Deployment")["spec"]["template"]
 
         kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), slow)
-        cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": {"http": {"url": f"{url}/b"}}}}}, namespace)
+        cluster.merge(API, KIND, "tales", {"spec": {"model": http_source(f"{model_url}/b")}}, namespace)
         wait_for(
             lambda: len(jobs(cluster, namespace)) == 1 and not done(jobs(cluster, namespace)[0]), 30, "the second Job"
         )
-        wait_for(lambda: operating.status().get("observedGeneration") == 2, 20, "judged")
-        operating.requeue()
-        deployment = operating.child("Deployment")
+        wait_for(lambda: operator.status().get("observedGeneration") == 2, 20, "judged")
+        operator.requeue()
+        deployment = operator.child("Deployment")
         assert (deployment["spec"]["replicas"], deployment["spec"]["template"]) == (1, template)
-        assert operating.condition("Ready")["status"] != "True"
+        assert operator.condition("Ready")["status"] != "True"
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
-        wait_for(lambda: operating.child("Deployment")["spec"]["replicas"] == 2, 20, "scaled meanwhile")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 20, "scaled meanwhile")
 
         kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), COMPLETED)
-        wait_for(lambda: operating.child("Deployment")["spec"]["template"] != template, 30, "the new model")
-        operating.wait_settled()
+        wait_for(lambda: operator.child("Deployment")["spec"]["template"] != template, 30, "the new model")
+        operator.wait_settled()
 
 
-def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_release, monkeypatch):
+def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_release, model_url, monkeypatch):
     kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), COMPLETED)
     kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), COMPLETED)
-    with files() as url:
-        with ControllerHarness(cluster, namespace) as old:
-            cluster.apply(llm_service(model={"source": {"http": {"url": f"{url}/a"}}}), namespace)
-            wait_for(lambda: old.condition("Available").get("status") == "True", 60, "Available")
-            old.wait_settled()
-            said = {kind: old.condition(kind)["reason"] for kind in ("ModelCached", "Available", "Ready")}
-        (before,) = jobs(cluster, namespace)
-        settings = new_release()
-        # Its Jobs look otherwise, too.
-        monkeypatch.setattr(model_storage, "PROGRESS_PORT_VARIABLE", "QUIRE_OTHER_PORT")
-        with ControllerHarness(cluster, namespace, settings) as new:
-            new.wait_settled()
-            assert [write for write in new.recorded_writes if write[0] not in (KIND, "Event")] == []
-            assert [job["metadata"]["uid"] for job in jobs(cluster, namespace)] == [before["metadata"]["uid"]]
-            assert {kind: new.condition(kind)["reason"] for kind in said} == said
-            assert new.condition("ModelCached")["status"] == "True"
-            # Another model is another matter.
-            cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": {"http": {"url": f"{url}/b"}}}}}, namespace)
-            wait_for(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 30, "its own Job")
-            new.wait_settled()
-            assert "QUIRE_OTHER_PORT" in str(jobs(cluster, namespace))
-
-
-def test_an_image_is_changed_where_every_gpu_is_taken(cluster, namespace, kubelet):
-    cluster.apply(make_claim(), namespace)
-    with FakeKubelet(cluster, "node-full", gpus=2) as full, ControllerHarness(cluster, namespace) as operating:
-        answer_model_readers(full)
-        gpu = {"product": "NVIDIA-L4", "nodeSelector": {"kubernetes.io/hostname": "node-full"}}
-        cluster.apply(llm_service(device="GPU", gpu=gpu, replicas=2), namespace)
-        operating.wait_settled()
-        wait_for(lambda: ready(cluster, namespace) == ["quire:gpu"] * 2, 40, "two pods on two GPUs")
-        cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"image": "quire:other"}}}, namespace)
-        wait_for(lambda: ready(cluster, namespace) == ["quire:other"] * 2, 60, "both replaced")
+    with ControllerHarness(cluster, namespace) as old:
+        cluster.apply(llm_service(model=http_source(f"{model_url}/a")), namespace)
+        wait_for(lambda: old.condition("Available").get("status") == "True", 60, "Available")
+        old.wait_settled()
+        said = {kind: old.condition(kind)["reason"] for kind in ("ModelCached", "Available", "Ready")}
+    (before,) = jobs(cluster, namespace)
+    settings = new_release()
+    # Its Jobs look otherwise, too.
+    monkeypatch.setattr(model_storage, "PROGRESS_PORT_VARIABLE", "QUIRE_OTHER_PORT")
+    with ControllerHarness(cluster, namespace, settings) as new:
+        new.wait_settled()
+        assert [write for write in new.recorded_writes if write[0] not in (KIND, "Event")] == []
+        assert [job["metadata"]["uid"] for job in jobs(cluster, namespace)] == [before["metadata"]["uid"]]
+        assert {kind: new.condition(kind)["reason"] for kind in said} == said
+        assert new.condition("ModelCached")["status"] == "True"
+        # Another model is another matter.
+        cluster.merge(API, KIND, "tales", {"spec": {"model": http_source(f"{model_url}/b")}}, namespace)
+        wait_for(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 30, "its own Job")
+        new.wait_settled()
+        assert "QUIRE_OTHER_PORT" in str(jobs(cluster, namespace))
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command of the document needs jq")
-def test_the_difference_that_the_documents_show_is_what_a_release_would_change(
-    cluster, namespace, kubelet, new_release, tmp_path, capsys
-):
+def test_the_documented_diff_shows_the_changes_of_a_release(cluster, namespace, kubelet, new_release, tmp_path, capsys):
     """The command of docs/upgrade.md, with the image that the pods have, and with a new release."""
     shown = next(text for text in code_blocks(ROOT / "docs/upgrade.md", "sh") if "kubectl diff" in text)
     program = re.search(r"jq '([^']+)'", shown)[1]
-    cluster.apply(make_claim(), namespace)
     with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(), namespace)
         old.wait_settled()
@@ -184,28 +163,12 @@ def test_the_difference_that_the_documents_show_is_what_a_release_would_change(
     assert any("quire:next-cpu" in line for line in changed) and any("periodSeconds: 7" in line for line in changed)
 
 
-class files:
-    """Two models on a web server."""
-
-    def __enter__(self) -> str:
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            def translate_path(self, path: str) -> str:
-                return str(TINY / path.rpartition("/")[2])
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler))
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+def http_source(url):
+    return {"source": {"http": {"url": url}}}
 
 
-def image(operating):
-    return operating.child("Deployment")["spec"]["template"]["spec"]["containers"][0]["image"]
+def image(operator):
+    return operator.child("Deployment")["spec"]["template"]["spec"]["containers"][0]["image"]
 
 
 def of_download(body, namespace, which):
@@ -224,13 +187,3 @@ def names_of(found):
 
 def done(job):
     return bool(job.get("status", {}).get("conditions"))
-
-
-def ready(cluster, namespace):
-    pods = cluster.items("v1", "Pod", namespace, labelSelector="app.kubernetes.io/component=server")
-    return [
-        p["spec"]["containers"][0]["image"]
-        for p in pods
-        if any(c["type"] == "Ready" and c["status"] == "True" for c in p["status"].get("conditions", []))
-        and "deletionTimestamp" not in p["metadata"]
-    ]

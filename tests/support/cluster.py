@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real API server for tests, and a small blocking client of it.
+"""A real API server for tests, through the official client for Python, which the operator does not use.
 
 running_cluster() uses the cluster that QUIRE_TEST_KUBECONFIG names (never the default kubeconfig), or starts a control
 plane with the programs of hack/nodocker_cluster. Nothing is simulated.
@@ -10,17 +10,18 @@ import functools
 import os
 import secrets
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import orjson
 import pytest
 import yaml
+from kubernetes import client, config
+from kubernetes.dynamic import DynamicClient, Resource
+from kubernetes.dynamic.exceptions import ConflictError, NotFoundError, ResourceNotFoundError
 from nodocker_cluster import binaries, control_plane, crd_apiserver
-from nodocker_cluster.kubeconfig import ClusterAccess
 from support.engine_processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,51 +33,51 @@ FIELD_MANAGER = "quire-tests"
 Manifest = dict[str, Any]
 
 
-class ApiError(AssertionError):
-    """The API server rejected a request."""
+class GroupVersionDiscoverer:
+    """Discovers the kinds of one group version at a time: an API server of CRDs alone does not serve /apis."""
 
-    def __init__(self, response: httpx.Response) -> None:
-        self.status = response.status_code
+    def __init__(self, dynamic: DynamicClient, cache_file: str | None) -> None:
+        self._dynamic = dynamic
+        self._kinds: dict[str, dict[str, Resource]] = {}
+
+    def get(self, api_version: str, kind: str) -> Resource:
+        """Return the resource of a kind; raises ResourceNotFoundError."""
+        if kind not in self._kinds.get(api_version, {}):
+            self._kinds[api_version] = self._discover(api_version)
+        if kind not in self._kinds[api_version]:
+            raise ResourceNotFoundError(f"the API server has no {api_version} {kind}")
+        return self._kinds[api_version][kind]
+
+    def _discover(self, api_version: str) -> dict[str, Resource]:
+        group, _, version = api_version.rpartition("/")
+        prefix = "apis" if group else "api"
         try:
-            self.body = response.json()
-        except ValueError:
-            self.body = {"message": response.text}
-        super().__init__(f"{response.request.method} {response.request.url.path}: {self.status} {self.message}")
-
-    @property
-    def message(self) -> str:
-        """The message of the response."""
-        return str(self.body.get("message", ""))
-
-
-class UnknownKind(AssertionError):
-    """The API server does not serve that kind."""
+            listed = self._dynamic.request("GET", f"/{prefix}/{api_version}").to_dict()["resources"]
+        except NotFoundError:
+            return {}
+        return {
+            entry["kind"]: Resource(prefix, group, version, entry["kind"], entry["namespaced"], name=entry["name"])
+            for entry in listed
+            if "/" not in entry["name"]
+        }
 
 
 @dataclass(repr=False)
 class Cluster:
-    """An API server, with administrator rights."""
+    """An API server, with administrator rights, through the official client for Python."""
 
-    access: ClusterAccess
     kubeconfig: Path
     """Kubeconfig for programs: kubectl, the operator."""
     folder: Path
     """Folder for files of this session."""
     programs: binaries.KubeBinaries | None = None
     """None: the cluster was given by QUIRE_TEST_KUBECONFIG."""
-    _kinds: dict[str, dict[str, Manifest]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(
-            base_url=self.access.server,
-            verify=self.access.ssl_context(),
-            headers=self.access.headers(),
-            timeout=30,
-            trust_env=False,
-        )
-        # Nodes ask in threads of their own. Of two that share a client, one may take a connection for idle that the
-        # other has just begun to use, and close it: httpcore looks at what a connection does, and then at its socket.
-        self._request_lock = threading.Lock()
+        configuration = client.Configuration()
+        config.load_kube_config(str(self.kubeconfig), client_configuration=configuration)
+        configuration.proxy = None
+        self.dynamic = DynamicClient(client.ApiClient(configuration), discoverer=GroupVersionDiscoverer)
 
     @functools.cached_property
     def version(self) -> tuple[int, int]:
@@ -98,20 +99,23 @@ class Cluster:
     # Requests
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Any:
-        """Send a request and return the document; raises ApiError for a status of 400 and above."""
-        headers = {"Content-Type": content_type or "application/json"} if body is not None else {}
-        with self._request_lock:
-            response = self.http.request(method, path, json=body, headers=headers, params=params)
-        if response.status_code >= 400:
-            raise ApiError(response)
-        return response.json()
+        """Send a request and return the document; raises DynamicApiError for a status of 400 and above."""
+        response = self.dynamic.request(
+            method,
+            path,
+            body,
+            content_type=content_type,
+            query_params=[*params.items()],
+            serialize=False,
+            _request_timeout=30,
+        )
+        return orjson.loads(response.data)
 
     def path(self, api_version: str, kind: str, namespace: str | None = None, name: str = "") -> str:
-        """Return the URL path of a kind or of one object; raises UnknownKind."""
-        resource = self._resource(api_version, kind)
-        root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
-        scope = f"/namespaces/{namespace or 'default'}" if resource["namespaced"] else ""
-        return f"{root}{scope}/{resource['name']}" + (f"/{name}" if name else "")
+        """Return the URL path of a kind or of one object; raises ResourceNotFoundError."""
+        resource = self.dynamic.resources.get(api_version, kind)
+        path: str = resource.path(name or None, (namespace or "default") if resource.namespaced else None)
+        return path
 
     def apply(
         self, manifest: Mapping[str, Any], namespace: str | None = None, dry_run: bool = False, subresource: str = ""
@@ -131,10 +135,8 @@ class Cluster:
         """Return one object, or None."""
         try:
             return dict(self.request("GET", self.path(api_version, kind, namespace, name)))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        except NotFoundError:
+            return None
 
     def items(self, api_version: str, kind: str, namespace: str | None = None, **params: Any) -> list[Manifest]:
         """Return the objects of a kind; labelSelector and fieldSelector are parameters."""
@@ -155,11 +157,8 @@ class Cluster:
 
     def delete(self, api_version: str, kind: str, name: str, namespace: str | None = None, **params: Any) -> None:
         """Delete an object if it exists."""
-        try:
+        with contextlib.suppress(NotFoundError):
             self.request("DELETE", self.path(api_version, kind, namespace, name), **params)
-        except ApiError as error:
-            if error.status != 404:
-                raise
 
     # People and programs
 
@@ -173,22 +172,6 @@ class Cluster:
         assert done.returncode in codes, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
 
-    def service_account(self, namespace: str, name: str, rules: list[Manifest]) -> Path:
-        """Create a ServiceAccount with exactly these RBAC rules and return its kubeconfig."""
-        self.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}, namespace)
-        group = "rbac.authorization.k8s.io"
-        role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules}
-        binding = {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": name},
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
-        }
-        self.apply(role, namespace)
-        self.apply(binding, namespace)
-        return self.token_kubeconfig(namespace, name)
-
     def token_kubeconfig(self, namespace: str, name: str) -> Path:
         """Return the kubeconfig of an existing ServiceAccount, with a new token."""
         path = self.path("v1", "ServiceAccount", namespace, name) + "/token"
@@ -198,8 +181,11 @@ class Cluster:
             "spec": {"expirationSeconds": 3600},
         }
         token = self.request("POST", path, token_request)["status"]["token"]
-        access = ClusterAccess(self.access.server, self.access.ca, token=token)
-        return access.write(self.folder / f"{namespace}-{name}.kubeconfig")
+        document = yaml.safe_load(self.kubeconfig.read_text())
+        document["users"] = [{"name": user["name"], "user": {"token": token}} for user in document["users"]]
+        file = self.folder / f"{namespace}-{name}.kubeconfig"
+        file.write_text(yaml.safe_dump(document))
+        return file
 
     @contextlib.contextmanager
     def namespace(self, prefix: str = "t") -> Iterator[str]:
@@ -219,9 +205,7 @@ class Cluster:
         path = self.path(manifest["apiVersion"], manifest["kind"])
         try:
             self.request("POST", path, manifest)
-        except ApiError as error:
-            if error.status != 409:
-                raise
+        except ConflictError:
             self.request("PATCH", f"{path}/{name}", {"spec": manifest["spec"]}, "application/merge-patch+json")
         wait_for(lambda: self.is_established(name), 30, f"{name} established")
 
@@ -230,21 +214,6 @@ class Cluster:
         crd = self.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", name) or {}
         conditions = {c["type"]: c["status"] for c in crd.get("status", {}).get("conditions") or []}
         return conditions.get("Established") == "True"
-
-    def _resource(self, api_version: str, kind: str) -> Manifest:
-        resources = self._kinds.get(api_version, {})
-        if kind not in resources:
-            root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
-            try:
-                listed = self.request("GET", root)["resources"]
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-                listed = []
-            resources = self._kinds[api_version] = {r["kind"]: r for r in listed if "/" not in r["name"]}
-        if kind not in resources:
-            raise UnknownKind(f"the API server has no {api_version} {kind}")
-        return resources[kind]
 
 
 def crd_without_schema(plural: str, group: str, version: str, kind: str) -> Manifest:
@@ -269,18 +238,14 @@ def is_available() -> bool:
 def running_cluster(folder: Path) -> Iterator[Cluster]:
     """The given cluster, or a new control plane; skips the test if there is neither."""
     if kubeconfig := os.environ.get(KUBECONFIG_VARIABLE):
-        cluster = Cluster(ClusterAccess.read(Path(kubeconfig)), Path(kubeconfig), folder)
-        with cluster.http:
-            yield cluster
+        yield Cluster(Path(kubeconfig), folder)
         return
     programs = binaries.find()
     if programs is None:
         pytest.skip(NO_CLUSTER_REASON)
     plane = control_plane.start(folder / "control-plane", programs, dies_with_us=True)
     try:
-        cluster = Cluster(plane.access, plane.kubeconfig, folder, programs)
-        with cluster.http:
-            yield cluster
+        yield Cluster(plane.kubeconfig, folder, programs)
     finally:
         plane.stop()
 
@@ -298,8 +263,6 @@ def current_crd_server(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
         pytest.skip(f"needs a current Kubernetes, and this one is {version}: run make cluster-tools (minutes, once)")
     plane = control_plane.start_crd_apiserver(folder / "control-plane", programs, program, cluster.kubeconfig)
     try:
-        crd_cluster = Cluster(plane.access, plane.kubeconfig, folder, programs)
-        with crd_cluster.http:
-            yield crd_cluster
+        yield Cluster(plane.kubeconfig, folder, programs)
     finally:
         plane.stop()

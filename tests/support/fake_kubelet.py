@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from support.cluster import ApiError, Cluster
+from kubernetes.dynamic.exceptions import DynamicApiError
+from support.cluster import Cluster
 
 Manifest = dict[str, Any]
 PodPredicate = Callable[[Manifest], bool]
@@ -163,10 +164,10 @@ class FakeKubelet:
                 pods = self.cluster.request("GET", "/api/v1/pods", fieldSelector=f"spec.nodeName={self.name}")
                 for pod in pods["items"]:
                     self._sync_pod(pod)
-            except ApiError as error:
+            except DynamicApiError as error:
                 # Objects go while we look at them.
                 if error.status not in (404, 409, 429):
-                    self.errors.append(str(error))
+                    self.errors.append(str(error.summary()))
             except Exception:
                 if not self._stop.is_set():
                     self.errors.append(traceback.format_exc())
@@ -230,7 +231,7 @@ class FakeKubelet:
     ) -> None:
         try:
             self.cluster.request(method, path, body, content_type, **params)
-        except ApiError as error:
+        except DynamicApiError as error:
             if error.status not in (404, 409):
                 raise
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,18 @@ class Fault:
     """The API server gets the request; only its response is lost."""
     error_event: int = 0
     """Code of an ERROR event: the response is a watch that sends this event and ends."""
+
+
+def error_storm(rng: random.Random, probability: float) -> Callable[[str, str], Fault | None]:
+    """Return a fault function that fails requests at random, each in one of five ways."""
+    read_faults = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault(503), Fault(504, forwarded=True)]
+
+    def fault(method: str, path: str) -> Fault | None:
+        if rng.random() >= probability:
+            return None
+        return rng.choice(read_faults if method == "GET" else [*read_faults, Fault(409)])
+
+    return fault
 
 
 @dataclass

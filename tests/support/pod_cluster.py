@@ -50,9 +50,7 @@ def cluster_with_node(folder: Path) -> Iterator[Cluster]:
         running_node = node.start(plane, archive.write_pause_archive(folder / "pause.tar"), dies_with_us=True)
         for file in archives:
             running_node.load(file)
-        cluster = Cluster(plane.access, plane.kubeconfig, folder, programs)
-        with cluster.http:
-            yield cluster
+        yield Cluster(plane.kubeconfig, folder, programs)
     finally:
         node.stop(plane.folder)
         plane.stop()

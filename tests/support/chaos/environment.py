@@ -7,11 +7,11 @@ operations.py changes it; invariants.py checks the statuses.
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from support.chaos.downloads import DownloadTracker, is_download
+from support.chaos.downloads import ChaosDownloads, is_download
 from support.chaos.invariants import LLM_SERVICE_KIND, StatusInvariants
-from support.chaos.recorders import OperatorKilled, RecordingFakePods, RecordingPod, recording_client
+from support.chaos.recorders import ChaosPod, RecordingFakePods
 from support.cluster import Cluster
 from support.controller_harness import ControllerHarness, llm_service, make_claim
 from support.fault_proxy import FaultInjectingProxy
@@ -21,7 +21,6 @@ from quire_operator.render import object_names
 
 Manifest = dict[str, Any]
 CLAIM_NAMES = ("models", "more")
-_APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class ChaosEnvironment:
@@ -30,11 +29,9 @@ class ChaosEnvironment:
     def __init__(self, cluster: Cluster, namespace: str, fake_pods: RecordingFakePods, folder: Path) -> None:
         self.cluster, self.namespace, self.fake_pods, self.kubelet = cluster, namespace, fake_pods, fake_pods.kubelet
         self.proxy = FaultInjectingProxy(cluster, folder)
-        self.downloads = DownloadTracker(cluster, namespace, fake_pods.kubelet)
+        self.downloads = ChaosDownloads(namespace, fake_pods.kubelet)
         self.invariants = StatusInvariants(cluster, namespace, fake_pods.started_pods, self.downloads)
         self.operator: ControllerHarness | None = None
-        self.num_writes_of_stopped = 0
-        """Writes of the operators that were stopped."""
         self.ended_pod_uids: set[str] = set()
         """Pods that will never run again, by uid."""
         self.step_log: list[str] = []
@@ -61,14 +58,12 @@ class ChaosEnvironment:
     # The operator
 
     def start_operator(self, with_kopf: bool = False) -> None:
-        """Start the operator, without anything that an earlier one remembered."""
+        """Start the operator, without the state of an earlier one."""
         assert self.operator is None
-        operator_state: dict[str, Any] = {}
         settings = {"secret_ttl_s": 1.0, "resync_s": 2.0, "watch_timeouts": WatchTimeouts(5.0, max_backoff_s=1.0)}
-        client = recording_client(self.invariants.recorded, operator_state)
-        harness = ControllerHarness(self.cluster, self.namespace, settings, self.proxy.kubeconfig, client, with_kopf)
-        harness.__enter__()
-        operator_state["queue"] = harness.controller.queue
+        harness = ControllerHarness(
+            self.cluster, self.namespace, settings, self.proxy.kubeconfig, with_kopf=with_kopf
+        ).__enter__()
         pod_admin_client = harness.controller._pod_admin
         pod_admin_client._total_timeout_s, pod_admin_client._unresponsive_timeout_s = 2.0, 0.5
         self.operator = harness
@@ -76,20 +71,14 @@ class ChaosEnvironment:
     def stop_operator(self) -> None:
         """Stop the operator as abruptly as a kill does, if it runs."""
         harness, self.operator = self.operator, None
-        if harness is None:
-            return
-        harness.stop()
-        assert harness.failure is None or isinstance(harness.failure, OperatorKilled), repr(harness.failure)
-        self.num_writes_of_stopped += len(harness.recorded_writes)
-
-    def total_writes(self) -> int:
-        """Return the number of writes of all operators so far."""
-        return self.num_writes_of_stopped + (len(self.operator.recorded_writes) if self.operator else 0)
+        if harness is not None:
+            harness.stop()
+            assert harness.failure is None, repr(harness.failure)
 
     # Services
 
     def get_service(self, name: str) -> Manifest:
-        """A service as it is; empty when there is none."""
+        """Return a service; empty if it does not exist."""
         return self.cluster.get(*LLM_SERVICE_KIND, name, self.namespace) or {}
 
     def create_service(self, name: str, spec: Manifest) -> None:
@@ -98,35 +87,25 @@ class ChaosEnvironment:
     def patch_service(self, name: str, spec: Manifest) -> None:
         self.cluster.merge(*LLM_SERVICE_KIND, name, {"spec": spec}, self.namespace)
 
-    def apply_service(self, name: str, spec: Manifest, field_manager: str) -> None:
-        """Server-side apply of a part of a spec, which is then that manager's."""
-        body = {
-            "apiVersion": LLM_SERVICE_KIND[0],
-            "kind": LLM_SERVICE_KIND[1],
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-        path = self.cluster.path(*LLM_SERVICE_KIND, self.namespace, name)
-        self.cluster.request("PATCH", path, body, _APPLY_PATCH, fieldManager=field_manager, force="true")
-
-    def running_pods(self, name: str) -> list[tuple[Manifest, RecordingPod]]:
-        """Those that run, by name."""
-        running = [
-            (entry.pod, entry.fake_pod)
+    def running_pods(self, name: str) -> list[tuple[Manifest, ChaosPod]]:
+        """Return the running server pods of a service, by name."""
+        return [
+            (entry.pod, cast(ChaosPod, entry.fake_pod))
             for entry in self.fake_pods.running_in(self.namespace)
             if entry.pod["metadata"]["uid"] not in self.ended_pod_uids
+            and entry.pod["metadata"]["labels"][object_names.INSTANCE] == name
         ]
-        return [
-            (pod, fake_pod) for pod, fake_pod in running if pod["metadata"]["labels"][object_names.INSTANCE] == name
-        ]  # type: ignore[misc]
+
+    def pods_of(self, name: str) -> list[Manifest]:
+        """Return all pods of a service."""
+        return self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{object_names.INSTANCE}={name}")
 
     def download_pods(self, name: str) -> list[Manifest]:
-        """Pods that download a service's model, by name."""
-        pods = self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{object_names.INSTANCE}={name}")
-        running = [pod for pod in pods if is_download(pod) and pod["status"].get("phase") == "Running"]
+        """Return the running pods that download a service's model, by name."""
+        running = [p for p in self.pods_of(name) if is_download(p) and p["status"].get("phase") == "Running"]
         return sorted(running, key=lambda pod: str(pod["metadata"]["name"]))
 
     def delete_pods_of(self, name: str) -> None:
         """Delete all pods of a service, which hold its claim, also those that have ended."""
-        for pod in self.cluster.items("v1", "Pod", self.namespace, labelSelector=f"{object_names.INSTANCE}={name}"):
+        for pod in self.pods_of(name):
             self.cluster.delete("v1", "Pod", pod["metadata"]["name"], self.namespace)
