@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation problems of an LLMService: exact paths and messages."""
 
-import copy
 import time
 
 import pytest
 from support.cel_cases import ADAPTER, REMOVE, service_with, validation_problems
-from support.openapi import OPENAPI
 
 from quire_operator.api import crd
 from quire_operator.api.validation_errors import format_path
@@ -51,19 +49,9 @@ INVALID = [
     ({"spec.lora.maxLoaded": 4.0}, f"spec.lora.maxLoaded: 4.0: {WHOLE}"),
     ({"spec.lora.maxLoaded": True}, f"spec.lora.maxLoaded: true: {WHOLE}"),
     (
-        {"spec.engine.maxLoaded": 8},
-        "spec.engine.maxLoaded: unknown field; did you mean spec.lora.maxLoaded? Known fields: "
-        f"{', '.join(sorted(OPENAPI['properties']['spec']['properties']['engine']['properties']))}",
-    ),
-    (
         {"spec.model.revision": "main"},
         "spec.model.revision: unknown field; did you mean spec.model.source.huggingFace.revision? "
         "Known fields: servedName, source",
-    ),
-    (
-        {"spec.lora": [1]},
-        "spec.lora: [1]: must be an object; give an object with the fields maxCached, maxCachedMemory, maxLoaded, "
-        "maxRank",
     ),
     (
         {"spec.model": "org/model"},
@@ -89,15 +77,9 @@ INVALID = [
         {"spec.engine.gpuMemoryUtilization": 1},
         'spec.engine.gpuMemoryUtilization: 1: must be a string; write it like "0.90", with the quotes',
     ),
-    ({"spec.runtime.memory": 16}, "spec.runtime.memory: 16: must be a string; write it like 4Gi or 512Mi"),
-    ({"spec.runtime.cpu": 4}, 'spec.runtime.cpu: 4: must be a string; put it in quotes: "4"'),
     (
         {"spec.engine.quantization": "FP8"},
         'spec.engine.quantization: "FP8": must be None; write None',
-    ),
-    (
-        {"spec.model.trustRemoteCode": True},
-        "spec.model.trustRemoteCode: unknown field; known fields: servedName, source",
     ),
     ({"spec.model.servedName": "Ta les"}, f'spec.model.servedName: "Ta les": {NAME}'),
     ({"spec.model.servedName": "tales\n"}, f'spec.model.servedName: "tales\\n": {NAME}'),
@@ -106,60 +88,17 @@ INVALID = [
         f'spec.model.servedName: "{"a" * 56}...: must have at most 63 characters; shorten it',
     ),
     (
-        {"spec.model.source": {"hugginFace": {"repo": "a/b"}}},
-        "spec.model.source.hugginFace: unknown field; did you mean huggingFace? "
-        "Known fields: http, huggingFace, path, pvc, s3",
-    ),
-    (
-        {HUB: {"repo": "a/b/c"}},
-        f'{HUB}.repo: "a/b/c": must be the ID of a hub repository; '
-        "write it like organization/name, without the address of the hub",
-    ),
-    ({f"{HUB}.revision": 123}, f'{HUB}.revision: 123: must be a string; put it in quotes: "123"'),
-    (
         {"spec.model.source": {"path": ""}},
         'spec.model.source.path: "": must not be empty; fill it in, or omit the field',
     ),
     ({"spec.adapters": [ADAPTER, ADAPTER]}, f'spec.adapters[1].name: "sql": {TWIN}'),
-    ({"spec.adapters": [{"name": "sql"}]}, f"spec.adapters[0].source: {SOURCE}"),
     (
         {"spec.adapters": {"sql": {}}},
         'spec.adapters: {"sql": {}}: must be a list; give a list, each entry like - name: ...',
     ),
     (
-        {"spec.lora.maxRank": "16"},
-        'spec.lora.maxRank: "16": must be an integer; write an integer, without quotes',
-    ),
-    (
-        {"spec.adapters": [{**ADAPTER, "url": "https://h/a"}]},
-        "spec.adapters[0].url: unknown field; did you mean spec.adapters[0].source.http.url? Known fields: expose, "
-        "limits, name, pinned, source",
-    ),
-    (
-        {"spec.gpu.tolerations": {"key": "a"}},
-        'spec.gpu.tolerations: {"key": "a"}: must be a list; give a list, each entry like - key: ...',
-    ),
-    (
-        {"spec.model.source": {"s3": {"uri": "s3://My_Bucket/a"}}},
-        "spec.model.source.s3.uri: \"s3://My_Bucket/a\": must be s3://, a bucket (two or more of a-z, 0-9, '-' and "
-        "'.') and a folder; write it like s3://bucket/folder",
-    ),
-    (
         {"spec.cache.accessModes": "ReadWriteMany"},
         'spec.cache.accessModes: "ReadWriteMany": must be a list; give a list, each entry like - "ReadWriteMany"',
-    ),
-    *(
-        (
-            {"spec.model.source": {"http": {"url": "https://h/a", "sha256": text}}},
-            f'spec.model.source.http.sha256: "{text}": must be 64 hexadecimal digits; copy the first column of '
-            "the output of sha256sum",
-        )
-        for text in ("ABCD", "")
-    ),
-    ({f"{HUB}.repo": ""}, f'{HUB}.repo: "": must not be empty; fill it in, or omit the field'),
-    (
-        {"spec.cache.accessModes": ["ReadWriteOnce", "ReadWriteOnce"]},
-        f'spec.cache.accessModes[1]: "ReadWriteOnce": {TWIN}',
     ),
     (
         {"spec.cache.accessModes": []},
@@ -227,13 +166,6 @@ def test_defaults_and_nulls_as_in_an_api_server():
     assert "gpu" not in body["spec"]
 
 
-def test_validation_does_not_modify_the_document():
-    body = service_with({"spec.lora": None})
-    before = copy.deepcopy(body)
-    crd.validate(body)
-    assert body == before
-
-
 def test_accepts_fields_that_an_api_server_adds():
     stored = service_with(
         {
@@ -244,16 +176,6 @@ def test_accepts_fields_that_an_api_server_adds():
         }
     )
     assert not crd.validate(stored).problems
-
-
-def test_pod_template_is_not_validated():
-    assert validation_problems({"spec.podTemplate.spec": {"affinity": {"nodeAffinity": None}, "anything": [1]}}) == []
-
-
-def test_largest_service_is_validated_quickly():
-    adapters = [{"name": f"a{i}", "source": {"pvc": {"claimName": "c", "path": f"p/{i}"}}} for i in range(1024)]
-    assert validation_problems({"spec.adapters": adapters}) == []
-    assert validation_problems({"spec.adapters": [*adapters, {"name": "one-more", "source": {"path": "p"}}]})
 
 
 def test_too_long_lists_are_rejected_quickly():

@@ -74,30 +74,12 @@ def test_run_folder_has_engine_config_and_catalog(folder):
     write_run_dir(launched)
     engine = EngineConfig.load(folder / "run/engine.json")
     assert engine == launched.engine
+    assert (folder / "run").stat().st_mode & 0o777 == 0o700
     assert (engine.model, engine.device, engine.dtype) == (str(folder / "models/tiny"), "cpu", "auto")
     assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == (True, 4, 32, None)
     assert engine.max_num_batched_tokens == candidates.CPU_TOKEN_BUDGET
     (pirate,) = AdapterCatalog.load(folder / "run/adapters.json").adapters
     assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
-
-
-def test_command_line_of_the_supervisor(folder):
-    launched = launch(folder, TALES, {"XDG_CACHE_HOME": "/cache"}, run_dir=folder / "run", http_port=9000)
-    assert flags(launched) == {
-        "--engine": [str(folder / "run/engine.json")],
-        "--adapters": [str(folder / "run/adapters.json")],
-        "--served-name": ["once-upon"],
-        "--run-dir": [str(folder / "run")],
-        "--cache-dir": ["/cache/quire"],
-        "--host": ["127.0.0.1"],
-        "--http-port": ["9000"],
-        "--grpc-port": ["8001"],
-        "--metrics-port": ["8002"],
-        "--health-port": ["8003"],
-        "--openai-port": ["8004"],
-        "--drain-timeout": ["60"],
-        "--allow-path-sources": [True],
-    }
 
 
 def test_supervisor_accepts_the_command_line(folder):
@@ -119,7 +101,8 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
   model: {source: {huggingFace: {repo: org/model, revision: v1}}}
   lora: {maxLoaded: 2, maxCached: 5}
   engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
-    maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false}
+    maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
+    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}
 """
     assert launch(folder, spec, dev=folder / "dev").engine == EngineConfig(
         model="org/model",
@@ -132,25 +115,14 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         max_num_seqs=12,
         max_num_batched_tokens=3000,
         max_num_queued_reqs=7,
+        scheduling_policy="priority",
+        swap_space=1.5,
+        max_logprobs=5,
         enable_prefix_caching=False,
         enable_lora=True,
         max_loras=2,
         max_cpu_loras=5,
     )
-
-
-def test_kv_cache_memory_and_token_budget_on_a_cpu(folder):
-    engine = launch(
-        folder, "{device: CPU, model: {source: {path: models/tiny}}, engine: {kvCacheMemory: 1.5Gi}}"
-    ).engine
-    assert engine.kv_cache_memory_bytes == 3 * 2**29
-    wide = launch(folder, "{device: CPU, model: {source: {path: models/tiny}}, engine: {maxNumSeqs: 1000}}").engine
-    assert (wide.max_num_seqs, wide.max_num_batched_tokens) == (1000, 1000)
-
-
-def test_zero_adapter_slots_disable_lora(folder):
-    engine = launch(folder, "{device: CPU, model: {source: {path: models/tiny}}, lora: {maxLoaded: 0}}").engine
-    assert engine.enable_lora is False
 
 
 def test_volume_option_maps_claims_to_folders(folder):
@@ -273,23 +245,6 @@ def test_engine_errors_name_the_field_of_the_spec(folder, monkeypatch):
     )
 
 
-def test_tensor_parallel_size_on_a_cpu(folder):
-    spec = "{device: CPU, model: {source: {path: models/tiny}}, engine: {tensorParallelSize: 2}}"
-    engine = launch(folder, spec).engine
-    assert (engine.device, engine.tensor_parallel_size) == ("cpu", 2)
-
-
-def test_run_folder_is_private(folder):
-    write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
-    assert (folder / "run").stat().st_mode & 0o777 == 0o700
-
-
-def test_default_folders():
-    assert serve.default_run_dir("tales", {}) == Path(f"/tmp/quire-{os.getuid()}-tales")
-    assert serve.default_cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/quire")
-    assert serve.default_cache_dir({}) == Path.home() / ".cache/quire"
-
-
 def test_rejects_a_run_folder_that_is_a_link(folder):
     (folder / "run").symlink_to(folder / "models")
     with pytest.raises(ConfigError, match=r"run: belongs to another user or is a link; give another with --run-dir"):
@@ -348,11 +303,3 @@ def test_vllm_backend_repository_is_served_under_the_folder_name(tmp_path):
     (tmp_path / "repository/another/1/model.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"VERSION/model.json is required, got 2"):
         serve_vllm.served_name(tmp_path / "repository")
-
-
-def test_serve_requires_either_a_file_or_a_repository(tmp_path):
-    for flags in ([], ["-f", "a.yaml", "--vllm-repository", str(tmp_path)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "quire_operator.cli.main", "serve", *flags], capture_output=True, text=True
-        )
-        assert done.returncode == 2 and "--vllm-repository" in done.stderr

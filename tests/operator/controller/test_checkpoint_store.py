@@ -9,10 +9,9 @@ from aiohttp import web
 from support.controller_harness import TINY, termination_message
 from support.fake_sources import start_server
 from support.planning import llm_service
-from support.virtual_time import virtual_time
 
 from quire_operator.controller.object_cache import ObjectCache
-from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet
+from quire_operator.controller.observe.checkpoint_store import CheckpointStore
 from quire_operator.controller.observe.plan_service import PlanService
 from quire_operator.controller.observe.pod_warnings import PodWarnings, latest_warning
 from quire_operator.kube import resources
@@ -91,35 +90,6 @@ EVENTS = {
 def test_what_the_events_of_a_pod_complain_of(case):
     found, words = EVENTS[case]
     assert latest_warning(found) == words
-
-
-@virtual_time
-async def test_a_pod_that_cannot_mount_its_claim_is_told_of():
-    asked = llm_service("model: {source: {pvc: {claimName: models, path: tiny}}}")
-    job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")
-    job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
-    waits = {"name": "read", "state": {"waiting": {"reason": "ContainerCreating"}}}
-    labels = {**job["spec"]["template"]["metadata"]["labels"], "job-name": job["metadata"]["name"]}
-    meta = {"name": "p", "namespace": "team", "uid": "p1", "resourceVersion": "1", "labels": labels}
-    cache, woken, asked_for = ObjectCache(), [], []
-    cache.upsert(resources.JOB, job)
-    cache.upsert(resources.POD, {"metadata": meta, "spec": {}, "status": {"containerStatuses": [waits]}})
-
-    class Events:
-        async def list(self, resource, namespace, field_selector):
-            asked_for.append((resource, namespace, field_selector))
-            return SimpleNamespace(items=[FAILED_MOUNT])
-
-    models = CheckpointStore(Events(), cache, PodWarnings(Events(), 0.2), lambda key, s: woken.append(key), None)  # type: ignore[arg-type]
-    with pytest.raises(NotReadYet) as first:
-        await models.get(asked, "u1", {}, "image")
-    assert str(first.value).endswith("from claim models") and asked_for == [], "events are not listed at once"
-    assert woken == [("team", asked.name)]
-    await asyncio.sleep(0.25)
-    for _ in range(2):
-        with pytest.raises(NotReadYet, match=r"its pod waits: FailedMount: .* /examples is not a directory"):
-            await models.get(asked, "u1", {}, "image")
-    assert asked_for == [(resources.EVENT, "team", "regarding.uid=p1")], "once in a while"
 
 
 async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():

@@ -83,21 +83,6 @@ async def test_a_pod_is_asked_told_and_asked_again(pusher, serve):
     assert again.report == found.report and pusher.told[-1] is VisitResult.ASKED
 
 
-async def test_another_generation_of_the_same_adapters_is_told_to_nobody(pusher, serve):
-    scripted, seen = serve(catalog=CATALOGUE)
-    await one(pusher, seen, replace(CATALOGUE, generation=CATALOGUE.generation + 1))
-    assert scripted.pushed_catalogs == []
-
-
-async def test_a_changed_source_under_the_same_name_is_told(pusher, serve):
-    scripted, seen = serve(catalog=CATALOGUE)
-    first = CATALOGUE.adapters[0]
-    moved = replace(first, source=replace(first.source, huggingFace=replace(first.source.huggingFace, revision="v2")))
-    changed = replace(CATALOGUE, generation=8, adapters=(moved, *CATALOGUE.adapters[1:]))
-    await one(pusher, seen, changed)
-    assert scripted.pushed_catalogs == [changed]
-
-
 async def test_a_stale_catalogue_is_not_told_and_the_pods_word_stands(pusher, serve):
     newer = replace(CATALOGUE, generation=9, adapters=())
     scripted, seen = serve(catalog=newer)
@@ -127,20 +112,6 @@ async def test_a_newer_catalogue_is_replaced_by_one_that_is_known_to_be_the_newe
     assert len(scripted.pushed_catalogs) == 1
 
 
-async def test_one_that_comes_in_between_is_not_replaced(pusher, serve):
-    """The pod goes by the digest that it had when it was asked."""
-    scripted, seen = serve(catalog=replace(CATALOGUE, generation=9, adapters=()))
-    told, other = scripted.set_catalog, replace(CATALOGUE, generation=10, adapters=CATALOGUE.adapters[1:])
-
-    def set_catalog(catalogue, replaces):
-        scripted.catalog = other
-        told(catalogue, replaces)
-
-    scripted.set_catalog = set_catalog
-    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
-    assert scripted.catalog == other and found.report.generation == 10 and pusher.told == [VisitResult.AHEAD]
-
-
 async def test_a_container_that_starts_anew_is_told_again(pusher, serve):
     scripted, seen = serve()
     before = await one(pusher, seen)
@@ -159,12 +130,6 @@ async def test_a_pod_that_forgets_what_it_takes_is_told_once_a_visit_and_never_b
         assert found.report.catalogue != CATALOGUE.version.digest
 
 
-async def test_nobody_is_told_anything_without_a_catalogue(pusher, serve):
-    scripted, seen = serve()
-    found = await one(pusher, seen, None)
-    assert scripted.pushed_catalogs == [] and found.report is not None
-
-
 async def test_a_refused_catalogue_is_told_beside_the_report(pusher, serve):
     _, seen = serve(put_fails=True)
     found = await one(pusher, seen)
@@ -179,12 +144,6 @@ async def test_a_wrong_key_is_named_and_not_shown(pusher, serve, caplog):
     assert found.report is None and "HTTP 401: the key in its admin Secret" in found.report_error
     assert "another-key" not in found.report_error + caplog.text
     assert pusher.told == [VisitResult.UNAUTHORIZED]
-
-
-async def test_a_broken_pod_says_so(pusher, serve):
-    _, seen = serve(status_fails=True)
-    found = await one(pusher, seen)
-    assert found.report is None and "GET /status: HTTP 500" in found.report_error
 
 
 async def test_nobody_listens(pusher):
@@ -319,21 +278,5 @@ async def test_a_pod_that_downloads_is_asked_how_far_it_is_and_never_shown_the_k
             assert (found.progress, found.report, found.report_error) == (DownloadProgress(1, 4, 2), None, "")
         assert asked == [("GET", "/progress", None)] * 2 and pusher.told == [VisitResult.ASKED] * 2
         assert (await one(pusher, replace(found, deleting=True))).progress is None
-    finally:
-        await runner.cleanup()
-
-
-async def test_a_later_releases_document_is_read(pusher, serve):
-    scripted, _ = serve()
-
-    async def answer(request):
-        document = to_json(scripted.status())
-        document["later"] = 1
-        document["memory"]["later"] = {"x": 1}
-        return web.json_response(document)
-
-    runner, seen = await strange(answer)
-    try:
-        assert (await one(pusher, seen, None)).report.memory.block_size == 16
     finally:
         await runner.cleanup()

@@ -100,11 +100,3 @@ async def test_depth_and_age_say_what_waits(queue, clock):
     queue.forget("b")
     queue.done("a")
     assert (queue.depth, queue.oldest_age_s) == (0, 0)
-
-
-async def test_caps_the_delay_of_a_retry(queue, clock):
-    for _ in range(9):
-        queue.add("a")
-        clock.now += 300
-        await queue.get()
-        assert queue.add_rate_limited("a", max_delay_s=30.0) <= 30.0 * 1.2

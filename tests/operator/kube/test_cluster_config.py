@@ -146,14 +146,6 @@ async def test_a_token_file_that_has_no_token_is_an_error_that_passes(tmp_path, 
 # Plugins
 
 
-async def test_a_plugin_is_run_once_for_as_long_as_its_token_holds(tmp_path):
-    user = plugin(tmp_path, prints(tmp_path, "one", expirationTimestamp=until(3600)))
-    login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))
-    for _ in range(3):
-        assert await login.auth_headers() == {"Authorization": "Bearer one"}
-    assert runs(tmp_path) == 1
-
-
 async def test_a_token_that_is_about_to_end_is_replaced(tmp_path):
     user = plugin(tmp_path, prints(tmp_path, "one", expirationTimestamp=until(30)))
     login = ClusterConfig.from_kubeconfig(kubeconfig(tmp_path, user))

@@ -7,15 +7,15 @@ The readers themselves are tested in tests/sources.
 import json
 
 import pytest
-from support.fake_sources import FakeHttpServer, FakeHub, FakeS3, RawServer, start_server
+from support.fake_sources import FakeHttpServer, FakeHub, start_server
 from support.planning import LLAMA_8B
 
 from quire_operator.plan import checkpoint_files
 from quire_operator.plan.checkpoint import SizeSource
 from quire_operator.plan.checkpoint_files import read_checkpoint, read_local_checkpoint, read_source_checkpoint
 from quire_sources.factory import SourceFactory, SourceOptions
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
-from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
+from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, SecretRef, Source
+from quire_spec.errors import AccessDenied, ConfigError, NotFound
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "data_offsets": [0, 5_000_000]}}).encode()
@@ -73,25 +73,6 @@ async def test_prefers_the_index_to_the_header(web):
     assert not [path for path in web.paths() if path.endswith(".safetensors")]
 
 
-async def test_reads_from_a_server_without_ranges(web):
-    respond = web.respond
-
-    async def respond_without_ranges(request, data):
-        return await respond(request.clone(headers={k: v for k, v in request.headers.items() if k != "Range"}), data)
-
-    web.respond = respond_without_ranges
-    assert (await load(http(f"{web.url}/models/llama"))).weights_bytes == 5_000_000
-
-
-async def test_http_errors_name_the_url_and_no_secret(web):
-    with pytest.raises(ConfigError, match=r"/nowhere/config.json: does not exist; give the folder"):
-        await load(http(f"{web.url}/nowhere?signature=s3cr3t"))
-    web.is_down = True
-    with pytest.raises(Unavailable, match="HTTP 503") as error:
-        await load(Source(http=HttpSource(f"{web.url.replace('//', '//user:s3cr3t@')}/m?signature=s3cr3t")))
-    assert "s3cr3t" not in str(error.value)
-
-
 async def test_reads_from_the_hub_at_one_commit():
     files = FakeHttpServer(at("", SINGLE))
     cdn = await start_server(files.handle)
@@ -112,35 +93,6 @@ async def test_reads_from_the_hub_at_one_commit():
         await load(Source(huggingFace=HuggingFaceSource("org/llama", None, ref)), hub_endpoint=endpoint)
     await server.close()
     await cdn.close()
-
-
-async def test_reads_from_a_bucket():
-    bucket = FakeS3(FakeHttpServer(at("/models/llama", SINGLE)), "AKIA1", "s3cr3t")
-    server = await start_server(bucket.handle)
-    endpoint = str(server.make_url("/")).rstrip("/")
-
-    def source(uri):
-        return Source(s3=S3Source(uri, endpoint, "eu-central-1", SecretRef("s3")))
-
-    checkpoint = await load(source("s3://models/llama/"))
-    assert (checkpoint.weights_bytes, checkpoint.size_source) == (5_000_000, SizeSource.HEADER)
-    with pytest.raises(ConfigError, match=r"s3://models/other/config.json at .*: does not exist"):
-        await load(source("s3://models/other"))
-    await server.close()
-
-
-async def test_slow_bytes_do_not_hold_a_read_forever(monkeypatch):
-    monkeypatch.setattr("quire_sources.reader._RANGE_TIMEOUT_S", 0.2)
-    raw = RawServer(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b" " * 10_000, pause_s=0.01)
-    with pytest.raises(Unavailable, match=r"only \d+ bytes arrived in 0.2 s"):
-        await load(http(await raw.start()))
-    await raw.close()
-
-
-async def test_a_cut_body_is_not_parsed(web):
-    web.cut_after_bytes = [20]
-    with pytest.raises(Unavailable, match="the connection was cut"):
-        await load(http(f"{web.url}/sharded"))
 
 
 def folder(path, content):

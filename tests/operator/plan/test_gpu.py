@@ -14,7 +14,7 @@ from support.planning import (
 
 from quire_operator.plan import planner
 from quire_operator.plan.errors import Unplannable, UnplannableReason
-from quire_operator.plan.gpu import PRODUCTS, GpuInfo, MemorySource, node_labels, resolve_gpu
+from quire_operator.plan.gpu import GpuInfo, MemorySource, node_labels, resolve_gpu
 from quire_operator.plan.plan import FitReason
 
 
@@ -90,10 +90,6 @@ def test_node_labels_of_kubectl_output():
     assert node_labels(listing) == [{"a": "b"}, {}]
     assert node_labels({"kind": "Node", "metadata": {"labels": {"a": "b"}}}) == [{"a": "b"}]
     assert node_labels([]) == []
-
-
-def test_table_of_products_is_sorted_by_memory():
-    assert list(PRODUCTS.values()) == sorted(PRODUCTS.values(), key=lambda entry: entry[0])
 
 
 @pytest.mark.parametrize("memory", ["1k", "640Mi", "641Mi", "2Gi"])

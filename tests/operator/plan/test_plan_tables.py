@@ -11,7 +11,6 @@ import pytest
 from support.planning import GIB, MODELS, llm_service, plan_for, planner_inputs
 
 from quire_operator.plan import candidates, device_memory
-from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.plan import FitReason
 from quire_operator.plan.report import render_lines
 from quire_spec.model.tensor_parallel import unsupported_reason
@@ -92,19 +91,13 @@ def test_8b_on_24_gb_gets_advice_for_two_gpus():
 # the token budget for the size of the GPU.
 MANY_GPUS = [
     (L4, 8, "70b", "0.89", 16.59, 1.68, 43_926, 21_504),
-    (A10G, 8, "70b", "0.89", 16.59, 1.67, 43_789, 21_504),
     (A100_40, 4, "70b", "0.93", 33.18, 1.94, 25_394, 12_288),
-    (A100_40, 8, "70b", "0.93", 16.59, 18.63, 488_488, 32_768),
     (A100_80, 2, "70b", "0.93", 66.37, 4.80, 31_435, 15_360),
-    (A100_80, 4, "70b", "0.93", 33.18, 38.40, 503_338, 32_768),
     (H100, 2, "70b", "0.93", 66.37, 4.47, 29_310, 14_336),
-    (H100, 4, "70b", "0.93", 33.18, 38.08, 499_088, 32_768),
     (H200, 1, "70b", "0.93", 132.73, -6.36, None, None),
     (H200, 2, "70b", "0.93", 66.37, 60.35, 395_523, 32_768),
-    (L4, 4, "70b-fp8", "0.89", 17.10, 1.12, 14_655, 7_168),
     (L4, 8, "70b-fp8", "0.89", 8.55, 9.72, 254_777, 32_768),
     (H100, 1, "70b-fp8", "0.93", 68.38, 2.11, 6_910, None),
-    (H100, 2, "70b-fp8", "0.93", 34.19, 36.65, 240_161, 32_768),
     (H200, 1, "70b-fp8", "0.93", 68.38, 57.99, 190_017, 32_768),
 ]
 
@@ -144,16 +137,6 @@ def test_tensor_parallel_size_divides_the_model():
         assert plan_for("70b", gpu, "lora: {maxLoaded: 0}\ngpu: {count: 8}").tensorParallelSize.value == expected
     assert [tp for tp in (1, 2, 4, 8, 16) if not unsupported_reason(MODELS["8b"].shape, tp)] == [1, 2, 4, 8, 16]
     assert [tp for tp in (1, 2, 4, 8) if not unsupported_reason(MODELS["qwen"].shape, tp)] == [1, 2, 4]
-
-
-@pytest.mark.parametrize("gpu", [A100_80, H100])
-def test_adapter_slots_of_70b_do_not_fit_on_two_80_gb_gpus(gpu):
-    slots = planner_inputs("70b", gpu, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 2}")
-    assert candidates.evaluate(slots, 2, 8192, 16).costs.lora / GIB == pytest.approx(3.15, abs=0.05)
-    assert candidates.evaluate(slots, 2, 8192, 16).max_model_len < 6_000
-    with pytest.raises(Unplannable) as error:
-        plan_for("70b", A100_40, "lora: {maxLoaded: 8, maxRank: 16}\ngpu: {count: 4}")
-    assert error.value.reason is UnplannableReason.DOES_NOT_FIT
 
 
 def test_documented_output_is_current():

@@ -6,7 +6,6 @@ servers of the tests can be older than the admission plugin.
 """
 
 import pytest
-import yaml
 from support.chart import ROOT, parse_documents, render_chart
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
@@ -51,11 +50,3 @@ def test_server_pods_meet_the_restricted_standard(file):
         # A sidecar in spec.podTemplate is not changed by the operator.
         own = {**spec, "containers": [c for c in spec["containers"] if c["name"] != "side"]}
         assert violations(own) == [], key
-
-
-def test_violations_are_detected():
-    bare = yaml.safe_load("{hostNetwork: true, volumes: [{name: v, hostPath: {path: /}}], containers: [{name: c}]}")
-    assert violations(bare) == [
-        *("hostNetwork", "volume v", "c: allowPrivilegeEscalation", "c: capabilities", "c: runAsNonRoot"),
-        "c: seccompProfile",
-    ]

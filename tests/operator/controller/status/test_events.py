@@ -22,9 +22,8 @@ from support.observed_factories import (
 )  # fmt: skip
 
 from quire_operator.controller.status.events import build_events
-from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.observed_state import ObservedState
 from quire_operator.controller.status.status import build_status
-from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_spec.documents.pod_status import AdapterState
 
 SERVICE = desired_service()
@@ -57,20 +56,7 @@ def test_the_story_of_a_service_that_comes_up():
     assert lines[3] == f"Normal AdapterReady: adapter sql is on all 2 ready pods, sha256:{'sql':0>64}"
 
 
-def test_a_spec_that_cannot_be_used_is_told_once():
-    wrong = after({}, ObservedState(), PlanningResult(spec_error="spec.model.source.path: is a folder of one machine"))
-    assert [e.reason for e in build_events({}, wrong)] == ["Invalid"]
-
-
-def test_nothing_is_told_twice():
-    assert build_events(WELL, after(WELL, healthy_state())) == []
-
-
 CHANGES = {
-    "a pod is lost": (
-        healthy_state(pods=(GOOD, starting_pod("s-1")), deployment=deployment(2, ready=1)),
-        ["Normal PodsNotReady"],
-    ),
     "no GPU": (
         healthy_state(
             pods=(GOOD, starting_pod("s-1", unschedulable="Insufficient nvidia.com/gpu")),
@@ -83,7 +69,6 @@ CHANGES = {
         ["Normal PodsNotReady", "Warning NoReadyPods"],
     ),
     "a claim of another's": (healthy_state(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
-    "a kind that is missing": (healthy_state(unavailable_kinds=("InferencePool",)), ["Warning KindsLeftOut"]),
     "a field that is missing": (healthy_state(unknown_fields=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
     "pods that do not answer": (healthy_state(pods=(GOOD, ready_pod("s-1", report_error="refused"))),
     ["Warning PodsUnreachable"]),
@@ -140,19 +125,6 @@ def test_on_a_cpu_the_engine_may_take_a_smaller_type_than_was_counted(tokens, wo
     found = build_events({"plan": planned}, {"plan": planned | {"measured": {"kvTokens": tokens}}})
     assert [e.reason for e in found] == (["PlanDiffers"] if words else [])
     assert all(words in e.message and "GPU" not in e.message for e in found)
-
-
-def test_another_plan_is_told_with_its_sizes():
-    other = replace(PLAN, inputsHash="sha256:" + "1" * 64)
-    lines = told(WELL, healthy_state(), PlanningResult(plan=other))
-    assert lines[0].startswith("Normal Replanned: the spec, the model or the GPUs changed: tensorParallelSize 1, maxM")
-
-
-def test_a_verdict_is_told_by_its_own_condition_only():
-    lines = told(
-        WELL, healthy_state(), PlanningResult(PLAN, "", Unplannable(UnplannableReason.DOES_NOT_FIT, "short by 3 GiB"))
-    )
-    assert lines == ["Warning DoesNotFit: Planned: short by 3 GiB"]
 
 
 def test_many_adapters_make_few_events():

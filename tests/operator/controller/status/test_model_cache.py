@@ -53,17 +53,8 @@ def test_a_model_that_is_there():
     assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
 
 
-def test_a_model_that_is_there_before_its_pod_has_said_so():
-    found = checked_status(healthy_state(job_pods=(ended_download(DownloadReason.AUTH_FAILED),)))
-    assert (found["cache"], condition(found, "ModelCached")["message"]) == ({"state": "Ready"}, "all files are there")
-
-
 DOWNLOADS = {
     "the Job is being created": ({"job": None}, "DownloadPending", "Pending", "being created"),
-    "its pod has no node": (
-        {"job_pods": (starting_pod("j", phase="Pending", unschedulable="0/1 nodes: unbound claim"),)},
-        "DownloadPending", "Pending", "unbound claim",
-    ),
     "its claim is not bound": (
         {"claim": {"metadata": {"name": "s-models"}, "status": {"phase": "Pending"}}},
         "DownloadPending", "Pending", "claim s-models is Pending",
@@ -72,7 +63,6 @@ DOWNLOADS = {
         {"claim": {"metadata": {"name": "s-models", "deletionTimestamp": "2026-01-01T00:00:00Z"}}},
         "DownloadPending", "Pending", "claim s-models is being deleted",
     ),
-    "it runs": ({"job_pods": (downloading(),)}, "Downloading", "Downloading", "repository o/m"),
     "it runs again after the line was cut": (
         {"job_pods": (ended_download(DownloadReason.UNREACHABLE, message="HTTP 503"), downloading())},
         "Downloading", "Downloading", "HTTP 503",
@@ -80,10 +70,6 @@ DOWNLOADS = {
     "the token is wrong": (
         {"job_pods": (ended_download(DownloadReason.AUTH_FAILED, message="hub repository 'o/m': HTTP 401"),)},
         "AuthFailed", "Failed", "no Secret is named; set spec.model.source.huggingFace.tokenSecretRef",
-    ),
-    "the token is wrong, and it is tried again": (
-        {"job_pods": (ended_download(DownloadReason.AUTH_FAILED, message="HTTP 401"), downloading())},
-        "AuthFailed", "Failed", "HTTP 401",
     ),
     **{
         result.value: (
@@ -168,16 +154,6 @@ def test_a_status_that_somebody_else_wrote_is_no_trouble():
         assert on_its_way(DownloadProgress(1, 2), previous)[0]["cache"]["progress"] == "50%"
 
 
-def test_a_refused_token_names_its_secret():
-    spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
-    service = desired_service(spec)
-    failed = ended_download(DownloadReason.AUTH_FAILED, message="hub repository 'o/m': HTTP 403")
-    found = checked_status(ObservedState(job=job(), job_pods=(failed,)), service=service)
-    assert condition(found, "ModelCached")["message"] == (
-        "hub repository 'o/m': HTTP 403; check Secret 'hf', key 'token'; it is tried again"
-    )
-
-
 @pytest.mark.parametrize("result", [DownloadReason.AUTH_FAILED, DownloadReason.NOT_FOUND, DownloadReason.UNREACHABLE])
 def test_a_model_that_cannot_be_read_for_the_plan(result):
     spec = "model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf, key: token}}}}"
@@ -222,13 +198,6 @@ def test_what_pods_of_the_source_before_have_is_not_what_is_there():
     cache = lambda service: checked_status(healthy_state(service, job=None, pods=(there,)), service=service)["cache"]  # noqa: E731
     assert cache(before) == {"state": "Ready", "bytes": "5", "revision": "v1"}
     assert cache(after) == {"state": "Pending"}
-
-
-def test_a_model_on_a_claim_of_the_users():
-    service = desired_service("model: {source: {pvc: {claimName: models, path: m}}}\nlora: {maxLoaded: 0}")
-    found = checked_status(healthy_state(service, job=None), service=service)
-    assert conditions_by_type(found)["ModelCached"] == ("True", "OnClaim")
-    assert found["cache"] == {"state": "Ready"}
 
 
 UNPLANNED = {
