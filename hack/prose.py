@@ -40,8 +40,6 @@ ALLOWED = {
     "hack/tiny": "training text of the tiny model, which is fiction",
     "examples/models": "vocabulary of the tiny model",
     "tests/operator/golden": "rendered, checked at their source",
-    "tests/bench/gpu": "rewritten with the measuring driver for GPUs",
-    "tests/hack/test_gpu_bench": "rewritten with the measuring driver for GPUs",
 }
 """Path prefix -> reason why the files below it are not read."""
 

@@ -15,7 +15,7 @@ Call = Callable[[], object]
 
 FREE_TIMEOUT_S = 60.0
 KEPT_BYTES = 2 << 30
-"""What a process keeps of the card's memory at most when it has given back what it can: libraries and kernels."""
+"""Memory of the card that libraries and kernels of a process occupy at most."""
 MIN_REPLAY_S = 5e-3
 NUM_WARM_UP = 4
 """Times as long before the first time that counts: the card's clock falls while the host compiles."""
@@ -27,11 +27,18 @@ class Card:
     """A CUDA device, or this CPU in its place."""
 
     device: torch.device
+    is_tiny: bool = False
+    """Measure tiny shapes in float32, which Triton's interpreter can multiply: for rehearsals."""
 
     @property
     def is_gpu(self) -> bool:
-        """False in a rehearsal."""
+        """Return whether this is a CUDA device, perhaps an emulated one."""
         return self.device.type == "cuda"
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the shapes and types are those of the real model."""
+        return self.is_gpu and not self.is_tiny
 
     def about(self) -> dict[str, Any]:
         """Return the context that a measurement needs to be meaningful."""
@@ -68,24 +75,23 @@ class Card:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def wait_free(self, num_bytes: int) -> None:
-        """Wait until about so many bytes are free: what a process held is free only some time after it has ended, and
-        an engine plans with what is free.
+    def wait_free(self) -> None:
+        """Wait until nearly all memory is free: that of another process is free only some time after its end.
 
         Raises:
-            TimeoutError: they are not.
+            TimeoutError: it is not.
         """
         deadline = time.monotonic() + FREE_TIMEOUT_S
         gc.collect()
-        while True:
-            free, own = self.free_bytes, torch.cuda.memory_reserved(self.device) if self.is_gpu else 0
-            # What this process keeps does not come back by waiting.
-            if free + own >= num_bytes - KEPT_BYTES:
+        while self.is_gpu:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            free = self.free_bytes + torch.cuda.memory_reserved(self.device)
+            if free >= 0.97 * total - KEPT_BYTES:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{free / 2**30:.1f} GiB of the card are free after {FREE_TIMEOUT_S:g} s, {num_bytes / 2**30:.1f} "
-                    f"were; this process holds {own / 2**30:.1f}, the rest is another's (nvidia-smi names it)"
+                    f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the card are free after {FREE_TIMEOUT_S:g} s; "
+                    "another process holds the rest (nvidia-smi names it)"
                 )
             time.sleep(0.5)
 
@@ -129,16 +135,3 @@ class Card:
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Normally distributed numbers: zeros would be faster than real data."""
         return torch.randn(shape, dtype=dtype, device=self.device)
-
-    def copy_bandwidth(self) -> float:
-        """Bytes a second, read and written ones both."""
-        size = 1 << (32 if self.is_gpu else 20)
-        source = torch.randint(-128, 127, (size,), dtype=torch.int8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * size / self.seconds([lambda: target.copy_(source)])
-
-    def matrix_rate(self) -> float:
-        """bfloat16 operations a second of a large product."""
-        size = 8192 if self.is_gpu else 128
-        a, b = self.random(size, size), self.random(size, size)
-        return 2 * size**3 / self.seconds([lambda: a @ b])

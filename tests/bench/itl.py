@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Effect of adapter loads on requests with resident adapters: their inter-token latency at 80 % of saturation, without
-and with concurrent loads, on one running core. residency.py starts the core on a CPU, gpu_itl.py on a GPU.
+and with concurrent loads, on one running core. residency.py starts the core on a CPU, gpu_phases/itl.py on a GPU.
 
 Runs are pairs with the same sizes, arrivals and number of short requests; in one run of each pair the short requests
 use adapters that must be loaded from disk. The order alternates. Prompts are new in each run, to avoid prefix cache

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This engine with random weights made on the device, in a process of its own; settings: device, and `engine`, fields
-of EngineConfig."""
+"""This engine with random weights made on the device, in a process of its own; settings: device, tiny, and `engine`,
+fields of EngineConfig."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ answers = child.reserve_stdout()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels")]
 
-import gpu_engine as engines  # noqa: E402
 import torch  # noqa: E402
 from card import Card  # noqa: E402
+from gpu_phases import random_engine as engines  # noqa: E402
 from workload import Request  # noqa: E402
 
 
@@ -24,7 +24,9 @@ class OfflineEngine:
     """One engine."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._engine = engines.make_engine(Card(torch.device(settings["device"])), **settings["engine"])
+        self._engine = engines.make_engine(
+            Card(torch.device(settings["device"]), settings["tiny"]), **settings["engine"]
+        )
 
     def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None) -> dict[str, Any]:
         """See measure.py."""

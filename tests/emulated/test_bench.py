@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU benchmark at its real shapes, on an emulated device that computes nothing.
-
-Kernels are compiled for sm_90 and launched by Triton's own launcher, and every call is made, but the numbers are
-meaningless. The gates would fail, so they are replaced by ones that pass.
-"""
+"""The measuring driver on an emulated device: with faults at tiny shapes, and its engine phase at the real shapes."""
 
 import json
 import os
@@ -14,36 +10,57 @@ from pathlib import Path
 import pytest
 from support.requirements_of_machine import requires_emulated_gpu
 
-pytestmark = requires_emulated_gpu
+pytestmark = [requires_emulated_gpu, pytest.mark.timeout(1500)]
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
-SCRIPT = f"""
-import sys
-sys.path.insert(0, {str(BENCH)!r})
-import gpu, gpu_engine, gpu_gate, gpu_verdict
-gpu_verdict.findings = lambda *_: ([], True)
-gpu_gate.eight_bit_error = lambda _: 0.0
-gpu_engine.check_graphs = lambda *_: (0, 1)
-sys.exit(gpu.main())
-"""
+FAULTS = {
+    "limits": ("crash", "failed: signal SIGSEGV"),
+    "attention": ("poison", "failed: "),
+    "engine": ("memory", "failed: torch.OutOfMemoryError: CUDA out of memory."),
+    "products": ("hang", "ended at its limit of 60 s"),
+}
 
 
-@pytest.mark.parametrize("phases", ["limits,kernels", "limits,engine"])  # lora and tune take minutes
-def test_every_phase_runs_at_real_shapes(phases, tmp_path):
-    """Shapes of an 8B model on an H200 with 141 GB and 256 sequences."""
-    results = tmp_path / "results.json"
+def test_no_fault_loses_a_result(tmp_path):
+    """A phase that crashes, poisons its device, exhausts its memory, or hangs is retried; the others are complete."""
+    phases = [*FAULTS, "adapters", "cudnn"]
+    argv = [sys.executable, str(BENCH / "gpu.py"), "--tiny", "-o", str(tmp_path), "--phase", ",".join(phases)]
+    argv += [
+        "--limits-s",
+        "all=600,products=60",
+        "--faults",
+        ",".join(f"{name}={kind}" for name, (kind, _) in FAULTS.items()),
+    ]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=1500, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    found = json.loads((tmp_path / "results.json").read_text())["phases"]
+    assert set(found) == {"facts", "gate", *phases}
+    assert {(phase["outcome"], bool(phase["rows"])) for phase in found.values()} == {("complete", True)}
+    for name, (_, outcome) in FAULTS.items():
+        [failed] = found[name]["other_attempts"]
+        assert failed.startswith(f"as is: {outcome}")
+        assert found[name]["rung"] == "QUIRE_EARLY_LAUNCH=0"
+        assert len(json.loads((tmp_path / f"{name}.0.rows.json").read_text())) >= 1
+    assert all(found[name]["rung"] == "as is" for name in ("gate", "adapters", "cudnn"))
+
+
+def test_engine_runs_at_real_shapes(tmp_path):
+    """Shapes of an 8B model on an H200 with 141 GB and 256 sequences: kernels are compiled, and nothing is computed."""
+    settings = {"tiny": False, "device": "cuda", "vllm_python": "", "faults": {}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
     environment = os.environ | {"EMULATOR_DRY": "1", "EMULATOR_MIB": "143771", "EMULATOR_SMS": "132"}
     del environment["TRITON_INTERPRET"]
-    argv = [sys.executable, "-c", SCRIPT, "--quick", "--phases", phases, "-o", str(results)]
-    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    root = BENCH.parents[1]
+    paths = [root / "backend", root / "kernels", BENCH, root / "tests", environment["PYTHONPATH"]]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    argv = [sys.executable, "-m", "gpu_phases.process", str(tmp_path), "engine", "0", "400"]
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    phases_results = json.loads(results.read_text())
-    assert "failed" not in phases_results
-    if "engine" in phases:
-        memory = phases_results["engine"]["memory"]
-        # 8.03 billion weights in bf16; the KV cache gets the rest of 0.9 of the device memory.
-        assert memory["weights_bytes"] == pytest.approx(16.06e9, rel=0.01)
-        assert 100e9 < memory["kv_bytes"] < 0.9 * (143771 << 20) - memory["weights_bytes"]
+    rows = {row["what"]: row for row in json.loads((tmp_path / "engine.0.rows.json").read_text())}
+    # 8.03 billion weights in bf16; the KV cache gets the rest of 0.9 of the device memory.
+    assert rows["KV cache"]["weights"] == pytest.approx(16.06e9, rel=0.01)
+    assert 100 < rows["KV cache"]["value"] < (0.9 * (143771 << 20) - rows["KV cache"]["weights"]) / 1e9
+    assert any(row.get("key") == "step_256" for row in rows.values())
 
 
 CAPTURE = f"""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars and predictions for an H200 and Llama-3.1-8B in bfloat16; the table puts the outcome beside each. Pure.
+
+Floors follow from two rates that PyTorch measured on such a card: a copy of 4.3 TB/s, reads and writes both counted,
+and a bfloat16 product of 8192 x 8192 x 8192 random numbers at 790 TFLOP/s. The model reads 15.0 GB of weights per step
+(16.06 GB without the embedding, of which a token reads one row); its KV cache takes 4 KiB per token and layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu_phases.store import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a measurement should give, and what it must."""
+
+    what: str
+    rows: str
+    """The key of its rows; or, with a space, the beginning of their `what`."""
+    field: str
+    """`value`, `fraction` or `tflops` of the rows."""
+    floor: str
+    predicted: str
+    why: str
+    """Why the prediction differs from the floor."""
+    bar: float | None = None
+    aim: float | None = None
+    worst: bool = True
+    """Whether the worst row counts, and not the best."""
+    is_time: bool = False
+    """Whether less is better."""
+
+    def outcome(self, rows: Sequence[Row]) -> float | None:
+        """Return the measured number; None: none was measured."""
+        has_key = " " not in self.rows
+        found = [row for row in rows if (row.get("key") == self.rows if has_key else row["what"].startswith(self.rows))]
+        values = [row[self.field] for row in found if isinstance(row.get(self.field), int | float)]
+        return (max if self.worst == self.is_time else min)(values) if values else None
+
+    def holds(self, outcome: float) -> bool:
+        """Return whether the outcome reaches the bar."""
+        assert self.bar is not None
+        return outcome <= self.bar if self.is_time else outcome >= self.bar
+
+
+BARS = (
+    Prediction("decode attention, 64 to 256 sequences, ragged, of copy bandwidth", "decode_attention", "fraction",
+        "1.1 to 4.6 GB a layer", "0.82 to 0.88", "the last share of each worker, and merging", 0.80, 0.90),
+    Prediction("prefill attention, 8,192 tokens, causal, TFLOP/s", "prefill_attention", "tflops",
+        "550 GFLOP, 0.70 ms: 790", "own 370, cuDNN 550",
+        "own: no TMA, no warp specialization; softmax beside products", 500, 600, worst=False),
+    Prediction("single stream, weight bytes / copy bandwidth", "single", "fraction",
+        "15.0 GB, 3.5 ms", "0.71", "10 kernels a layer; the small ones and gaps take 27 of 150 us", 0.75, 0.88),
+    Prediction("output tokens/s, 256 sequences at about 1,000", "decode", "value",
+        "11.5 ms: 22,000", "14,300", "products of 256 rows run at 500 to 620 TFLOP/s", 14000, 16000),
+    Prediction("1000 in / 1000 out, saturated, tokens/s", "saturated", "value",
+        "11,900", "9,100", "prefill 6.4 s and 1,000 steps of 21.8 ms for 256 sequences", 9000, 10500),
+    Prediction("against transformers' continuous batching", "transformers", "value",
+        "", "4 to 8", "without flash attention it masks the other sequences' keys", 3, 6),
+    Prediction("against vLLM, same loads", "vllm", "value",
+        "", "0.95 to 1.05", "the same products; vLLM replays pieces of mixed steps", 1.0, 1.1),
+    Prediction("GPU idle per decoding step, 256 sequences, ms", "gaps_256", "value",
+        "0", "0.05 to 0.15", "ten small launches and two copies between two graphs", 0.5, 0.1, is_time=True),
+    Prediction("32 adapters of rank 16 / own base", "adapters", "value",
+        "+ 0.62 ms a step: 0.96", "0.89 to 0.92", "261 launches of 2.5 us, and 70 % of the bandwidth", 0.88, 0.95),
+    Prediction("32 adapters of rank 16, against vLLM", "vllm_adapters", "value",
+        "", "1.2", "vLLM pads to the largest rank, and launches more", 1.2, 1.5),
+    Prediction("ITL p99 with 100 cold adapters loading / without", "itl", "value",
+        "1.0", "1.04", "the loading thread holds Python's lock for 35 ms a load, in pieces", 1.10, 1.03, is_time=True),
+    Prediction("weights in the page cache to ready, second start, s", "start", "value",
+        "4", "15 to 25", "imports 5, pageable copies 5, two captures 4, rehearsal 3", 20, 10, is_time=True),
+)  # fmt: skip
+PREDICTIONS = (
+    Prediction("base, LoRA enabled / disabled", "lora_enabled", "value", "1.0", "1.0", "graphs without LoRA launches",
+        0.98, 1.0),
+    Prediction("side branch / none, 32 adapters", "side_stream", "value", "0.74 ms of 17 less", "1.00",
+        "two more dependencies for each of 128 linears"),
+    Prediction("decode attention, 1 x 32,768", "decode, 1 x 32,768", "fraction", "31 us", "0.60",
+        "396 workers with 11 tiles each, then merging"),
+    Prediction("decode attention, 1 x 1,024, us", "decode, 1 x 1,024", "value", "1 us", "9 to 12",
+        "latency of dependent reads in three launches", is_time=True),
+    Prediction("decode attention, 256 x 1,024", "decode, 256 x 1,024", "fraction", "250 us", "0.82 to 0.88",
+        "the last share of each worker, and merging"),
+    Prediction("mixed attention, 1,800 tokens and 248 decodes", "mixed, 1,800", "fraction", "247 us", "0.45",
+        "the wide variant leaves one worker per multiprocessor"),
+    Prediction("product gate_up, 256 rows", "gate_up 4096 x 28672, 256 rows", "tflops", "790", "610",
+        "tiles of 128 x 128 fill the card 1.7 times", worst=False),
+    Prediction("product o, 256 rows", "o 4096 x 4096, 256 rows", "tflops", "790", "450",
+        "64 tiles for 132 multiprocessors", worst=False),
+    Prediction("product gate_up, 1 row", "gate_up 4096 x 28672, 1 rows", "fraction", "55 us", "0.85 to 0.92",
+        "cuBLAS reads weights at 75 to 92 % of a copy", worst=False),
+    Prediction("RMSNorm, 8,192 tokens", "rms_norm (own), 8192", "fraction", "31 us", "0.90", "one pass"),
+    Prediction("SiLU and product, 8,192 tokens", "silu_mul (own), 8192", "fraction", "164 us", "0.92", "one pass"),
+    Prediction("RoPE and KV write, 8,192 tokens", "rope_and_cache (own), 8192", "fraction", "47 us", "0.85",
+        "scattered rows of 256 bytes"),
+    Prediction("greedy sampling, 256 rows", "sample greedy (own)", "fraction", "15 us", "0.45",
+        "one program per row, two waves"),
+    Prediction("top-p sampling, 256 rows, us", "sample top_p 0.9 (own)", "value", "15 us once", "500",
+        "17 passes, most from the L2 cache", is_time=True),
+    Prediction("penalties, 256 rows", "penalties, 256 rows", "fraction", "38 us", "0.75",
+        "and the logits of tokens that have occurred"),
+    Prediction("routing, 256 tokens to 32 slots, us", "route, 256 tokens", "value", "0", "5", "two launches",
+        is_time=True),
+    Prediction("adapters on q, k, v: 32 of rank 16, 256 tokens", "32 adapters of rank 16 on q, k, v", "fraction",
+        "6.3 us", "0.55", "two launches, and loads that depend on the table of tiles"),
+    Prediction("adapters on gate, up: 32 of rank 16, 256 tokens", "32 adapters of rank 16 on gate, up", "fraction",
+        "16 us", "0.65", "four waves of programs hide more of it"),
+)  # fmt: skip

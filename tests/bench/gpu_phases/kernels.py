@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other kernels by themselves: norms, activations, RoPE, the sampler, penalties and adapters."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import quire_kernels as ops
+from gpu_phases import lora_kernels
+from gpu_phases.gate_cases import own
+from gpu_phases.process import Context
+from gpu_phases.store import Row
+from gpu_phases.timing import Call, Timer
+
+
+def rows(context: Context) -> Iterator[Row]:
+    """The small operations by own kernels and by PyTorch; inputs rotate, so that the L2 cache does not contain them."""
+    timer = Timer(context)
+    card, shape = timer.card, timer.shape
+    for tokens in (256, 8192) if timer.is_full else (3,):
+        norm = 4.0 * tokens * shape.hidden
+        sets = card.num_sets(int(norm))
+        weight = card.random(shape.hidden)
+        xs = [card.random(tokens, shape.hidden) for _ in range(sets)]
+        streams = [card.random(tokens, shape.hidden) for _ in range(sets)]
+        for name in ("own", "torch"):
+            form = ops.rms_norm.get("cuda", name)
+            calls = [functools.partial(form, x, weight, 1e-5) for x in xs]
+            yield from _of_form(timer, name, f"rms_norm ({name}), {tokens} tokens", calls, norm)
+        form = own(ops.add_rms_norm)
+        calls = [functools.partial(form, *pair, weight, 1e-5) for pair in zip(xs, streams, strict=True)]
+        yield timer.row(f"add_rms_norm (own), {tokens} tokens", calls, 2 * norm)
+        gate_ups = [
+            card.random(tokens, 2 * shape.intermediate) for _ in range(card.num_sets(6 * tokens * shape.intermediate))
+        ]
+        for name, form in (("own", own(ops.silu_mul)), ("torch", ops.silu_mul.reference)):
+            calls = [functools.partial(form, gate_up) for gate_up in gate_ups]
+            num_bytes = 6.0 * tokens * shape.intermediate
+            yield from _of_form(timer, name, f"silu_mul ({name}), {tokens} tokens", calls, num_bytes)
+        yield from _rope_rows(timer, tokens)
+    yield from _sampler_rows(timer)
+    yield from lora_kernels.rows(timer)
+
+
+def _rope_rows(timer: Timer, tokens: int) -> Iterator[Row]:
+    card, shape = timer.card, timer.shape
+    all_heads = shape.heads + 2 * shape.kv_heads
+    num_bytes = 4.0 * tokens * all_heads * shape.head_dim
+    cache = card.random(2, tokens // 16 + 1, 16, shape.kv_heads, shape.head_dim)
+    cos, sin = card.random(tokens, shape.head_dim), card.random(tokens, shape.head_dim)
+    addresses = torch.randperm(tokens, device=card.device)
+    qkvs = [card.random(tokens, all_heads, shape.head_dim) for _ in range(card.num_sets(int(num_bytes)))]
+    for name, form in (("own", own(ops.rope_and_cache)), ("torch", ops.rope_and_cache.reference)):
+        calls = [functools.partial(form, qkv, cos, sin, cache, addresses, shape.heads) for qkv in qkvs]
+        yield from _of_form(timer, name, f"rope_and_cache ({name}), {tokens} tokens", calls, num_bytes)
+
+
+def _sampler_rows(timer: Timer) -> Iterator[Row]:
+    card, shape = timer.card, timer.shape
+    num_rows = 256 if timer.is_full else 3
+    logits = card.random(num_rows, shape.vocab)
+    ones, zeros = torch.ones(num_rows, device=card.device), torch.zeros(num_rows, device=card.device)
+    integers = torch.arange(num_rows, device=card.device)
+    num_bytes = 2.0 * num_rows * shape.vocab
+    cases = {
+        "greedy": (zeros, integers * 0, ones, zeros, False),
+        "drawn": (ones, integers * 0, ones, zeros, False),
+        "top_p 0.9": (ones, integers * 0, ones * 0.9, zeros, True),
+        "top_k 50": (ones, integers * 0 + 50, ones, zeros, True),
+    }
+    # Thresholds take the interpreter seconds.
+    for what, (temperatures, top_k, top_p, min_p, cuts) in list(cases.items())[: None if timer.is_full else 2]:
+        for name, form in (("own", own(ops.sample)), ("torch", ops.sample.reference)):
+            if name == "torch" and not timer.is_full:
+                continue
+            arguments = logits, temperatures, top_k, top_p, min_p, integers, integers, cuts
+            calls = [functools.partial(form, *arguments)]
+            yield from _of_form(timer, name, f"sample {what} ({name}), {num_rows} rows", calls, num_bytes)
+    counts = torch.zeros(num_rows, shape.vocab, dtype=torch.int32, device=card.device)
+    counts[:, :1000] = 1
+    tallied, weights = torch.arange(num_rows, device=card.device), torch.ones(num_rows, device=card.device)
+    arguments = logits.float(), tallied, counts < 0, counts, tallied, weights, weights, weights
+    call = functools.partial(own(ops.apply_penalties), *arguments)
+    yield timer.row(f"penalties, {num_rows} rows, 1,000 tokens each", [call], 5.0 * counts.numel())
+
+
+def _of_form(timer: Timer, name: str, what: str, calls: Sequence[Call], num_bytes: float) -> Iterator[Row]:
+    """Yield a row; PyTorch's implementations are for comparison only, so one that cannot be captured is left out."""
+    if name == "own":
+        yield timer.row(what, calls, num_bytes)
+    else:
+        yield from timer.tried(what, calls, num_bytes)
