@@ -20,7 +20,10 @@ def test_parses_strings_of_vllm_backend_clients():
 
 @pytest.mark.parametrize(
     ("value", "stop"),
-    [("end", ("end",)), ('["a", "b"]', ("a", "b")), (["a"], ("a",)), (None, ()), ("[a", ("[a",)), ("7", ("7",))],
+    [
+        *[("end", ("end",)), ('["a", "b"]', ("a", "b")), (["a"], ("a",)), (None, ()), ("7", ("7",))],
+        *((text, (text,)) for text in ("[", "[INST]", "[/INST]", "[a", "[[a]]")),
+    ],
 )
 def test_accepts_all_forms_of_stop(value, stop):
     assert SamplingParams.from_mapping({"stop": value}).stop == stop
@@ -31,11 +34,6 @@ def test_accepts_all_forms_of_stop(value, stop):
 def test_rejects_malformed_list_of_strings(name, text):
     with pytest.raises(InvalidArgument, match=rf"'{name}': must be a JSON list of strings.*; write it like \["):
         SamplingParams.from_mapping({name: text})
-
-
-@pytest.mark.parametrize("text", ["[", "[INST]", "[/INST]", "[a", "[[a]]"])
-def test_string_can_start_with_bracket(text):
-    assert SamplingParams.from_mapping({"stop": text}).stop == (text,)
 
 
 def test_mapping_round_trip():
@@ -156,12 +154,6 @@ def test_error_shows_a_list_as_list():
     for name in ("n", "stop"):
         with pytest.raises(InvalidArgument, match=rf"{name}': must be .*, got \['a', 1\]"):
             SamplingParams.from_mapping({name: ["a", 1]})
-
-
-def test_rejects_huge_number_by_name():
-    for name in ("n", "stop", "temperature"):
-        with pytest.raises(InvalidArgument, match=f"'{name}'"):
-            SamplingParams(**{name: 10**5000})
 
 
 def test_logit_bias_from_json_is_clamped():

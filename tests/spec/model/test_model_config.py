@@ -27,12 +27,12 @@ def make_config(architecture="LlamaForCausalLM", **values):
 def test_llama_defaults():
     config = make_config()
     assert (config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 16, 0.25)
-    assert (
-        config.dtype,
-        config.eos_token_ids,
-        config.tie_word_embeddings,
-        config.norm_eps,
-    ) == ("float32", (), False, 1e-6)
+    assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings, config.norm_eps) == (
+        "float32",
+        (),
+        False,
+        1e-6,
+    )
     assert (config.rope.rope_type, config.rope.theta, config.rope.dim) == ("default", 10000.0, 16)
     assert config.sliding_windows == (None,) * 4
 
@@ -42,24 +42,6 @@ def test_null_is_absent():
         make_config(head_dim=None, num_key_value_heads=None, rope_scaling=None, eos_token_id=None, dtype=None)
         == make_config()
     )
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"eos_token_id": 3}, (3,)),
-        ({"eos_token_id": [3, 7]}, (3, 7)),
-    ],
-)
-def test_eos_token_ids(values, expected):
-    assert make_config(**values).eos_token_ids == expected
-
-
-def test_biases():
-    qwen = make_config("Qwen2ForCausalLM", num_key_value_heads=2, attention_bias=False)
-    assert (qwen.attention_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
-    llama = make_config(attention_bias=True, mlp_bias=True)
-    assert (llama.attention_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -83,6 +65,11 @@ def test_rope_formats(values):
     )
 
 
+def test_eos_token_id_or_ids():
+    assert make_config(eos_token_id=3).eos_token_ids == (3,)
+    assert make_config(eos_token_id=[3, 7]).eos_token_ids == (3, 7)
+
+
 def test_yarn_factor_defaults_to_ratio_of_lengths():
     rope = make_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).rope
     assert (rope.factor, rope.original_max_position) == (8.0, 64)
@@ -92,11 +79,7 @@ def test_yarn_factor_defaults_to_ratio_of_lengths():
 def test_phi3_longrope_aliases(name):
     scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2] * 8}
     config = make_config("Phi3ForCausalLM", max_position_embeddings=4096 * 32, rope_scaling=scaling)
-    assert (config.rope.rope_type, config.long_rope_threshold, config.rope.factor) == (
-        "longrope",
-        4096,
-        32.0,
-    )
+    assert (config.rope.rope_type, config.long_rope_threshold, config.rope.factor) == ("longrope", 4096, 32.0)
     assert config.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
 
@@ -128,22 +111,6 @@ def test_mistral_sliding_window_applies_to_every_layer():
     assert make_config("MistralForCausalLM", num_key_value_heads=2, sliding_window=None).sliding_windows == (None,) * 4
 
 
-def test_ministral_sliding_window_follows_layer_types():
-    ministral = {"num_key_value_heads": 2, "sliding_window": 16}
-    listed = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    assert make_config("MistralForCausalLM", **ministral, layer_types=listed).sliding_windows == (
-        None,
-        16,
-        16,
-        None,
-    )
-    assert make_config("MistralForCausalLM", **ministral, layer_types=None).sliding_windows == (16,) * 4
-
-
-def test_llama_ignores_sliding_window():
-    assert make_config(sliding_window=16, layer_types=["sliding_attention"] * 4).sliding_windows == (None,) * 4
-
-
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
 
 
@@ -167,68 +134,29 @@ def test_gemma_sliding_windows_alternate():
     assert make_config("Gemma2ForCausalLM", **gemma).sliding_windows == (4096, None, 4096, None)
     assert make_config("Gemma2ForCausalLM", **gemma, sliding_window=None).sliding_windows == (None,) * 4
     listed = ["full_attention"] * 3 + ["sliding_attention"]
-    assert make_config("Gemma2ForCausalLM", **gemma, layer_types=listed).sliding_windows == (
-        None,
-        None,
-        None,
-        4096,
-    )
+    assert make_config("Gemma2ForCausalLM", **gemma, layer_types=listed).sliding_windows == (None, None, None, 4096)
 
 
 def test_gemma_defaults():
     config = make_config("Gemma2ForCausalLM")
     assert (config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 256, 1 / 16)
-    assert (config.attention_softcap, config.logits_softcap, config.activation) == (
-        50.0,
-        30.0,
-        "gelu_pytorch_tanh",
-    )
+    assert (config.attention_softcap, config.logits_softcap, config.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
     assert config.tie_word_embeddings
-
-
-def test_llama_ignores_soft_caps():
-    config = make_config(attn_logit_softcapping=5.0, final_logit_softcapping=5.0, query_pre_attn_scalar=1)
-    assert (config.attention_softcap, config.logits_softcap, config.attention_scale) == (
-        None,
-        None,
-        0.25,
-    )
 
 
 def test_opt():
     values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
     config = make_config("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
-    assert (config.intermediate_size, config.embedding_size, config.num_learned_positions) == (
-        128,
-        48,
-        514,
-    )
+    assert (config.intermediate_size, config.embedding_size, config.num_learned_positions) == (128, 48, 514)
     # OPT ignores num_key_value_heads.
-    assert (config.num_kv_heads, config.rope, config.activation, config.norm_eps) == (
-        4,
-        None,
-        "relu",
-        1e-5,
-    )
+    assert (config.num_kv_heads, config.rope, config.activation, config.norm_eps) == (4, None, "relu", 1e-5)
     assert not config.attention_bias and not config.output_bias and not config.mlp_bias
     assert not config.flags["do_layer_norm_before"] and config.flags["layer_norm_elementwise_affine"]
 
 
-@pytest.mark.parametrize(
-    "values", [{"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}]
-)
-def test_partial_rotary_factor(values):
-    assert make_config("Phi3ForCausalLM", **values).rope.dim == 12
-    assert make_config(**values).rope.dim == 16
-
-
 INVALID_CONFIGS = {
-    "unknown architecture": (
-        {"architectures": ["MambaForCausalLM"]},
-        "'MambaForCausalLM' is not supported; .* Llama",
-    ),
+    "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; .* Llama"),
     "no architecture": ({"architectures": None}, "'none' is not supported"),
-    "architecture of wrong type": ({"architectures": [["a"]]}, "is not supported"),
     "missing number": ({"hidden_size": ...}, "hidden_size is missing"),
     "text for a number": ({"hidden_size": "64"}, "hidden_size: must be a positive integer, got '64'"),
     "fraction": ({"num_hidden_layers": 4.5}, "num_hidden_layers: must be a positive integer, got 4.5"),
@@ -238,24 +166,12 @@ INVALID_CONFIGS = {
     "huge number": ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a positive number, got 1000"),
     "not a number": ({"rope_theta": float("nan")}, "rope_theta: must be a positive number, got nan"),
     "rope_theta of 1": ({"rope_theta": 1}, "rope_theta: must be more than 1, got 1.0"),
-    "zero": ({"num_attention_heads": 0}, "num_attention_heads: must be a positive integer, got 0"),
-    "list for a number": ({"max_position_embeddings": [1]}, "max_position_embeddings: must be a positive integer, got"),
     "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false, got 'yes'"),
-    "number for a flag": ({"attention_bias": 1}, "attention_bias: must be true or false, got 1"),
     "number for text": ({"torch_dtype": 16}, "torch_dtype: must be a string, got 16"),
     "unknown activation": ({"hidden_act": "mish"}, "hidden_act: must be one of silu, .*, got 'mish'"),
-    "text for a small number": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: must be a positive number, got '1e-6'"),
     "text for a token id": ({"eos_token_id": [1, "2"]}, "eos_token_id: must be a token id or a list of token ids, got"),
     "KV heads": ({"num_key_value_heads": 3}, "num_key_value_heads: must be a divisor of num_attention_heads 4, got 3"),
     "heads": ({"num_attention_heads": 5}, "num_attention_heads: must be a divisor of hidden_size 64 .*, got 5"),
-    "flag of one architecture": (
-        {"architectures": ["OPTForCausalLM"], "ffn_dim": 8, "do_layer_norm_before": "no"},
-        "do_layer_norm_before: must be true or false, got 'no'",
-    ),
-    "text for a soft cap": (
-        {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": "30"},
-        "final_logit_softcapping: must be a positive number, got '30'",
-    ),
     "odd head_dim": ({"head_dim": 15}, "must be an even number from 2 to head_dim 15, got 15"),
     "longrope with too few factors": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
@@ -296,10 +212,6 @@ INVALID_CONFIGS = {
         "rope scaling 'ntk' is not supported; supported are default",
     ),
     "rope scaling without factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
-    "text for a rope factor": (
-        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": "1"}},
-        "rope_parameters: low_freq_factor: must be a positive number, got '1'",
-    ),
     "rope frequency factors in wrong order": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
         "high_freq_factor: must be more than low_freq_factor 4.0, got 1.0",

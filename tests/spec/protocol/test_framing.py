@@ -4,7 +4,7 @@
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire_spec.errors import Internal, InvalidArgument, NotFound, error_from_code
@@ -38,6 +38,7 @@ MESSAGES = [
 ]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.integers(1, 64))
 def test_round_trip_in_chunks(messages, size):
     stream = b"".join(map(encode_frame, messages))
@@ -69,6 +70,7 @@ def test_errors_keep_their_code():
     assert isinstance(error_from_code("of another version", "x"), Internal)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 700))
 def test_drops_oversize_frame_and_reads_the_next(kinds, size):
     sent = [
