@@ -110,11 +110,6 @@ class SchedulerHarness:
             self.scheduler.check_integrity()
         return plan
 
-    def fill_slot(self, digest: str) -> None:
-        """Copy an adapter to a slot before a sequence needs it."""
-        self.registry.slot_table.assign_pinned(digest)
-        assert self._load_slots() == 1
-
     def _load_slots(self) -> int:
         slot_loads = self.registry.slot_table.pop_loads()
         for slot_load in slot_loads:

@@ -115,26 +115,6 @@ def test_hits_on_a_trace_with_a_system_prompt(protected_ratio: float, expected: 
     assert (num_queries, num_hits) == (50 * (3 * 14 + 9 * 8), expected)
 
 
-def test_shared_block_stays_used_after_its_first_user() -> None:
-    pool = BlockPool(2)
-    table = allocate_cached(pool, 1)
-    pool.acquire(table)
-    pool.free(table)
-    assert (pool.num_used, pool.num_evictable(table)) == (1, 0)
-    pool.free(table)
-    assert (pool.num_used, pool.num_evictable(table)) == (0, 1)
-
-
-def test_duplicate_block_does_not_replace_the_cached_one() -> None:
-    pool = BlockPool(2)
-    [first] = allocate_cached(pool, 1)
-    [second] = allocate_cached(pool, 1)
-    assert pool.lookup(hash_of(0)) == first and pool.get_hash(second) is None
-    pool.free([second])
-    pool.free([first])
-    pool.check_integrity([])
-
-
 @pytest.mark.parametrize("damage", ["count", "lost", "twice", "hash"])
 def test_check_integrity_detects_damage(damage: str) -> None:
     pool = BlockPool(4)

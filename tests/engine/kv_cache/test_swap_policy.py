@@ -9,7 +9,6 @@ from support.scheduler_harness import ALWAYS_SWAP, CONFIG, SchedulerHarness
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import SequenceStatus
-from quire_engine.step.plan import StepPlan
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -88,52 +87,3 @@ def test_preempted_sequence_is_computed_again_if_swapping_does_not_fit_or_pay(
     harness.run()
     assert harness.scheduler.num_preemptions == 1 and harness.scheduler.block_manager.num_swapped_out_blocks == 0
     assert harness.outputs == {i: expected_output([i] * 7, 17) for i in range(2)}
-
-
-def start_swap_out_step() -> tuple[SchedulerHarness, StepPlan]:
-    """Return a harness with a step in flight that swaps sequence 1 out."""
-    harness = SchedulerHarness(num_blocks=4, max_model_len=24, swap_costs=ALWAYS_SWAP)
-    for _ in range(2):
-        harness.add(7, 17)
-    while True:
-        plan = harness.scheduler.schedule(0.0)
-        assert plan is not None
-        if plan.swap_outs:
-            return harness, plan
-        harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-
-
-def test_abort_frees_host_blocks_even_during_the_swap_out_step() -> None:
-    harness, plan = start_swap_out_step()
-    harness.scheduler.abort([1])
-    harness.scheduler.check_integrity()
-    assert harness.scheduler.block_manager.num_used_host_blocks == 0
-    harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-    harness.run()
-    harness, plan = start_swap_out_step()
-    harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-    assert harness.scheduler.block_manager.num_used_host_blocks == 2
-    harness.scheduler.abort([1])
-    harness.run()
-
-
-def test_failed_step_drops_the_blocks_that_it_swapped_out() -> None:
-    harness, plan = start_swap_out_step()
-    assert [s.id for s in harness.scheduler.fail_step(plan)] == [0]
-    harness.scheduler.check_integrity()
-    assert harness.scheduler.block_manager.num_used_host_blocks == 0
-    assert harness.step() == [(1, 0, 17)]
-
-
-def test_failed_step_ends_the_sequences_that_it_swapped_in() -> None:
-    harness, plan = start_swap_out_step()
-    harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-    harness.scheduler.abort([0])
-    plan = harness.scheduler.schedule(0.0)
-    assert plan is not None and len(plan.swap_ins) == 2
-    # The step reads its host blocks, so they stay allocated until it completes.
-    harness.scheduler.check_integrity()
-    assert harness.scheduler.block_manager.num_used_host_blocks == 2
-    assert [s.id for s in harness.scheduler.fail_step(plan)] == [1]
-    harness.scheduler.check_integrity()
-    assert harness.scheduler.block_manager.num_used_host_blocks == 0 and not harness.scheduler.has_work

@@ -2,12 +2,13 @@
 """Outputs with async scheduling, which launches a step while the previous one is in flight, equal those without."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.fake_runner import expected_output
-from support.scheduler_harness import ALWAYS_SWAP, CONFIG, SchedulerHarness
+from support.scheduler_harness import CONFIG, SchedulerHarness
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
@@ -93,31 +94,41 @@ ALL_PARAMS: list[dict[str, Any]] = [
 ]
 
 
+def _run_both(folder, drive: Callable[[_EngineRun], None], **settings: Any) -> _EngineRun:
+    """Drive a synchronous and an asynchronous engine, and return the second one. Their results must be equal."""
+    runs = [_EngineRun(folder, overlap, **settings) for overlap in (False, True)]
+    for run in runs:
+        drive(run)
+        run.drain()
+    assert runs[1].results == runs[0].results and runs[0].num_lookahead == 0
+    return runs[1]
+
+
 def test_logprobs_match_their_tokens(folder):
-    requests = [{"logprobs": 0}, {"logprobs": 3, "temperature": 1.0, "seed": 1}, {}, {"logprobs": 20, "max_tokens": 5}]
-    runs = []
-    for overlap in (False, True):
-        runs.append(run := _EngineRun(folder, overlap))
+    def drive(run: _EngineRun) -> None:
+        requests = [
+            {"logprobs": 0},
+            {"logprobs": 3, "temperature": 1.0, "seed": 1},
+            {},
+            {"logprobs": 20, "max_tokens": 5},
+        ]
         for i, params in enumerate(requests):
             run.add(i, _prompt(9 + 15 * i, i), **params)
-        run.drain()
-    assert runs[1].results == runs[0].results
-    assert [len(logprobs) for _, logprobs, *_ in runs[1].results.values()] == [24, 24, 0, 5]
-    assert runs[1].num_lookahead > 20
+
+    run = _run_both(folder, drive)
+    assert [len(logprobs) for _, logprobs, *_ in run.results.values()] == [24, 24, 0, 5]
+    assert run.num_lookahead > 20
 
 
-def _run_waves(folder, overlap: bool, **settings: Any) -> _EngineRun:
-    """Run requests in three waves. Some of them share a prefix."""
-    run = _EngineRun(folder, overlap, **settings)
+def _run_waves(run: _EngineRun) -> None:
+    """Run requests in two waves. Some of them share a prefix."""
     prefix = _prompt(19, 100)
-    for wave in range(3):
+    for wave in range(2):
         for i, params in enumerate(ALL_PARAMS):
             suffix = _prompt(1 + 7 * i, i)
             run.add(len(run.results), prefix + suffix[:30] if i % 3 == wave else suffix, **params)
         for _ in range(15):
             run.step()
-    run.drain()
-    return run
 
 
 @pytest.mark.parametrize(
@@ -127,33 +138,28 @@ def _run_waves(folder, overlap: bool, **settings: Any) -> _EngineRun:
 )
 def test_tokens_equal_those_of_synchronous_steps(folder, settings, monkeypatch):
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
-    expected, actual = _run_waves(folder, False, **settings), _run_waves(folder, True, **settings)
-    assert actual.results == expected.results
-    assert expected.num_lookahead == 0 and actual.num_lookahead > 60
-    assert (actual.engine.stats().num_preemptions > 0) == ("num_blocks" in settings)
-    assert {finish_reason for *_, finish_reason in actual.results.values()} == {"stop", "length"}
+    run = _run_both(folder, _run_waves, **settings)
+    assert run.num_lookahead > 60
+    assert (run.engine.stats().num_preemptions > 0) == ("num_blocks" in settings)
+    assert {finish_reason for *_, finish_reason in run.results.values()} == {"stop", "length"}
 
 
 def test_tokens_are_equal_if_the_host_requires_them(folder):
     """Bad words, prompt logprobs and many logprobs make steps wait for each other; other parameters do not."""
-    requests = [{"logprobs": 50, "max_tokens": 9}, {"prompt_logprobs": 1}, {}, {"max_tokens": 40}]
-    runs = []
-    for overlap in (False, True):
-        runs.append(run := _EngineRun(folder, overlap, max_logprobs=50))
-        for i, params in enumerate(requests):
+
+    def drive(run: _EngineRun) -> None:
+        for i, params in enumerate([{"logprobs": 50, "max_tokens": 9}, {"prompt_logprobs": 1}, {}, {"max_tokens": 40}]):
             run.add(i, _prompt(9 + 15 * i, i), **params)
         fields = {"bad_word_ids": [[t] for t in range(0, VOCAB, 2)] + [[1, 3], [5, 7]]}
         run.add(9, _prompt(9, 2), fields, max_tokens=9)
-        run.drain()
-    assert runs[1].results == runs[0].results
-    assert runs[1].results[0][1] and runs[1].results[1][2]
-    assert 15 < runs[1].num_lookahead < 35
+
+    run = _run_both(folder, drive, max_logprobs=50)
+    assert run.results[0][1] and run.results[1][2]
+    assert 15 < run.num_lookahead < 35
 
 
 def test_tokens_are_equal_while_adapters_are_loaded_and_removed(folder, adapters):
-    runs = []
-    for overlap in (False, True):
-        runs.append(run := _EngineRun(folder, overlap, enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3))
+    def drive(run: _EngineRun) -> None:
         for digest, path in adapters.items():
             run.engine.add_adapter(digest, path, run.engine.read_adapter(path), pinned=False)
         for i in range(16):
@@ -162,24 +168,18 @@ def test_tokens_are_equal_while_adapters_are_loaded_and_removed(folder, adapters
                 run.step()
         for digest in adapters:
             run.engine.remove_adapter(digest)
-        run.drain()
-        assert run.engine.adapter_states() == {}
-    assert runs[1].results == runs[0].results
-    assert runs[1].num_lookahead > 20
+
+    run = _run_both(folder, drive, enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3)
+    assert run.engine.adapter_states() == {} and run.num_lookahead > 20
 
 
 def test_forks_start_in_lookahead_steps(folder):
-    runs = []
-    for overlap in (False, True):
-        runs.append(run := _EngineRun(folder, overlap))
-        prompt = _prompt(45, 1)
-        run.add(0, prompt, temperature=1.0, seed=0)
-        for i in range(1, 5):
-            run.add(i, prompt, {"parent_id": 0}, temperature=1.0, seed=i)
-        run.drain()
-        assert run.engine.stats().prefix_cache_hits > 100
-    assert runs[1].results == runs[0].results
-    assert runs[1].num_lookahead > 15
+    def drive(run: _EngineRun) -> None:
+        for i in range(5):
+            run.add(i, _prompt(45, 1), {"parent_id": 0 if i else None}, temperature=1.0, seed=i)
+
+    run = _run_both(folder, drive)
+    assert run.engine.stats().prefix_cache_hits > 100 and run.num_lookahead > 15
 
 
 def test_abort_between_steps_ends_only_that_sequence(folder):
@@ -266,12 +266,3 @@ def test_urgent_arrival_preempts_one_step_later():
     assert has_started.index(True) <= 2
     harness.run()
     assert harness.outputs == {0: expected_output([0] * 4, 30), 1: expected_output([1] * 4, 2)}
-
-
-def test_swapped_sequences_resume_without_lookahead():
-    harness = lookahead_harness(num_blocks=8, max_model_len=56, swap_costs=ALWAYS_SWAP)
-    for _ in range(3):
-        harness.add(14, 20)
-    harness.run()
-    assert harness.scheduler.block_manager.num_swapped_in_blocks > 0
-    assert harness.outputs == {i: expected_output([i] * 14, 20) for i in range(3)}

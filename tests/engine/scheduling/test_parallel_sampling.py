@@ -55,31 +55,6 @@ def test_fork_starts_without_a_finished_parent() -> None:
     assert [harness.outputs[2], harness.outputs[3]] == [expected_output(prompt, 4)] * 2
 
 
-def test_fork_of_a_preempted_parent_starts_when_the_parent_resumes() -> None:
-    harness = SchedulerHarness(num_blocks=8, max_model_len=40)
-    harness.add(7, 33)
-    harness.add(7, 33)
-    harness.run_until_preempted()
-    fork = harness.add(harness.sequences[1].prompt_token_ids, 3, parent_id=1)
-    harness.scheduler.abort([0])
-    assert [harness.step() for _ in range(2)] == [[(1, 0, 33)], [(1, 33, 1), (fork.id, 6, 1)]]
-    harness.run()
-    assert harness.outputs[2] == expected_output([1] * 7, 3)
-
-
-def test_failed_step_ends_only_the_parent_and_forks_that_it_contains() -> None:
-    harness = SchedulerHarness(replace(CONFIG, max_num_seqs=2))
-    prompt = harness.add(20, 9).prompt_token_ids
-    for _ in range(2):
-        harness.add(prompt, 4, parent_id=0)
-    harness.step()
-    plan = harness.scheduler.schedule(0.0)
-    assert plan is not None
-    assert [s.id for s in harness.scheduler.fail_step(plan)] == [0, 1]
-    harness.scheduler.check_integrity()
-    assert harness.run()[2] == expected_output(prompt, 4)
-
-
 def test_rejects_a_fork_that_differs_from_its_parent() -> None:
     harness = SchedulerHarness(adapter_digests="ab")
     harness.add([1, 2, 3], adapter_digest="a", cache_salt="s")

@@ -2,9 +2,7 @@
 """The scheduler forms the expected batches for scripted arrivals, and outputs are equal in every mode."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.fake_runner import expected_output, next_token
@@ -13,7 +11,6 @@ from support.scheduler_harness import ALWAYS_SWAP, CONFIG, NEVER_SWAP, Scheduler
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import FinishReason, SequenceStatus
 from quire_engine.step.plan import SpanOutput
-from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound
 
 
@@ -43,28 +40,6 @@ def test_without_chunked_prefill_a_prompt_runs_whole_or_waits() -> None:
     assert harness.step() == [(0, 12, 1), (1, 0, 10), (2, 0, 3)]
     with pytest.raises(InvalidArgument, match="21 tokens exceed max_num_batched_tokens 20"):
         harness.add(21)
-
-
-def test_max_num_seqs_limits_the_batch() -> None:
-    harness = SchedulerHarness(replace(CONFIG, max_num_seqs=2))
-    for _ in range(4):
-        harness.add(3, 2)
-    assert harness.step() == [(0, 0, 3), (1, 0, 3)]
-    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 2)
-    assert harness.step() == [(0, 3, 1), (1, 3, 1)]
-    assert harness.step() == [(2, 0, 3), (3, 0, 3)]
-
-
-def test_started_ids_contain_a_sequence_once() -> None:
-    harness = SchedulerHarness(num_blocks=4, max_model_len=32)
-    for _ in range(2):
-        harness.add(8, 20)
-    started_ids: list[int] = []
-    while plan := harness.scheduler.schedule(0.0):
-        started_ids += [sequence_id for sequence_id, _ in plan.started]
-        harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-    assert started_ids == [0, 1]
-    assert harness.scheduler.num_preemptions > 0
 
 
 def test_cached_prefix_is_skipped_except_the_last_token() -> None:
@@ -191,27 +166,6 @@ def test_rejects_sequences_that_can_never_run() -> None:
         harness.scheduler.add(harness.sequences[1])
 
 
-def test_abort_during_a_step_frees_blocks_after_it() -> None:
-    harness = SchedulerHarness(adapter_digests="a")
-    harness.fill_slot("a")
-    harness.add(20, adapter_digest="a")
-    harness.add(5)
-    harness.add(5)
-    plan = harness.scheduler.schedule(0.0)
-    assert plan is not None
-    harness.scheduler.abort([0, 2, 77])
-    harness.scheduler.check_integrity()
-    # The runner can still write to the blocks and use the slot.
-    assert harness.block_pool.num_used == 5 and harness.registry.running_adapters() == ["a"]
-    progress = harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-    harness.scheduler.check_integrity()
-    assert [sequence.id for sequence, _ in progress] == [1]
-    assert harness.block_pool.num_used == 1 and harness.registry.running_adapters() == []
-    assert harness.sequences[0].finish_reason is FinishReason.ABORT
-    harness.scheduler.abort([1])
-    assert not harness.scheduler.has_work and harness.block_pool.num_used == 0
-
-
 def test_failed_step_ends_only_its_sequences_and_keeps_earlier_blocks() -> None:
     harness = SchedulerHarness(replace(CONFIG, enable_prefix_caching=True, max_num_seqs=2), adapter_digests="a")
     harness.add([4] * 16, 1)
@@ -233,52 +187,6 @@ def test_failed_step_ends_only_its_sequences_and_keeps_earlier_blocks() -> None:
     assert harness.outputs[4] == expected_output([4] * 20, 1)
 
 
-def test_sequence_without_adapter_slot_delays_no_other_and_gets_one_in_time() -> None:
-    harness = SchedulerHarness(replace(CONFIG, max_num_seqs=4), adapter_digests="ab", max_loras=1)
-    harness.fill_slot("a")
-    harness.add(3, 9, adapter_digest="a")
-    waiting = harness.add(3, 9, adapter_digest="b")
-    harness.add(3, 9)
-    assert [i for i, _, _ in harness.step()] == [0, 2]
-    assert waiting.status is SequenceStatus.WAITING_FOR_ADAPTER
-    # New sequences of adapter a keep arriving, so without a reservation its slot would never become free.
-    for _ in range(200):
-        harness.now += 0.1
-        if harness.scheduler.num_running + harness.scheduler.num_waiting < 5:
-            harness.add(3, 9, adapter_digest="a")
-        harness.step()
-        if waiting.status is SequenceStatus.RUNNING:
-            break
-    assert harness.now < 1.0 + 0.1 * (9 + 3)
-    harness.run()
-    assert harness.outputs[waiting.id] == expected_output([1] * 3, 9, "b")
-
-
-def test_has_no_runnable_while_all_sequences_wait_for_adapters() -> None:
-    harness = SchedulerHarness(max_loras=1)
-    for digest in "abcdef":
-        harness.registry.add(digest, Path(digest), False)
-    assert harness.registry.adapter_states()["a"] == "disk"
-    for evicted in harness.registry.pop_evicted_copies():
-        assert evicted in "ab"
-    waiting = harness.add(3, adapter_digest="a")
-    assert harness.scheduler.has_runnable
-    assert harness.step() == []
-    assert not harness.scheduler.has_runnable and harness.scheduler.has_work
-    [(digest, path)] = harness.registry.pop_reads()
-    assert harness.registry.add(digest, path)
-    harness.runner.store_adapter(digest, digest)
-    harness.scheduler.on_adapter_ready()
-    assert harness.scheduler.has_runnable and harness.step() == [(0, 0, 3)]
-    # A sequence whose adapter cannot be read finishes.
-    failing = harness.add(3, adapter_digest="b")
-    assert harness.registry.pop_reads()
-    assert harness.scheduler.fail_adapter("b") == [failing]
-    harness.registry.on_read_failed("b")
-    harness.scheduler.check_integrity()
-    assert waiting.status is SequenceStatus.RUNNING
-
-
 def test_check_integrity_detects_damage() -> None:
     harness = SchedulerHarness()
     sequence = harness.add(20)
@@ -286,40 +194,6 @@ def test_check_integrity_detects_damage() -> None:
     sequence.block_table.pop()
     with pytest.raises(Internal, match=r"sequences \[0\] lack blocks"):
         harness.scheduler.check_integrity()
-
-
-MODES: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "default": lambda c: c,
-    "prefix cache": lambda c: replace(c, enable_prefix_caching=True),
-    "no chunking": lambda c: replace(c, enable_chunked_prefill=False),
-    "prefix cache, no chunking": lambda c: replace(c, enable_prefix_caching=True, enable_chunked_prefill=False),
-    "small steps": lambda c: replace(c, max_num_batched_tokens=c.max_num_seqs),
-}
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("mode", MODES)
-def test_output_is_the_same_in_every_mode(mode: str, block_size: int) -> None:
-    """Compare with the output computed from the prompt alone, with a pool for all sequences and for hardly one."""
-    rng = random.Random(f"{mode} {block_size}")
-    chunked_prefill = MODES[mode](CONFIG).enable_chunked_prefill
-    longest = 60 if chunked_prefill else 56
-    requests = [
-        ([rng.randrange(2)] * rng.randint(1, longest), rng.randint(1, 150), rng.choice("ab0")) for _ in range(24)
-    ]
-    max_model_len = 256
-    num_preemptions = []
-    for num_blocks in (16384 // block_size, max_model_len // block_size + 1):
-        harness = SchedulerHarness(MODES[mode](replace(CONFIG, block_size=block_size)), num_blocks, max_model_len, "ab")
-        for prompt, num_output, adapter_digest in requests:
-            harness.add(prompt, num_output, adapter_digest=None if adapter_digest == "0" else adapter_digest)
-        outputs = harness.run()
-        for i, (prompt, num_output, adapter_digest) in enumerate(requests):
-            assert outputs[i] == expected_output(prompt, num_output, None if adapter_digest == "0" else adapter_digest)
-        num_preemptions.append(harness.scheduler.num_preemptions)
-    assert num_preemptions[0] == 0
-    # Two blocks of 128 tokens for sequences of up to 210: two sequences rarely run at once.
-    assert num_preemptions[1] > 0 or block_size >= 64
 
 
 @pytest.mark.parametrize(
