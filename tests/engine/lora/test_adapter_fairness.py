@@ -95,22 +95,3 @@ def test_wait_for_a_slot_is_bounded(seed: int, num_slots: int, num_adapters: int
         traffic.step()
     assert not traffic.waiting, "a sequence waited longer than the bound"
     assert traffic.longest_wait <= bound(num_adapters, num_slots)
-
-
-def test_rare_adapter_among_busy_ones_waits_for_a_second_and_one_drain():
-    traffic = Traffic(random.Random(3), 9, 8, 8)
-    waits = []
-    for tick in range(2000):
-        for name in traffic.names[:8]:
-            if not any(other == name for other, _ in traffic.waiting):
-                traffic.arrive(name)
-        if tick % 200 == 100:
-            traffic.arrive("d8")
-            arrived_at = traffic.now
-        traffic.step()
-        if tick % 200 > 100 and not any(name == "d8" for name, _ in traffic.waiting) and arrived_at:
-            waits.append(traffic.now - arrived_at)
-            arrived_at = 0.0
-    assert len(waits) == 10
-    # Eight adapters never become idle. Without a reservation the rare one would never get a slot.
-    assert max(waits) <= RESERVE_AFTER_S + LONGEST_S + LOAD_S + 3 * STEP_S

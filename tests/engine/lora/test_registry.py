@@ -67,29 +67,6 @@ def test_adapter_moves_to_host_memory_to_a_slot_and_back_to_disk() -> None:
     assert registry.adapter_states() == {"a": "host", "b": "disk", "c": "slot"}
 
 
-def test_slot_is_loaded_once_and_reassigned_when_idle() -> None:
-    registry = make_registry("ab", max_loras=1)
-    for digest in "aab":
-        registry.add_sequence(digest)
-    registry.begin_step(0.0)
-    assert not registry.can_run("a", 0.0, is_new=True)
-    assert registry.load() == [("a", 0)]
-    assert registry.can_run("a", 0.0, is_new=True)
-    registry.on_start("a")
-    registry.on_start("a")
-    assert not registry.run("b")
-    registry.end("a")
-    assert not registry.run("b")
-    registry.end("a")
-    registry.begin_step(0.0)
-    assert not registry.can_run("b", 0.0, is_new=True)
-    assert registry.load() == [("b", 0)]
-    assert registry.can_run("b", 0.0, is_new=True)
-    registry.on_start("b")
-    assert registry.slot_table.num_evictions == 1
-    assert registry.adapter_states() == {"a": "host", "b": "slot"}
-
-
 def test_least_recently_used_idle_slot_is_evicted() -> None:
     registry = make_registry("abc")
     for digest in "aba":
@@ -124,17 +101,6 @@ def test_adapter_added_again_during_removal_stays() -> None:
     assert registry.add("a", PATH / "new", False)
     registry.remove_sequence("a")
     assert registry.adapter_states() == {"a": "host"}
-
-
-def test_copy_read_after_the_removal_is_not_kept() -> None:
-    registry = make_registry("ab", max_loras=1, host_loras=1)
-    registry.add_sequence("a")
-    assert [digest for digest, _ in registry.pop_reads()] == ["a"]
-    registry.remove("a")
-    registry.remove_sequence("a")
-    assert not registry.add("a", PATH / "a")
-    registry.check_integrity({}, {})
-    assert "a" not in registry.adapter_states()
 
 
 def test_pinned_adapters_get_their_slot_first_and_keep_it() -> None:
@@ -195,34 +161,6 @@ def test_overdue_adapter_gets_the_slot_with_the_oldest_last_start() -> None:
     assert registry.adapter_states() == {"a": "slot", "b": "host", "c": "slot"}
 
 
-def test_reservation_ends_with_its_waiting_sequences() -> None:
-    registry = make_registry("abc", max_loras=1)
-    for digest in "abac":
-        registry.add_sequence(digest)
-    assert registry.run("a") and not registry.run("b") and not registry.run("c", now=0.5)
-    assert not registry.run("a", now=RESERVE_AFTER_S)
-    registry.remove_sequence("b")
-    assert registry.run("a", now=RESERVE_AFTER_S)
-    registry.add_sequence("a")
-    assert not registry.run("a", now=RESERVE_AFTER_S + 0.5)
-
-
-def test_slot_reserved_for_an_adapter_without_host_copy_serves_others() -> None:
-    registry = make_registry("ab", max_loras=1, host_loras=1)
-    registry.add_sequence("b")
-    registry.add_sequence("a")
-    assert registry.adapter_states() == {"a": "disk", "b": "host"}
-    # a cannot be read, because b has the only host copy and has waited longer.
-    assert not registry.run("a", now=0.0)
-    assert registry.pop_reads() == []
-    assert registry.run("b", now=2 * RESERVE_AFTER_S)
-    registry.end("b")
-    assert registry.read() == ["a"]
-    registry.add_sequence("b")
-    assert not registry.run("b", now=2 * RESERVE_AFTER_S)
-    assert registry.run("a", now=2 * RESERVE_AFTER_S)
-
-
 def test_needed_copy_is_evicted_for_an_older_need() -> None:
     registry = make_registry("abc", max_loras=1, host_loras=2)
     registry.add_sequence("a")
@@ -272,73 +210,6 @@ def test_reads_are_requested_once_in_order_and_within_host_memory() -> None:
     registry.on_read_failed("c")
     registry.remove_sequence("c")
     assert [digest for digest, _ in registry.pop_reads()] == ["b"]
-
-
-def test_slot_is_not_reused_until_its_copy_is_complete() -> None:
-    registry = make_registry("ab", max_loras=1)
-    registry.add_sequence("a")
-    registry.add_sequence("b")
-    registry.begin_step(0.0)
-    assert not registry.can_run("a", 0.0, is_new=True)
-    (slot_load,) = registry.slot_table.pop_loads()
-    assert not registry.can_run("b", 0.0, is_new=True) and not registry.can_run("a", 0.0, is_new=True)
-    # The sequence finishes before the copy does. A second copy into the slot must not overlap with the first.
-    registry.remove("a")
-    registry.remove_sequence("a")
-    registry.begin_step(0.0)
-    assert not registry.can_run("b", 0.0, is_new=True) and registry.load() == []
-    registry.check_integrity({"b": 1}, {})
-    registry.slot_table.on_loaded(slot_load)
-    assert registry.run("b")
-    assert registry.adapter_states() == {"b": "slot"}
-
-
-def test_slot_is_held_for_the_sequence_that_it_was_filled_for() -> None:
-    registry = make_registry("ab", max_loras=1)
-    registry.add_sequence("a")
-    registry.begin_step(0.0)
-    assert not registry.can_run("a", 0.0, is_new=True) and registry.load() == [("a", 0)]
-    registry.add_sequence("b")
-    # a's sequence has not started. If b could take the slot now, both could evict each other forever.
-    registry.begin_step(0.0)
-    assert not registry.can_run("b", 0.0, is_new=True) and registry.load() == []
-    registry.remove_sequence("a")
-    registry.begin_step(0.0)
-    assert not registry.can_run("b", 0.0, is_new=True) and registry.load() == [("b", 0)]
-
-
-def test_slot_reserved_while_it_is_filled_starts_the_sequence_it_was_filled_for() -> None:
-    registry = make_registry("cab", max_loras=1, host_loras=2)
-    assert registry.adapter_states() == {"a": "host", "b": "host", "c": "disk"}
-    for digest in "caa":
-        registry.add_sequence(digest)
-    # The slot is reserved for c, which has waited longest. But c has no host copy yet, so a can use the slot.
-    assert not registry.run("c", now=0.0)
-    registry.begin_step(RESERVE_AFTER_S)
-    assert not registry.can_run("a", RESERVE_AFTER_S, is_new=True)
-    (slot_load,) = registry.slot_table.pop_loads()
-    # c gets its host copy before a is in the slot.
-    assert registry.read() == ["c"]
-    registry.slot_table.on_loaded(slot_load)
-    assert not registry.run("c", now=RESERVE_AFTER_S)
-    assert registry.run("a", now=RESERVE_AFTER_S)
-    assert not registry.run("a", now=RESERVE_AFTER_S)
-    registry.end("a")
-    assert registry.run("c", now=RESERVE_AFTER_S)
-    registry.check_integrity({"a": 1, "c": 1}, {"c": 1})
-
-
-def test_failed_copy_leaves_the_slot_empty() -> None:
-    registry = make_registry("a")
-    registry.add_sequence("a")
-    registry.begin_step(0.0)
-    assert not registry.can_run("a", 0.0, is_new=True)
-    (slot_load,) = registry.slot_table.pop_loads()
-    registry.slot_table.on_loaded(slot_load, succeeded=False)
-    assert registry.adapter_states() == {"a": "host"}
-    registry.check_integrity({"a": 1}, {})
-    registry.remove_sequence("a")
-    registry.check_integrity({}, {})
 
 
 def test_half_of_the_slots_are_reserved_for_the_longest_waits() -> None:
