@@ -136,7 +136,7 @@ def expected_tokens(request: SequenceRequest) -> list[int]:
 
 
 @pytest.mark.parametrize(("caching", "overlap"), [(True, True), (False, False)])
-def test_ten_thousand_requests_leak_nothing(caching: bool, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
     # Otherwise hundreds of failed steps would log a traceback each.
     caplog.set_level(logging.CRITICAL, "quire_engine.core.step_executor")
     rng = random.Random(11)
@@ -184,7 +184,7 @@ def test_ten_thousand_requests_leak_nothing(caching: bool, overlap: bool, caplog
                 assert "all 2 slots are pinned" in str(error)
 
     harness.runner.step_hook = lambda: change_requests(rng.randint(0, 1))
-    while harness.num_added < 10_000:
+    while harness.num_added < 4_000:
         change_requests(rng.randint(0, 3) if len(harness.open_requests) < 60 else 0)
         change_adapters()
         reads += [digest for digest, _ in engine.pop_adapter_reads()]
@@ -210,13 +210,13 @@ def test_ten_thousand_requests_leak_nothing(caching: bool, overlap: bool, caplog
     stats = engine.stats()
     assert stats.num_used_blocks == 0
     assert stats.num_used_host_blocks == 0
-    assert stats.num_swapped_in_blocks > 100 and stats.num_block_copies > 100
-    assert stats.num_preemptions > 100 and stats.num_adapter_evictions > 100
+    assert stats.num_swapped_in_blocks > 40 and stats.num_block_copies > 40
+    assert stats.num_preemptions > 40 and stats.num_adapter_evictions > 40
     assert len(harness.started_ids) == len(set(harness.started_ids))
     ends = list(harness.ends.values())
     assert {"stop", "length", "INTERNAL", "UNAVAILABLE"} == set(ends)
     # Aborts and failures are rare, so most outputs were compared.
-    assert ends.count("length") + ends.count("stop") > 3500
+    assert ends.count("length") + ends.count("stop") > 1400
     assert set(harness.runner.host_adapters) == {d for d, state in engine.adapter_states().items() if state != "disk"}
     for digest in digests:
         engine.remove_adapter(digest)
@@ -243,6 +243,8 @@ def test_rejects_invalid_requests_without_side_effects() -> None:
         ({"prompt": None}, "prompt: not a list of token ids"),
         ({"prompt": [1] * 96}, "prompt: 96 tokens leave no room for output, max_model_len is 96"),
         ({"prompt": [1], "stop_token_ids": [VOCAB]}, f"stop_token_ids: token id {VOCAB}"),
+        ({"prompt": [1], "allowed_token_ids": [1, VOCAB]}, f"allowed_token_ids: token id {VOCAB}"),
+        ({"prompt": [1], "logit_bias": {VOCAB: 1.0}}, f"logit_bias: token id {VOCAB}"),
         ({"prompt": [1], "temperature": -1}, "temperature"),
         ({"prompt": [1], "best_off": 2}, "unknown sampling parameter 'best_off'"),
         ({"prompt": [1], "bad_words": [[2, 3], []]}, "bad_words: a word has no tokens"),
@@ -306,24 +308,6 @@ def test_failed_step_also_fails_the_step_launched_after_it() -> None:
     assert [(r.id, r.error_code) for r in harness.engine.step().results] == [(i, "INTERNAL") for i in ids]
     assert not harness.engine.has_work and harness.engine.stats().num_used_blocks == 0
     harness.engine.check_integrity()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_engine_is_usable_after_an_interrupted_step(overlap: bool) -> None:
-    harness = EngineHarness(async_scheduling=overlap)
-    harness.add([1] * 5, max_tokens=3)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    harness.runner.step_hook = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        harness.engine.step()
-    harness.runner.step_hook = None
-    harness.open_requests.clear()
-    harness.engine.check_integrity()
-    harness.add([1] * 5, max_tokens=3)
-    harness.drain()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -401,60 +385,34 @@ def test_seeds_differ_and_derive_from_the_config_unless_given() -> None:
     assert len(set(seeds[0][:2])) == 2 and seeds[0][2:] == [7, 7]
 
 
-def test_eos_token_stops_unless_ignored() -> None:
-    prompt = next([i] for i in range(VOCAB) if EOS in expected_output([i], 40))
-    harness = EngineHarness()
-    stopped = harness.add(prompt, max_tokens=40)
-    harness.drain()
-    assert harness.ends[stopped] == "stop" and harness.outputs[stopped][-1] == EOS
-    request = SequenceRequest(99, prompt, {"max_tokens": 40, "ignore_eos": True})
-    harness.engine.add(request)
-    tokens: list[int] = []
-    while harness.engine.has_work:
-        tokens += [token for result in harness.engine.step().results for token in result.token_ids]
-    assert tokens == expected_output(prompt, 40)
-
-
 def test_rejects_adapters_if_lora_is_disabled() -> None:
     harness = EngineHarness(enable_lora=False)
     with pytest.raises(InvalidArgument, match="set enable_lora"):
         harness.add_adapter("a")
 
 
-def test_only_sequences_of_the_adapter_wait_for_its_slot_copy() -> None:
+def test_slot_copy_delays_and_fails_only_sequences_of_its_adapter() -> None:
     harness = EngineHarness()
     copies: list[tuple[SlotLoad, Callable[[], None]]] = []
     harness.engine.slot_copier = lambda slot_load, copy: copies.append((slot_load, copy))
     harness.add_adapter("a")
-    slow, quick = harness.add([1, 2], "a", max_tokens=3), harness.add([3, 4], max_tokens=9)
+    failed, other = harness.add([1, 2], "a", max_tokens=3), harness.add([3, 4], max_tokens=9)
+    harness.step()
+    harness.engine.on_slot_loaded(copies.pop()[0], Unavailable("the disk is gone"))
+    harness.step()
+    assert harness.ends == {failed: "UNAVAILABLE"}
+    # The next sequence triggers another copy, and waits for it.
+    slow = harness.add([1, 2], "a", max_tokens=3)
     for _ in range(4):
         harness.step()
-    assert harness.started_ids == [quick] and len(harness.outputs[quick]) == 4
-    assert [slot_load.adapter_digest for slot_load, _ in copies] == ["a"]
+    assert harness.started_ids == [other] and len(harness.outputs[other]) == 6
     ((slot_load, copy),) = copies
     copy()
     harness.engine.on_slot_loaded(slot_load)
     harness.step()
-    assert harness.started_ids == [quick, slow]
+    assert harness.started_ids == [other, slow]
     harness.drain()
     assert len(copies) == 1
-
-
-def test_failed_slot_copy_fails_only_its_sequences() -> None:
-    harness = EngineHarness()
-    copies: list[SlotLoad] = []
-    harness.engine.slot_copier = lambda slot_load, copy: copies.append(slot_load)
-    harness.add_adapter("a")
-    failed, other = harness.add([1, 2], "a", max_tokens=3), harness.add([3, 4], max_tokens=3)
-    harness.step()
-    harness.engine.on_slot_loaded(copies.pop(), Unavailable("the disk is gone"))
-    harness.drain()
-    assert harness.ends == {failed: "UNAVAILABLE", other: "length"}
-    # The next sequence triggers another copy.
-    harness.add([1, 2], "a", max_tokens=3)
-    harness.step()
-    assert [slot_load.adapter_digest for slot_load in copies] == ["a"]
-    harness.engine.check_integrity()
 
 
 @pytest.mark.parametrize("with_step", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.graph_captures import replace_captures
 from support.thread_workers import ThreadWorker
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 from support.tokenizer import byte_level, save_tokenizer
@@ -19,8 +20,6 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.step.plan import SlotLoad
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.checkpoint import Checkpoint
-from quire_engine.worker import cuda_graphs
-from quire_kernels import paged_attention
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound
@@ -225,17 +224,15 @@ def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatc
     if harness.adapters:
         fields |= {"enable_lora": True, "max_loras": rng.choice([1, 2]), "max_cpu_loras": 2}
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
-    if seed % 4 == 0:
-        # Decode steps use the inputs of CUDA graphs, but run eagerly instead of a replay.
-        monkeypatch.setattr(cuda_graphs, "should_capture", lambda device: True)
-        monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: lambda step: step)
-        monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
+    # In half of the runs, decode steps replay the graphs of a GPU, whose steps run eagerly here.
+    captures = replace_captures(monkeypatch) if seed % 2 == 0 else []
     engine = harness.engine(**fields)
     for i, offline_request in harness.run_together(engine, timed_requests).items():
         if not offline_request.unfinished_sequence_ids:
             _assert_equal(offline_request.to_request_output(), expected[i].to_request_output())
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_used_host_blocks == 0
+    assert all(capture.replayed for capture in captures) and len(captures) == (tp_size if seed % 2 == 0 else 0)
 
 
 def _assert_equal(actual: RequestOutput, expected: RequestOutput) -> None:

@@ -228,26 +228,6 @@ def test_outputs_equal_transformers_from_the_prefix_cache(cases, name):
     assert engine.stats().num_block_copies > 0
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_forks_equal_transformers(cases, caching):
-    case = cases("llama")
-    engine = Engine.from_config(_config(case.folder, enable_prefix_caching=caching, max_num_seqs=16))
-    prompts = [case.prompts[i // 4] for i in range(32)]
-    parent_ids = {i: None if i % 4 == 0 else i - i % 4 + (i % 4 == 3) for i in range(32)}
-    outputs = [Output([], []) for _ in prompts]
-    for i, prompt in enumerate(prompts):
-        params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 3}
-        engine.add(SequenceRequest(i, prompt, params, parent_id=parent_ids[i]))
-    while engine.has_work:
-        for result in engine.step().results:
-            outputs[result.id].token_ids.extend(result.token_ids)
-            outputs[result.id].logprobs.extend(result.logprobs)
-        engine.check_integrity()
-    _check(outputs, [case.references[i // 4] for i in range(32)])
-    partial = [len(prompt) % 16 != 1 for prompt in prompts]
-    assert engine.stats().num_block_copies == sum(3 for i in range(0, 32, 4) if partial[i])
-
-
 @pytest.mark.parametrize("fork_at_start", [True, False])
 def test_forks_of_a_prompt_that_crosses_the_long_rope_threshold(cases, fork_at_start):
     folder = cases("phi3-longrope").folder
@@ -267,30 +247,6 @@ def test_forks_of_a_prompt_that_crosses_the_long_rope_threshold(cases, fork_at_s
             outputs[result.id] += result.token_ids
         engine.check_integrity()
     assert outputs == dict.fromkeys(outputs, reference.token_ids)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_sampling_does_not_depend_on_other_requests_or_preemption(cases, name):
-    case = cases(name)
-    params = {"temperature": 1.0, "top_p": 0.95, "logprobs": None}
-    prompts = case.prompts[:12]
-    large = Engine.from_config(_config(case.folder))
-    together = [output.token_ids for output in _sample(large, prompts, params)]
-    assert together == [_sample(large, prompts, params, only=i)[i].token_ids for i in range(12)]
-    small = Engine.from_config(_config(case.folder, block_size=8, num_blocks=MAX_MODEL_LEN // 8 + 2))
-    assert together == [output.token_ids for output in _sample(small, prompts, params)]
-    assert small.stats().num_preemptions > 0
-
-
-def _sample(engine: Engine, prompts: list[list[int]], params: dict[str, Any], only: int | None = None) -> list[Output]:
-    outputs = [Output([], []) for _ in prompts]
-    for i, prompt in enumerate(prompts):
-        if only in (None, i):
-            engine.add(SequenceRequest(i, prompt, params | {"seed": i, "max_tokens": NUM_TOKENS}))
-    while engine.has_work:
-        for result in engine.step().results:
-            outputs[result.id].token_ids.extend(result.token_ids)
-    return outputs
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -351,6 +307,8 @@ def adapter_cases(tmp_path_factory):
             references += _reference(
                 load_oracle(folder) if path is None else load_adapted_oracle(folder, path), prompts
             )
+        outputs = {str([r.token_ids for r in references[i : i + 6]]) for i in range(0, len(references), 6)}
+        assert len(outputs) == len(adapters), "an adapter does not change the output"
         return AdapterCase(folder, adapters, prompts * len(adapters), adapter_digests, references)
 
     return make
@@ -363,14 +321,6 @@ def _adapted_engine(case: AdapterCase, **changes: Any) -> Engine:
         if name is not None:
             engine.add_adapter(name, path, engine.read_adapter(path))
     return engine
-
-
-def test_each_adapter_changes_the_output(adapter_cases):
-    adapted = adapter_cases("llama")
-    outputs = {digest: [] for digest in adapted.adapters}
-    for digest, reference in zip(adapted.adapter_digests, adapted.references, strict=True):
-        outputs[digest].append(reference.token_ids)
-    assert len({str(tokens) for tokens in outputs.values()}) == len(adapted.adapters)
 
 
 ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
@@ -396,60 +346,9 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
         assert engine.stats().num_adapter_evictions > 0
 
 
-def test_one_adapter_at_a_time_equals_peft(adapter_cases):
-    adapted = adapter_cases("llama")
-    engine = _adapted_engine(adapted, max_loras=1)
-    for i in range(0, len(adapted.prompts), 6):
-        _check(_generate(engine, [adapted.prompts[i]], [adapted.adapter_digests[i]]), [adapted.references[i]])
-
-
 def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
     adapted = adapter_cases("llama")
     engine = _adapted_engine(adapted)
     for _ in range(2):
         _check(_generate(engine, adapted.prompts, adapted.adapter_digests), adapted.references)
     assert engine.stats().prefix_cache_hits > 0
-
-
-@pytest.mark.parametrize(("caching", "overlap"), [(True, False), (False, True)])
-def test_all_features_combined(adapter_cases, caching, overlap, monkeypatch):
-    """Adapters, forks, priorities, swapping, preemption and aborts in random order: all outputs are correct."""
-    adapted, rng = adapter_cases("llama"), random.Random(8)
-    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: rng.random() < 0.7)
-    engine = _adapted_engine(
-        adapted,
-        num_blocks=MAX_MODEL_LEN // 8 + 8,
-        max_loras=2,
-        enable_prefix_caching=caching,
-        async_scheduling=overlap,
-        swap_space=0.001,
-        max_num_batched_tokens=64,
-        scheduling_policy="priority",
-    )
-    prompt_indices: list[int] = []
-    outputs: dict[int, list[int]] = {}
-    num_finished = 0
-    while len(prompt_indices) < 150 or engine.has_work:
-        for _ in range(rng.randint(0, 2) if len(prompt_indices) < 150 and len(outputs) < 24 else 0):
-            parent_id = rng.choice(list(outputs)) if outputs and rng.random() < 0.4 else None
-            index = rng.randrange(len(adapted.prompts)) if parent_id is None else prompt_indices[parent_id]
-            request = SequenceRequest(
-                len(prompt_indices), adapted.prompts[index], {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-            )
-            request = dataclasses.replace(request, adapter_digest=adapted.adapter_digests[index], parent_id=parent_id)
-            engine.add(dataclasses.replace(request, priority=rng.choice([0, 0, 0, 1, -1])))
-            outputs[request.id] = []
-            prompt_indices.append(index)
-        if outputs and rng.random() < 0.05:
-            engine.abort([aborted_id := rng.choice(list(outputs))])
-            del outputs[aborted_id]
-        engine.read_pending_adapters()
-        for result in engine.step().results:
-            outputs[result.id] += result.token_ids
-            if result.finish_reason is not None:
-                assert outputs.pop(result.id) == adapted.references[prompt_indices[result.id]].token_ids
-                num_finished += 1
-        engine.check_integrity()
-    stats = engine.stats()
-    assert num_finished > 100 and stats.num_used_blocks == stats.num_used_host_blocks == 0
-    assert min(stats.num_swapped_in_blocks, stats.num_block_copies, stats.num_adapter_evictions) > 10

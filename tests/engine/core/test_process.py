@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real core process over its real socket: sequences, clients, adapters, idling, failing steps."""
 
-import json
 import os
 import signal
 import socket
@@ -97,46 +96,20 @@ def test_sequences_return_results_step_by_step(text_client: IpcClient, model: Pa
 def test_invalid_sequences_fail_alone(engine: EngineProcesses, text_client: IpcClient):
     text_client.send(SequenceRequest(1, [5], GREEDY))
     invalid_requests = {
-        2: SequenceRequest(2, [], GREEDY),
-        3: SequenceRequest(3, [10**6], GREEDY),
-        4: SequenceRequest(4, [5] * 5000, GREEDY),
-        5: SequenceRequest(5, [5], {"top_p": 9}),
-        6: SequenceRequest(6, [5], GREEDY, adapter_digest="sha256:none"),
-        7: SequenceRequest(7, "abc", GREEDY),  # type: ignore[arg-type]
-        8: SequenceRequest(8, [5], "abc"),  # type: ignore[arg-type]
-        9: SequenceRequest(9, None, None),  # type: ignore[arg-type]
+        2: SequenceRequest(2, [5] * 5000, GREEDY),
+        3: SequenceRequest(3, [5], GREEDY, adapter_digest="sha256:none"),
+        4: SequenceRequest(4, "abc", GREEDY),  # type: ignore[arg-type]
+        5: SequenceRequest(5, [5], "abc"),  # type: ignore[arg-type]
+        6: SequenceRequest(6, None, None),  # type: ignore[arg-type]
     }
     for request in invalid_requests.values():
         text_client.send(request)
     deltas = receive_results(text_client, [1, *invalid_requests])
     assert len(token_ids_of(deltas[1])) == 12
-    assert {deltas[i][0].error_code for i in (2, 3, 4, 5)} == {"INVALID_ARG"}
-    assert deltas[6][0].error_code == "NOT_FOUND"
-    assert all(deltas[i][0].error_code and deltas[i][0].error for i in (7, 8, 9))
+    assert [deltas[i][0].error_code for i in (2, 3)] == ["INVALID_ARG", "NOT_FOUND"]
+    assert all(deltas[i][0].error_code and deltas[i][0].error for i in (4, 5, 6))
     # The core logs malformed requests with a traceback, which the fixture must not find.
     (engine.folder / "core.log").write_text("")
-
-
-def test_abort_frees_blocks_and_publishes_stats(engine: EngineProcesses, text_client: IpcClient):
-    text_client.send(SequenceRequest(1, [5], ENDLESS))
-    first = text_client.receive()
-    assert isinstance(first, StepResult)
-    while not first.started:
-        first = text_client.receive()
-    assert engine.core_stats()["num_used_blocks"] > 0
-    text_client.send(AbortSequences([1, 99]))
-    engine.wait_idle()
-    text_client.socket.settimeout(5)
-    while (step := text_client.receive()).stats.num_running:
-        pass
-    assert (step.stats.num_used_blocks, step.results) == (0, [])
-
-
-def test_disconnect_of_the_text_process_aborts_its_sequences(engine: EngineProcesses, text_client: IpcClient):
-    text_client.send(SequenceRequest(1, [5], ENDLESS))
-    wait_for(lambda: engine.core_stats()["num_running"] == 1)
-    text_client.close()
-    engine.wait_idle()
 
 
 def test_second_text_process_replaces_the_first(engine: EngineProcesses, text_client: IpcClient):
@@ -314,13 +287,3 @@ def test_failed_steps_fail_their_sequences_and_three_in_a_row_exit(model: Path, 
                     text_client.receive()
         assert engine.processes["core"].wait(10) == 70
         assert "steps keep failing" in engine.log("core")
-
-
-def test_too_small_kv_cache_names_the_setting(model: Path, tmp_path: Path):
-    config_path = tmp_path / "engine.json"
-    config_path.write_text(json.dumps(config_of(model, kv_cache_memory_bytes=4096)))
-    argv = [sys.executable, "-m", "quire_engine.core", "--engine", str(config_path)]
-    argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
-    completed = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    assert completed.returncode == 2 and "Traceback" not in completed.stderr
-    assert "quire_engine.core: " in completed.stderr and "kv_cache_memory_bytes" in completed.stderr

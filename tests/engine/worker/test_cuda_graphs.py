@@ -5,21 +5,17 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from support.random_adapter import random_adapter
-from support.tiny_checkpoints import VOCAB
+from support.graph_captures import replace_captures
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.sequence import Sequence
 from quire_engine.step.plan import ScheduledSpan, StepPlan
-from quire_engine.worker import cuda_graphs
 from quire_engine.worker.cuda_graphs import ADAPTER_SIZES_PER_DOUBLING, CudaGraphRunner, DeviceBlockTables, graph_sizes
 from quire_engine.worker.model_runner import DeviceModelRunner
-from quire_engine.worker.startup import RunnerStartup
 from quire_kernels import paged_attention, route_tokens
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -66,113 +62,13 @@ def test_block_tables_send_only_new_blocks():
     assert _rows(tables, first) == (rows[:1], [(rows[0], 2, 9)])
 
 
-def test_preempted_sequence_sends_its_new_block_table():
-    tables, sequence = DeviceBlockTables(2), _sequence([5, 6])
-    (row,), _ = _rows(tables, sequence)
-    sequence.block_table = []
-    sequence.block_table = [3, 4]
-    assert _rows(tables, sequence) == ([row], [(row, 0, 3), (row, 1, 4)])
-
-
-def test_rows_of_sequences_that_do_not_run_are_reassigned():
-    tables, running, waiting = DeviceBlockTables(3), _sequence([1]), [_sequence([i]) for i in range(2, 4)]
-    (row, *waiting_rows), _ = _rows(tables, running, *waiting)
-    new = [_sequence([8]), _sequence([9])]
-    rows, entries = _rows(tables, running, *new)
-    assert rows[0] == row
-    assert sorted(rows[1:]) == sorted(waiting_rows)
-    assert [block for _, _, block in entries] == [8, 9]
-    # A waiting sequence runs again and sends its whole table.
-    (new_row,), entries = _rows(tables, waiting[0])
-    assert entries == [(new_row, 0, 2)]
-
-
-class _RerunCapture:
-    """Replaces a capture: each replay runs the step again and is counted."""
-
-    def __init__(self):
-        self.num_replays = 0
-
-    def __call__(self, step):
-        def replay():
-            self.num_replays += 1
-            return step()
-
-        return replay
-
-
-def _generate(llama_folder, monkeypatch, capture, adapters=(), steps=None, ahead=False):
-    """Return the tokens of nine requests and the number of preemptions.
-
-    The requests come in two waves and need more KV blocks than there are. They use `adapters` in turn. `steps` receives
-    the slots and adapters of each replayed step. `ahead` enables asynchronous scheduling.
-    """
-    # The default kernel needs groups of spans from the host, which a step of a graph does not have.
-    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    monkeypatch.setattr(RunnerStartup, "_capture_graphs", lambda self, kv_cache: None)
-    config = dataclasses.replace(CONFIG, model=str(llama_folder), kv_cache_memory_bytes=13 * 8 * 2 * 2 * 2 * 16 * 4)
-    config = dataclasses.replace(config, async_scheduling=ahead)
-    if adapters:
-        config = dataclasses.replace(config, enable_lora=True, max_loras=2, max_lora_rank=16)
-    engine = Engine.from_config(config)
-    runner = engine._runner
-    if adapters:
-        draw = torch.Generator().manual_seed(5)
-        for i, rank in enumerate((3, 16, 8)):
-            engine.add_adapter(f"adapter {i}", Path("not read"), random_adapter(runner, rank, draw))
-    if capture is not None:
-        shape = runner._model.shape
-        runner._kv_cache = KVCache(
-            shape, runner.memory.num_blocks, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1
-        )
-        runner._graphs = CudaGraphRunner(runner._model, runner._kv_cache, 6, 96, 2 if adapters else 0, capture=capture)
-        build_input, steps = runner._graphs.build_input, [] if steps is None else steps
-
-        def recording_build_input(plan):
-            if (graph_input := build_input(plan)) is not None:
-                steps.append({(s.adapter_slot, s.sequence.adapter_digest) for s in plan.spans})
-            return graph_input
-
-        runner._graphs.build_input = recording_build_input
-    prompts = [
-        torch.randint(VOCAB, (3 + 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(9)
-    ]
-    params = [{"temperature": t, "seed": 3, "max_tokens": 20, "ignore_eos": True} for t in (0.0, 1.0, 0.0)]
-    tokens: dict[int, list[int]] = {}
-    for wave in (range(4), range(4, 9)):
-        for i in wave:
-            engine.add(
-                SequenceRequest(
-                    i, prompts[i], params[i % 3], adapter_digest=adapters[i % len(adapters)] if adapters else None
-                )
-            )
-        for _ in range(1000 if 8 in wave else 12):
-            for result in engine.step().results if engine.has_work else []:
-                assert result.error_code is None, result.error
-                tokens.setdefault(result.id, []).extend(result.token_ids)
-    assert not engine.has_work
-    return tokens, engine.stats().num_preemptions
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_graphs_do_not_change_tokens(llama_folder, monkeypatch, ahead):
-    capture = _RerunCapture()
-    expected, _ = _generate(llama_folder, monkeypatch, None)
-    tokens, num_preemptions = _generate(llama_folder, monkeypatch, capture, ahead=ahead)
-    assert tokens == expected
-    assert capture.num_replays > 20
-    assert num_preemptions > 0
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graph_of_a_step_that_samples_nothing(llama_folder, monkeypatch, ahead):
     """With one token per step, graphs also compute prompts, of which only the last token samples."""
-    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
     config = dataclasses.replace(CONFIG, model=str(llama_folder), max_num_seqs=1, async_scheduling=ahead)
     outputs = []
     for num_tokens in (40, 1):
-        monkeypatch.setattr(cuda_graphs, "should_capture", lambda device, enabled=num_tokens == 1: enabled)
-        monkeypatch.setattr(cuda_graphs, "GraphCapture", lambda device: _RerunCapture())
+        replace_captures(monkeypatch, enabled=num_tokens == 1)
         engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
         engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
         outputs.append([])
@@ -181,21 +77,6 @@ def test_graph_of_a_step_that_samples_nothing(llama_folder, monkeypatch, ahead):
                 assert result.error_code is None, result.error
                 outputs[-1] += result.token_ids
     assert outputs[1] == outputs[0] and len(outputs[0]) == 5
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_graphs_do_not_change_tokens_with_adapters(llama_folder, monkeypatch, ahead):
-    """Three adapters share two slots beside base sequences, so the content of a slot changes between replays."""
-    adapters, steps = (None, "adapter 0", "adapter 1", "adapter 2"), []
-    expected, _ = _generate(llama_folder, monkeypatch, None, adapters)
-    tokens, num_preemptions = _generate(llama_folder, monkeypatch, _RerunCapture(), adapters, steps, ahead)
-    assert tokens == expected
-    assert num_preemptions > 0
-    assert tokens != _generate(llama_folder, monkeypatch, None)[0]
-    assert any({None, 0, 1} <= {slot for slot, _ in step} for step in steps)
-    assert any(len(step) == 1 for step in steps)
-    digests_by_slot = {slot: {digest for step in steps for s, digest in step if s == slot} for slot in (0, 1)}
-    assert max(map(len, digests_by_slot.values())) > 1
 
 
 def test_step_without_adapters_launches_no_lora_kernels(llama_folder, monkeypatch):

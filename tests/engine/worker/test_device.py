@@ -106,11 +106,6 @@ def test_available_memory_respects_the_control_group(tmp_path, monkeypatch):
     assert available_memory_bytes() > 3_000_000
 
 
-def test_values_of_this_machine_are_plausible():
-    assert 1 <= num_cores() <= 4096
-    assert available_memory_bytes() > 64 << 20
-
-
 _FREED = """
 from pathlib import Path
 import torch

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.graph_captures import replace_captures
 from support.single_steps import CONFIG, random_prompt, run_prompt
 from support.tiny_checkpoints import VOCAB
 
@@ -14,11 +15,10 @@ from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.worker import cuda_graphs, startup
+from quire_engine.worker import startup
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_engine.worker.startup import RunnerStartup
 from quire_engine.worker.warmup import compile_steps, peak_memory_steps
-from quire_kernels import paged_attention
 from quire_spec.errors import ConfigError
 from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
 from quire_spec.protocol.messages import SequenceRequest
@@ -182,26 +182,13 @@ def test_kernel_that_does_not_compile_stops_the_startup(llama_folder, llama_shap
         DeviceModelRunner(CONFIG, llama_shape, llama_folder)
 
 
-class _RerunCapture:
-    """Replaces GraphCapture on a CPU: runs each step once, as a capture does, and again at each replay."""
-
-    def __init__(self, device):
-        pass
-
-    def __call__(self, step):
-        step()
-        return step
-
-
 @pytest.mark.parametrize(("adapters", "max_num_seqs"), [(False, 6), (True, 6), (True, 1)])
 def test_engine_starts_as_on_a_gpu(llama_folder, monkeypatch, adapters, max_num_seqs):
     """Everything except the capture and the memory queries: profiling steps run before the KV cache is allocated."""
     answers = {"max_memory_reserved": 300 * MIB, "memory_reserved": 200 * MIB, "mem_get_info": (700 * MIB, 1000 * MIB)}
     for name, answer in (answers | {"empty_cache": None, "reset_peak_memory_stats": None}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(cuda_graphs, "should_capture", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "GraphCapture", _RerunCapture)
-    monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
+    replace_captures(monkeypatch)
     budgets = []
 
     def measure(self):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors give the same logits as those of transformers, for each row and step."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -84,18 +83,6 @@ def test_frequency_and_presence_penalties_count_output_tokens_only() -> None:
     steps.run(check)
 
 
-def test_logit_bias_is_transformers() -> None:
-    bias = {3: 5.0, 7: -100.0, 59: 0.5}
-    steps = Steps([_sequence(), _sequence(logit_bias=bias)])
-    process = oracle.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
-
-    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
-        assert torch.equal(processed[0], logits[0])
-        torch.testing.assert_close(processed[1:], process(_ids(steps.sequences[1]), logits[1:].clone()))
-
-    steps.run(check, num_steps=2)
-
-
 def test_bad_words_never_forbid_all_allowed_tokens() -> None:
     """Such a combination of parameters is visible only after the bad words have begun."""
     one = _sequence(bad_words=[[4, 4]], allowed_token_ids=[4])
@@ -129,34 +116,6 @@ def test_bad_words_are_transformers() -> None:
     assert num_forbidden > 60 + 5
 
 
-def test_min_tokens_is_transformers() -> None:
-    stops = [4, 9]
-    steps = Steps([_sequence(stops=stops, min_tokens=3), _sequence(stops=stops), _sequence(stops=[0], min_tokens=7)])
-
-    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
-        for i, sequence in enumerate(steps.sequences):
-            process = oracle.MinNewTokensLengthLogitsProcessor(
-                len(sequence.prompt_token_ids),
-                sequence.params.min_tokens,
-                sorted(sequence.suppressed_token_ids),
-                device="cpu",
-            )
-            torch.testing.assert_close(processed[i : i + 1], process(_ids(sequence), logits[i : i + 1].clone()))
-
-    steps.run(check)
-
-
-def test_allowed_token_ids() -> None:
-    steps = Steps([_sequence(allowed_token_ids=[5, 30]), _sequence()])
-
-    def check(logits: torch.Tensor, processed: torch.Tensor) -> None:
-        assert (processed[0] > -INF).nonzero().flatten().tolist() == [5, 30]
-        assert torch.equal(processed[0, [5, 30]], logits[0, [5, 30]])
-        assert torch.equal(processed[1], logits[1])
-
-    steps.run(check, num_steps=2)
-
-
 def test_processors_run_in_vllms_order() -> None:
     """Masks and bias come before the penalties, so a repetition penalty multiplies a biased logit."""
     sequence = _sequence(
@@ -184,43 +143,6 @@ def test_batch_without_processing_has_no_processors() -> None:
     logits = _logits(1)
     assert processors is not None and processors(logits, [len(PROMPT) + 2]) is logits
     assert len(token_counts.counts) == 0
-
-
-def _tokens_of(token_counts: TokenCounts, row: int) -> tuple[list[int], list[int]]:
-    """Return the distinct prompt tokens, and the output tokens with repetitions."""
-    counts = token_counts.counts[row]
-    return token_counts.in_prompt[row].nonzero().flatten().tolist(), torch.arange(VOCAB).repeat_interleave(
-        counts
-    ).tolist()
-
-
-def test_row_of_a_freed_sequence_is_reused() -> None:
-    token_counts = TokenCounts(2, VOCAB, CPU)
-    first, second = _sequence(repetition_penalty=2.0, prompt=[1, 2]), _sequence(prompt=[1, 3])
-    first.output_token_ids += [4, 4, 5]
-    (row,) = token_counts.rows_for([first], [first])
-    token_counts.add([row], torch.tensor([4]))
-    assert token_counts.rows_for([first, second], [first, second]) == [row, 1 - row]
-    assert _tokens_of(token_counts, row) == ([1, 2], [4, 4, 4, 5])
-    del first
-    gc.collect()
-    third = _sequence(prompt=[7])
-    assert token_counts.rows_for([second, third], [second, third]) == [1 - row, row]
-    assert _tokens_of(token_counts, row) == ([7], [])
-
-
-def test_running_sequence_gets_the_row_of_a_preempted_one_which_is_recounted() -> None:
-    token_counts = TokenCounts(2, VOCAB, CPU)
-    running, preempted, new = (_sequence(prompt=[i]) for i in range(3))
-    rows = token_counts.rows_for([running, preempted], [running, preempted])
-    for sequence, token in ((running, 10), (preempted, 11)):
-        sequence.output_token_ids.append(token)
-    token_counts.add(rows, torch.tensor([10, 11]))
-    assert token_counts.rows_for([running, new], [running, new]) == rows
-    assert [_tokens_of(token_counts, row) for row in rows] == [([0], [10]), ([2], [])]
-    assert token_counts.rows_for([preempted], [preempted, new]) == rows[:1]
-    assert [_tokens_of(token_counts, row) for row in rows] == [([1], [11]), ([2], [])]
-    assert len(token_counts.counts) == len(token_counts.in_prompt) == 2
 
 
 def test_token_lists_grow_with_the_sequence() -> None:
