@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     OPTConfig,
     Phi3Config,
@@ -169,35 +168,15 @@ def load_adapted_oracle(checkpoint: Path, adapter: Path) -> Any:
 
 
 def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True, max_positions: int = 2048) -> Path:
-    """Write the checkpoint into `folder`, float32, 384 tokens, none of which ends an output."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=max_positions,
-        bos_token_id=0,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    if tokenizer:
-        save_tokenizer(byte_level(), folder)
-    return folder
+    """Write a Llama checkpoint into `folder`, float32, 384 tokens, none of which ends an output."""
+    config = LlamaConfig(**(BASE | {"vocab_size": 384, "max_position_embeddings": max_positions}))
+    write_checkpoint(folder, config, seed)
+    return save_tokenizer(byte_level(), folder) if tokenizer else folder
 
 
 def make_llama_adapter(model: Path, folder: Path, seed: int) -> Path:
     """A random PEFT adapter that changes the output."""
-    torch.manual_seed(seed)
-    config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with _library_warnings_ignored():
-        get_peft_model(base, config).save_pretrained(folder)
-    return folder
+    return make_adapter(model, folder, seed, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"])
 
 
 def greedy_output(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:

@@ -40,9 +40,9 @@ FAILURES = {
 }
 
 
-def start_process(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+def start_process(tmp_path: Path, body: str, document: str = '{"model": "m"}') -> subprocess.Popen[str]:
     engine = tmp_path / "engine.json"
-    engine.write_text('{"model": "m"}')
+    engine.write_text(document)
     argv = [sys.executable, "-c", SCRIPT.format(body=body), "--engine", str(engine)]
     argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -58,9 +58,16 @@ def test_unhandled_exception_ends_the_process(tmp_path: Path, failure: str):
 
 
 def test_configuration_error_is_reported_in_one_line(tmp_path: Path):
-    with start_process(tmp_path, "raise ConfigError('max_loras: must be at least 1, got 0')") as process:
-        _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (2, "name: max_loras: must be at least 1, got 0\n")
+    documents = {
+        '{"model": "m"}': "max_loras",
+        '{"model": "m", "gpu_utilisation": 1}': "gpu_utilisation",
+        "{": "engine.json",
+    }
+    for document, field in documents.items():
+        with start_process(tmp_path, "raise ConfigError('max_loras: must be at least 1, got 0')", document) as process:
+            _, err = process.communicate(timeout=20)
+        (line,) = err.splitlines()
+        assert process.returncode == 2 and line.startswith("name: ") and field in line
 
 
 @pytest.mark.parametrize("body", ["print('serving', flush=True); time.sleep(60)", "asyncio.run(serve(lambda loop: 0))"])

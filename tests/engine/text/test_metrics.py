@@ -13,31 +13,6 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import AdapterEvent, SchedulerStats
 
-# Names in the output of `curl /metrics` of a vLLM server.
-VLLM_NAMES = {
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:num_preemptions_total",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:request_success_total",
-    "vllm:time_to_first_token_seconds_bucket",
-    "vllm:time_to_first_token_seconds_sum",
-    "vllm:time_to_first_token_seconds_count",
-    "vllm:inter_token_latency_seconds_bucket",
-    "vllm:e2e_request_latency_seconds_bucket",
-    "vllm:request_queue_time_seconds_bucket",
-    "vllm:request_prompt_tokens_bucket",
-    "vllm:request_generation_tokens_bucket",
-    "vllm:request_params_max_tokens_bucket",
-    "vllm:request_params_n_bucket",
-    "vllm:lora_requests_info",
-    "vllm:cache_config_info",
-}
-
 
 @pytest.fixture
 def metrics() -> RequestMetrics:
@@ -58,8 +33,49 @@ def value(metrics: RequestMetrics, name: str, **labels: str) -> float:
     return matching[0]
 
 
-def record_one_request(metrics: RequestMetrics) -> None:
-    """Record one request in every metric."""
+VALUES: list[tuple[str, dict[str, str], float]] = [
+    ("vllm:num_requests_running", {}, 1),
+    ("vllm:num_requests_waiting", {}, 2),
+    ("vllm:num_requests_swapped", {}, 1),
+    ("vllm:kv_cache_usage_perc", {}, 0.25),
+    ("vllm:cpu_cache_usage_perc", {}, 0.25),
+    ("vllm:prefix_cache_queries_total", {}, 7),
+    ("vllm:prefix_cache_hits_total", {}, 0),
+    ("vllm:num_preemptions_total", {}, 0),
+    ("vllm:prompt_tokens_total", {}, 7),
+    ("vllm:generation_tokens_total", {}, 3),
+    ("vllm:request_success_total", {"finished_reason": "length"}, 1),
+    ("vllm:time_to_first_token_seconds_bucket", {"le": "0.04"}, 1),
+    ("vllm:time_to_first_token_seconds_bucket", {"le": "0.02"}, 0),
+    ("vllm:time_to_first_token_seconds_sum", {}, 0.03),
+    ("vllm:time_to_first_token_seconds_count", {}, 1),
+    ("vllm:inter_token_latency_seconds_bucket", {"le": "+Inf"}, 1),
+    ("vllm:e2e_request_latency_seconds_bucket", {"le": "+Inf"}, 1),
+    ("vllm:e2e_request_latency_seconds_sum", {}, 1.5),
+    ("vllm:request_queue_time_seconds_bucket", {"le": "+Inf"}, 1),
+    ("vllm:request_prompt_tokens_bucket", {"le": "+Inf"}, 1),
+    ("vllm:request_generation_tokens_bucket", {"le": "2.0"}, 0),
+    ("vllm:request_generation_tokens_bucket", {"le": "5.0"}, 1),
+    ("vllm:request_params_n_bucket", {"le": "2.0"}, 0),
+    ("vllm:request_params_n_bucket", {"le": "5.0"}, 1),
+    ("vllm:request_params_n_sum", {}, 3),
+    ("vllm:request_params_max_tokens_bucket", {"le": "+Inf"}, 1),
+    ("vllm:request_params_max_tokens_sum", {}, 40),
+    ("vllm:cache_config_info", {"num_gpu_blocks": "100", "block_size": "16"}, 1),
+    ("quire_swapped_out_blocks_total", {}, 5),
+    ("quire_swapped_in_blocks_total", {}, 3),
+    ("quire_block_copies_total", {}, 6),
+    ("quire_adapter_requests_total", {"adapter": "sql"}, 1),
+    ("quire_adapter_tokens_total", {"adapter": "sql"}, 3),
+    ("quire_adapter_time_to_first_token_seconds_count", {"adapter": "sql"}, 1),
+    ("quire_adapter_slot_residency", {"adapter": "sql"}, 1),
+    ("quire_requests_refused_total", {"code": "UNAVAILABLE"}, 1),
+    ("quire_steps_total", {}, 3),
+]
+"""After one request. The names that start with "vllm:" are those in the output of `curl /metrics` of a vLLM server."""
+
+
+def test_names_and_values_after_one_request(metrics: RequestMetrics):
     metrics.set_core_connected(True)
     metrics.adapter_metrics.set_adapters({"sql": "sha256:1"})
     metrics.adapter_metrics.record_admitted("sql")
@@ -69,74 +85,22 @@ def record_one_request(metrics: RequestMetrics) -> None:
     metrics.record_generated_tokens("sql", 1)
     metrics.record_next_token(0.02)
     metrics.record_generated_tokens("sql", 2)
-    metrics.record_core_stats(
-        SchedulerStats(
-            num_running=1, num_waiting=2, num_blocks=100, num_used_blocks=25, prefix_cache_queries=7, num_steps=3
-        )
-    )
-    metrics.record_core_stats(
-        SchedulerStats(
-            num_running=1,
-            num_waiting=2,
-            num_blocks=100,
-            num_used_blocks=25,
-            num_steps=3,
-            prefix_cache_queries=7,
-            num_swapped=1,
-            num_host_blocks=8,
-            num_used_host_blocks=2,
-            num_swapped_out_blocks=5,
-            num_swapped_in_blocks=3,
-            num_block_copies=6,
-        )
-    )
+    blocks = {"num_blocks": 100, "num_used_blocks": 25, "num_host_blocks": 8, "num_used_host_blocks": 2}
+    copied = {"num_swapped_out_blocks": 5, "num_swapped_in_blocks": 3, "num_block_copies": 6}
+    sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}
+    metrics.record_core_stats(SchedulerStats(**blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3))
     metrics.adapter_metrics.set_resident_adapters(["sha256:1"])
-    metrics.set_active_adapters(running=["sql", "chat"], waiting=["math"])
     metrics.record_finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
     metrics.record_rejected("UNAVAILABLE")
-
-
-def test_names_match_vllm(metrics: RequestMetrics):
-    record_one_request(metrics)
+    assert [(name, labels, value(metrics, name, **labels)) for name, labels, _ in VALUES] == VALUES
     samples_by_name = samples(metrics)
-    assert set(samples_by_name) >= VLLM_NAMES
     assert all(name.startswith(("vllm:", "quire_")) for name in samples_by_name)
-    for name in VLLM_NAMES - {"vllm:lora_requests_info"}:
-        assert all(labels["model_name"] == "base" for labels, _ in samples_by_name[name])
-    for name, help_text in ((f.name, f.documentation) for f in text_string_to_metric_families(metrics.render())):
-        assert help_text.endswith("."), name
-
-
-def test_values_after_one_request(metrics: RequestMetrics):
-    record_one_request(metrics)
-    assert value(metrics, "vllm:num_requests_running") == 1
-    assert value(metrics, "vllm:num_requests_waiting") == 2
-    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
-    assert value(metrics, "vllm:num_requests_swapped") == 1
-    assert value(metrics, "vllm:cpu_cache_usage_perc") == 0.25
-    assert value(metrics, "quire_swapped_out_blocks_total") == 5
-    assert value(metrics, "quire_swapped_in_blocks_total") == 3
-    assert value(metrics, "quire_block_copies_total") == 6
-    assert value(metrics, "vllm:prompt_tokens_total") == 7
-    assert value(metrics, "vllm:generation_tokens_total") == 3
-    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
-    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 1
-    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0
-    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 1.5
-    assert value(metrics, "vllm:request_generation_tokens_bucket", le="2.0") == 0
-    assert value(metrics, "vllm:request_generation_tokens_bucket", le="5.0") == 1
-    assert [value(metrics, "vllm:request_params_n_bucket", le=le) for le in ("2.0", "5.0")] == [0, 1]
-    assert [value(metrics, "vllm:request_params_max_tokens_sum"), value(metrics, "vllm:request_params_n_sum")] == [
-        40,
-        3,
-    ]
-    assert value(metrics, "vllm:cache_config_info", num_gpu_blocks="100", block_size="16") == 1
-    assert value(metrics, "quire_adapter_requests_total", adapter="sql") == 1
-    assert value(metrics, "quire_adapter_tokens_total", adapter="sql") == 3
-    assert value(metrics, "quire_adapter_time_to_first_token_seconds_count", adapter="sql") == 1
-    assert value(metrics, "quire_adapter_slot_residency", adapter="sql") == 1
-    assert value(metrics, "quire_requests_refused_total", code="UNAVAILABLE") == 1
-    assert value(metrics, "quire_steps_total") == 3
+    for name, _, _ in VALUES:
+        assert not name.startswith("vllm:") or all(
+            labels["model_name"] == "base" for labels, _ in samples_by_name[name]
+        )
+    for family in text_string_to_metric_families(metrics.render()):
+        assert family.documentation.endswith("."), family.name
 
 
 def test_failed_requests_do_not_count_as_latency(metrics: RequestMetrics):

@@ -13,69 +13,41 @@ from quire_engine.text.output_delta_buffer import (
 from quire_spec.protocol.messages import OutputDelta
 
 
-def make_delta(request: int, number: int, final: bool = False, logprobs: bool = False) -> OutputDelta:
-    entry = [{str(number): {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}] if logprobs else None
-    reason = "stop" if final else None
-    return OutputDelta(request, f"<{number}>", [number], reason, -1.0 * number, entry, 3, number + 1)
+def make_delta(request: int, number: int, index: int = 0, ends: bool = False) -> OutputDelta:
+    """Return delta `number` of an output. Requests have log probabilities if their id is 0, and output 0 ends last."""
+    entry = [{str(number): {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}] if request == 0 else None
+    finish_reason = "stop" if ends else None
+    return OutputDelta(
+        request, f"<{number}>", [number], finish_reason, -1.0 * number, entry, 3, number + 1,
+        index=index, other_outputs_pending=index > 0,
+    )  # fmt: skip
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
-def test_merged_deltas_equal_the_single_ones(appends: list[tuple[int, bool]]):
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=60))
+def test_merged_deltas_equal_the_single_ones(appends: list[tuple[int, int, bool]]):
+    """The outputs of a request are merged separately, and its final delta is the last one."""
     buffer = OutputDeltaBuffer()
     sent: list[OutputDelta] = []
-    expected: dict[int, list[int]] = {}
-    for number, (request, flush) in enumerate(appends):
-        buffer.append(make_delta(request, number, logprobs=request == 0))
-        expected.setdefault(request, []).append(number)
+    expected: dict[tuple[int, int], list[int]] = {}
+    ends = [(request, index, False) for index in (1, 0) for request in range(3)]
+    for number, (request, index, flush) in enumerate(appends + ends):
+        buffer.append(make_delta(request, number, index, ends=number >= len(appends)))
+        expected.setdefault((request, index), []).append(number)
         if flush:
             sent += [delta for batch in buffer.drain() for delta in batch]
             assert buffer.drain() == []
     sent += [delta for batch in buffer.drain() for delta in batch]
-    for request, numbers in expected.items():
-        own = [delta for delta in sent if delta.id == request]
+    for (request, index), numbers in expected.items():
+        own = [delta for delta in sent if (delta.id, delta.index) == (request, index)]
         assert "".join(delta.text for delta in own) == "".join(f"<{n}>" for n in numbers)
         assert [i for delta in own for i in delta.token_ids] == numbers
         assert own[-1].num_output_tokens == numbers[-1] + 1
         assert own[-1].cumulative_logprob == -1.0 * numbers[-1]
-        if request == 0:
-            assert [next(iter(p)) for delta in own for p in delta.logprobs or []] == [str(n) for n in numbers]
-        else:
-            assert all(delta.logprobs is None for delta in own)
-
-
-def test_merged_delta_is_final_if_the_last_one_is():
-    buffer = OutputDeltaBuffer()
-    for number in range(3):
-        buffer.append(make_delta(1, number, final=number == 2))
-    ((merged,),) = buffer.drain()
-    assert merged.final and merged.text == "<0><1><2>"
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
-def test_outputs_are_merged_separately_and_the_final_delta_is_last(appends: list[tuple[int, bool]]):
-    buffer = OutputDeltaBuffer()
-    sent: list[OutputDelta] = []
-    ends = [(0, False), (2, False), (1, True)]
-    for number, (index, flush) in enumerate(appends + ends):
-        num_left = len(appends) + len(ends) - number
-        finish_reason = "stop" if num_left <= len(ends) else None
-        buffer.append(
-            OutputDelta(
-                1,
-                f"<{number}>",
-                [number],
-                finish_reason,
-                num_output_tokens=99,
-                index=index,
-                other_outputs_pending=num_left > 1,
-            )
-        )
-        if flush:
-            sent += [delta for batch in buffer.drain() for delta in batch]
-    assert [delta.final for delta in sent] == [False] * (len(sent) - 1) + [True]
-    for output in range(3):
-        numbers = [number for number, (index, _) in enumerate(appends + ends) if index == output]
-        assert [i for delta in sent for i in delta.token_ids if delta.index == output] == numbers
+        logprobs = [next(iter(position)) for delta in own for position in delta.logprobs or []]
+        assert logprobs == ([str(n) for n in numbers] if request == 0 else [])
+    for request in range(3):
+        finals = [delta.final for delta in sent if delta.id == request]
+        assert finals == [False] * (len(finals) - 1) + [True]
 
 
 def test_unread_stream_overflows():

@@ -72,8 +72,7 @@ def client(pod: EngineProcesses) -> Iterator[IpcClient]:
         yield peer
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("as_ids", [True, False])
+@pytest.mark.parametrize(("stream", "as_ids"), [(True, False), (False, True)])
 def test_greedy_text_equals_transformers(
     client: IpcClient, model: Path, expected: dict[str, tuple[list[int], str]], stream: bool, as_ids: bool
 ):
@@ -91,35 +90,17 @@ def test_greedy_text_equals_transformers(
 
 
 def test_64_concurrent_streams_get_their_own_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
+    started = time.monotonic()
     prompts = {client.submit(p, temperature=0, max_tokens=24): p for p in PROMPTS * 10 + PROMPTS[:4]}
     assert len(prompts) == 64
-    for request, events in client.collect(prompts).items():
+    events_by_request = client.collect(prompts)
+    # The throttle does not delay the first and the last delta of a stream, and some before its first delay.
+    max_rate = RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0))
+    assert sum(map(len, events_by_request.values())) <= max_rate * (time.monotonic() - started) + 3 * 64
+    for request, events in events_by_request.items():
         assert text_of(events) == expected[prompts[request]][1]
         counts = [event.num_output_tokens for event in events]
         assert counts == sorted(counts) and counts[-1] == 24
-
-
-def test_many_streams_are_coalesced_except_for_first_tokens(model: Path, tmp_path: Path):
-    """With the throttle of one core: that of all cores can exceed the rate at which this machine generates tokens."""
-    processors, num_streams, num_tokens = os.sched_getaffinity(0), 48, 128
-    with EngineProcesses(tmp_path, **engine_config(model)) as pod:
-        pod.start("core")
-        os.sched_setaffinity(0, {min(processors)})
-        try:
-            pod.start("text")
-        finally:
-            os.sched_setaffinity(0, processors)
-        with pod.connect("text", "frontend") as client:
-            started = time.monotonic()
-            params = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
-            streams = client.collect([client.submit([5, 6, 7], **params) for _ in range(num_streams)]).values()
-            num_events, seconds = sum(map(len, streams)), time.monotonic() - started
-    assert all(sum(len(event.token_ids) for event in events) == num_tokens for events in streams)
-    # More than one first token only if the text process was late and received several steps together.
-    assert sum(len(events[0].token_ids) for events in streams) < 6 * num_streams
-    # Not throttled: the first and the last delta of each stream, and some before the first delay.
-    max_deltas = RESPONSES_PER_S_PER_CORE * seconds + 3 * num_streams
-    assert num_events <= max_deltas < num_streams * num_tokens / 2, (num_events, seconds)
 
 
 def test_stop_string_ends_the_request_in_both_processes(
@@ -154,45 +135,15 @@ def test_text_parameters_reach_the_core_as_tokens(client: IpcClient, model: Path
     assert (event.text, len(event.token_ids)) == ("", 2)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_output_i_of_n_equals_a_single_output_with_seed_plus_i(client: IpcClient, stream: bool):
+def test_output_i_of_n_has_seed_plus_i(client: IpcClient):
     params = {"temperature": 1.5, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-    alone = [client.generate("the fox", stream=stream, seed=7 + i, **params) for i in range(3)]
-    expected_ids = [[i for event in events for i in event.token_ids] for events in alone]
-    events = client.generate("the fox", stream=stream, seed=7, n=3, **params)
-    assert events[-1].final and not any(event.final for event in events[:-1])
-    for index in range(3):
-        own = [event for event in events if event.index == index]
-        assert [i for event in own for i in event.token_ids] == expected_ids[index]
-        assert text_of(own) == text_of(alone[index])
-        assert own[-1].cumulative_logprob == pytest.approx(alone[index][-1].cumulative_logprob, abs=1e-4)
-        assert (own[-1].num_output_tokens, own[-1].finish_reason) == (12, "length")
-    sums = sorted((events[-1].cumulative_logprob for events in alone), reverse=True)
+    alone = [client.generate("the fox", seed=7 + i, **params) for i in range(3)]
+    events = client.generate("the fox", seed=7, n=3, **params)
+    texts = [text_of([event for event in events if event.index == index]) for index in range(3)]
+    assert texts == [text_of(single) for single in alone] and len(set(texts)) == 3
+    sums = sorted((single[-1].cumulative_logprob for single in alone), reverse=True)
     best = client.generate("the fox", stream=False, seed=7, n=2, best_of=3, **params)
     assert [event.cumulative_logprob for event in best] == pytest.approx(sums[:2], abs=1e-4)
-    assert [(event.index, event.final) for event in best] == [(0, False), (1, True)]
-
-
-def test_cancel_ends_all_outputs(pod: EngineProcesses, client: IpcClient):
-    request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
-    wait_for(lambda: pod.core_stats()["num_running"] == 5)
-    client.send(CancelRequests([request]))
-    pod.wait_idle()
-
-
-def test_stop_token_is_counted_but_not_in_the_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):
-    ids, _ = expected["a"]
-    stop = ids[8]
-    first = ids.index(stop) + 1
-    events = client.generate("a", temperature=0, max_tokens=100, stop_token_ids=[stop])
-    assert [i for event in events for i in event.token_ids] == ids[:first]
-    shown = (
-        client.generate("a", temperature=0, max_tokens=first - 1)
-        if first > 1
-        else [OutputDelta(0, finish_reason="stop")]
-    )
-    assert text_of(events) == text_of(shown)
-    assert (events[-1].finish_reason, events[-1].num_output_tokens) == ("stop", first)
 
 
 def test_logprobs_have_the_shape_of_vllm(client: IpcClient):
@@ -214,17 +165,9 @@ def test_logprobs_have_the_shape_of_vllm(client: IpcClient):
     assert client.generate("fox", max_tokens=2)[-1].logprobs is None
 
 
-def test_seeded_sampling_repeats(client: IpcClient):
-    first, second, other = (
-        text_of(client.generate("fox", temperature=1.0, max_tokens=32, seed=seed, top_k=50)) for seed in (1, 1, 2)
-    )
-    assert first == second != other
-
-
 def test_cancel_frees_blocks_and_ends_events(pod: EngineProcesses, client: IpcClient):
-    request = client.submit("fox", temperature=0, max_tokens=100_000)
-    first_event(client, request)
-    assert pod.core_stats()["num_used_blocks"] > 0
+    request = client.submit("fox", n=5, max_tokens=100_000, ignore_eos=True)
+    wait_for(lambda: pod.core_stats()["num_running"] == 5)
     client.send(CancelRequests([request, 999_999]))
     pod.wait_idle()
     # Deltas that were already sent can still arrive; after them only the next request has deltas.
@@ -252,19 +195,10 @@ def test_requests_end_when_their_frontend_disconnects(pod: EngineProcesses):
     ("prompt", "params", "message"),
     [
         ("fox", {"temperature": -1}, "temperature"),
-        ("fox", {"no_such": 1}, "no_such"),
-        ("fox", {"n": 129}, "'n'"),
         ("fox", {"n": 2, "best_of": 3}, "'best_of': the best 2 of 3 outputs are only known at the end"),
-        ("fox", {"stop": [5]}, "'stop'"),
-        ("fox", {"max_tokens": 0}, "max_tokens"),
         ("fox", {"stop_token_ids": [384]}, "'stop_token_ids': 384"),
-        ("fox", {"allowed_token_ids": [5, -3]}, "'allowed_token_ids': -3"),
-        ("fox", {"logit_bias": {"384": 1}}, "'logit_bias': 384"),
         ("fox", {"bad_words": [" "]}, "'bad_words'"),
-        ([384], {}, "384"),
-        ([], {}, "empty"),
         ([5] * LONG_CONTEXT, {}, f"{LONG_CONTEXT} tokens"),
-        (None, {}, "either a text prompt or token ids"),
         ("xy " * 150_000, {}, "tokens and max_model_len"),
     ],
     ids=lambda value: str(value)[:30],
@@ -276,13 +210,6 @@ def test_invalid_request_fails_alone(client: IpcClient, prompt: object, params: 
     (rejected,) = deltas[wrong]
     assert rejected.error_code == "INVALID_ARG" and message in rejected.error
     assert deltas[good][-1].finish_reason == "length"
-
-
-def test_unknown_model_is_not_found(pod: EngineProcesses, client: IpcClient):
-    with pod.connect("text", "supervisor") as supervisor:
-        supervisor.call("set_adapters", adapters={})
-    (event,) = client.generate("fox", model="sql")
-    assert (event.error_code, event.error) == ("NOT_FOUND", "model 'sql' is not served; served are base")
 
 
 def test_adapters_are_served_by_name(pod: EngineProcesses, client: IpcClient, model: Path, tmp_path: Path):
@@ -360,33 +287,6 @@ def test_tokenizing_a_long_prompt_does_not_stall_streams(pod: EngineProcesses, c
         # Tokenizing on the event loop would stall the stream for half of the time.
         assert longest < max(0.25, elapsed_s / 3), (longest, elapsed_s)
         assert all("tokens and max_model_len" in e[0].error for e in rejected.result().values())
-
-
-def test_urgent_request_preempts_and_the_other_resumes(model: Path, tmp_path: Path):
-    settings = {"max_num_seqs": 1, "scheduling_policy": "priority", "swap_space": 0.1, "enable_prefix_caching": False}
-    with EngineProcesses(tmp_path, **engine_config(model, **settings)) as pod:
-        pod.start("core", "text")
-        with pod.connect("text", "frontend") as client:
-            alone = client.generate("fox", temperature=0, max_tokens=600, ignore_eos=True)
-            slow = client.submit("fox", temperature=0, max_tokens=600, ignore_eos=True)
-            first = first_event(client, slow)
-            urgent = client.submit("dog", priority=-1, temperature=0, max_tokens=5, ignore_eos=True)
-            last = {}
-            tokens = list(first.token_ids)
-            while len(last) < 2:
-                for event in client.receive().deltas:
-                    tokens += event.token_ids if event.id == slow else []
-                    if event.final:
-                        last[event.id] = event
-            assert list(last) == [urgent, slow]
-            assert tokens == [token for event in alone for token in event.token_ids]
-        stats = pod.core_stats()
-        assert stats["num_preemptions"] == 1 and stats["num_used_host_blocks"] == 0
-        # On any machine, copying a block takes less time than recomputing 16 tokens.
-        assert 0 < stats["num_swapped_in_blocks"] == stats["num_swapped_out_blocks"]
-        with pod.connect("text", "supervisor") as supervisor:
-            assert metric(supervisor, "vllm:num_preemptions_total") == 1
-            assert metric(supervisor, "quire_swapped_in_blocks_total") == stats["num_swapped_in_blocks"]
 
 
 def test_slow_reader_is_disconnected_without_effect_on_others(pod: EngineProcesses, client: IpcClient):

@@ -9,18 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.engine_processes import (
-    LONG_CONTEXT,
-    EngineProcesses,
-    engine_config,
-    events_of,
-    first_event,
-    text_of,
-    wait_for,
-)
-from support.tiny_checkpoints import greedy_output, make_llama
-
-from quire_spec.protocol.messages import CancelRequests
+from support.engine_processes import LONG_CONTEXT, EngineProcesses, engine_config, text_of, wait_for
+from support.tiny_checkpoints import make_llama
 
 
 @pytest.fixture(scope="module")
@@ -69,76 +59,12 @@ def test_text_process_death_aborts_its_sequences_in_the_core(model: Path, tmp_pa
             assert client.generate("fox", max_tokens=4)[-1].finish_reason == "length"
 
 
-def test_queue_limit_and_drain(model: Path, tmp_path: Path):
-    with EngineProcesses(tmp_path, **engine_config(model, max_num_seqs=1, max_num_queued_reqs=2)) as pod:
-        pod.start("core", "text")
-        with pod.connect("text", "frontend") as client, pod.connect("text", "supervisor") as supervisor:
-            running = client.submit("fox", temperature=0, max_tokens=100_000)
-            first_event(client, running)
-            queued = [client.submit("fox", max_tokens=4), client.submit("the fox", max_tokens=4)]
-            rejected = client.submit("fox")
-            while not (events := [e for e in client.receive().deltas if e.id != running]):
-                pass
-            assert events[0].id == rejected and events[0].error_code == "UNAVAILABLE"
-            assert "2 requests are waiting and max_num_queued_reqs is 2" in events[0].error
-            wait_for(lambda: supervisor.call("status")["num_queued"] == 2)
-
-            with pod.connect("text", "supervisor") as other:
-                other.socket.settimeout(0.3)
-                with pytest.raises(TimeoutError):
-                    other.call("drain")
-                (event,) = [e for e in events_of(client, client.submit("fox")) if e.error_code]
-                assert event.error_code == "UNAVAILABLE" and "draining" in event.error
-                client.send(CancelRequests([running]))
-                finish_reasons: dict[int, str | None] = {}
-                while len(finish_reasons) < 2:
-                    finish_reasons |= {
-                        delta.id: delta.finish_reason
-                        for delta in client.receive().deltas
-                        if delta.id in queued and delta.final
-                    }
-                assert set(finish_reasons.values()) == {"length"}
-                other.socket.settimeout(10)
-                assert other.receive().result == {}
-
-
-def test_model_without_tokenizer_uses_token_ids(tmp_path: Path):
-    model = make_llama(tmp_path / "model", tokenizer=False)
-    with EngineProcesses(tmp_path / "run", **engine_config(model)) as pod:
-        pod.start("core", "text")
-        with pod.connect("text", "frontend") as client:
-            events = client.generate([5, 6, 7], temperature=0, max_tokens=6, logprobs=0)
-            assert [i for event in events for i in event.token_ids] == greedy_output(model, [5, 6, 7], 6)
-            assert all(event.text == "" for event in events)
-            (event,) = client.generate("fox")
-            assert event.error_code == "INVALID_ARG" and "tokenizer.json" in event.error
-            (event,) = client.generate([5], stop=["x"])
-            assert event.error_code == "INVALID_ARG" and "stop_token_ids" in event.error
-
-
 def test_sigterm_ends_the_text_process_with_exit_code_0(model: Path, tmp_path: Path):
     with EngineProcesses(tmp_path / "run", **engine_config(model)) as pod:
         pod.start("text")
         assert pod.kill("text", signal.SIGTERM) == 0
         # A remaining socket file does not prevent the next process from listening.
         pod.start("text")
-
-
-def test_invalid_configuration_prints_one_line_and_exits_with_code_2(tmp_path: Path):
-    engine = tmp_path / "engine.json"
-    cases = {
-        '{"model": "/nowhere/at/all"}': "/nowhere/at/all",
-        '{"model": "x", "gpu_utilisation": 1}': "gpu_utilisation",
-        "{": str(engine),
-    }
-    for document, message in cases.items():
-        engine.write_text(document)
-        for name in ("text", "core"):
-            argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(engine)]
-            argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2
-            assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
 def test_process_dies_with_its_parent(model: Path, tmp_path: Path):
