@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step inputs survive the shared memory through which rank 0 sends them to the other ranks."""
+
+import dataclasses
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire_engine.sequence import BlockId, Sequence, SlotId
+from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, decode, encode, max_elements
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, SwapCopy
+from quire_spec.engine.sampling_params import SamplingParams
+
+ids = st.integers(0, 2**40)
+pairs = st.lists(st.tuples(ids, ids), max_size=4)
+
+
+@given(
+    spans=st.lists(st.tuples(ids, ids, st.integers(-1, 9), st.booleans()), min_size=1, max_size=5),
+    token_ids=st.lists(ids, max_size=20),
+    blocks=st.lists(ids, max_size=20),
+    logit_rows=st.lists(ids, max_size=9),
+    swaps_and_copies=st.tuples(pairs, pairs, pairs),
+    long=st.booleans(),
+    awaits=st.booleans(),
+)
+def test_step_input_round_trips_through_a_ring_row(
+    spans, token_ids, blocks, logit_rows, swaps_and_copies, long, awaits
+):
+    outs, ins, copies = swaps_and_copies
+    starts, lengths, slots, beyond = (list(column) for column in zip(*spans, strict=True))
+    step_input = StepInput(
+        starts=starts,
+        lengths=lengths,
+        adapter_slots=slots,
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        block_ids=torch.tensor(blocks, dtype=torch.int64),
+        logit_rows=logit_rows,
+        num_sampled=len(logit_rows) // 2,
+        awaits_tokens=awaits,
+        long_rope=[int(b) for b in beyond] if long else [],
+        swap_outs=[SwapCopy(*pair) for pair in outs],
+        swap_ins=[SwapCopy(*pair) for pair in ins],
+        copies=[BlockCopy(*pair) for pair in copies],
+    )
+    inputs = torch.tensor([starts, lengths, slots, starts], dtype=torch.int64)
+    entries = torch.tensor(outs + ins, dtype=torch.int64).view(-1, 2).T.repeat(2, 1)[:3]
+    copy_lists = {name: getattr(step_input, name) for name in ("swap_outs", "swap_ins", "copies")}
+    graph_input = GraphStepInput(len(spans), long, inputs, entries, awaits, **copy_lists)
+    for original in (step_input, graph_input):
+        row = torch.full((200,), 7, dtype=torch.int64)
+        encode(original, row)
+        decoded = decode(row)
+        row.fill_(9)
+        assert type(decoded) is type(original)
+        for name in type(original).__slots__:
+            expected, value = getattr(original, name), getattr(decoded, name)
+            assert value == expected if isinstance(expected, (list, int)) else torch.equal(value, expected)
+
+
+def test_largest_step_input_fits_its_row():
+    sequence = Sequence(0, [1] * 64, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
+    sequence.block_table = [BlockId(i) for i in range(8)]
+    step_input = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
+    step_input = dataclasses.replace(step_input, copies=[BlockCopy(0, 1)] * 3)
+    row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
+    encode(step_input, row)
+    assert decode(row).copies == step_input.copies
+    row = torch.zeros(max_elements(3, 3, 8, 0), dtype=torch.int64)
+    graph_input = GraphStepInput(
+        3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=step_input.copies
+    )
+    encode(graph_input, row)
+    assert decode(row).copies == step_input.copies
