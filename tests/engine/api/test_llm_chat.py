@@ -56,27 +56,24 @@ def test_chat_equals_generate_with_the_rendered_prompt(llm: LLM) -> None:
     assert other.prompt == "the fox"
 
 
-def test_content_format_must_be_auto_or_string(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=1)
-    [expected] = llm.chat(CONVERSATION, params, use_tqdm=False)
-    [output] = llm.chat(CONVERSATION, params, use_tqdm=False, chat_template_content_format="string")
-    assert output.prompt == expected.prompt
-    with pytest.raises(InvalidArgument, match="chat_template_content_format: 'openai' is not supported"):
-        llm.chat(CONVERSATION, params, use_tqdm=False, chat_template_content_format="openai")
+_MESSAGES = "messages: must be a list of messages or a list of such lists, got"
+_KWARGS = "chat_template_kwargs: must be an object of arguments by name, got"
 
 
 @pytest.mark.parametrize(
-    "messages", [None, 5, "hello", {"role": "user", "content": "a"}, [1], [CONVERSATION, "hello"], {3}]
+    ("arguments", "message"),
+    [
+        *(({"messages": m}, _MESSAGES) for m in (None, 5, "hello", CONVERSATION[1], [1], [CONVERSATION, "hello"], {3})),
+        *(({"chat_template_kwargs": kwargs}, _KWARGS) for kwargs in (3, "ab", [1], {1: 2})),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages'"),
+        ({"chat_template_content_format": "openai"}, "chat_template_content_format: 'openai' is not supported"),
+        ({"chat_template": "/nowhere"}, "chat_template: .*No such file"),
+    ],
+    ids=str,
 )
-def test_invalid_conversations_are_rejected(llm: LLM, messages: Any) -> None:
-    with pytest.raises(InvalidArgument, match="messages: must be a list of messages or a list of such lists, got"):
-        llm.chat(messages, use_tqdm=False)
-
-
-@pytest.mark.parametrize("template_kwargs", [3, "ab", [1], {1: 2}])
-def test_invalid_template_kwargs_are_rejected(llm: LLM, template_kwargs: Any) -> None:
-    with pytest.raises(InvalidArgument, match="chat_template_kwargs: must be an object of arguments by name, got"):
-        llm.chat(CONVERSATION, use_tqdm=False, chat_template_kwargs=template_kwargs)
+def test_invalid_arguments_are_rejected(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        llm.chat(**({"messages": CONVERSATION, "use_tqdm": False} | arguments))
 
 
 def test_template_kwargs_override_the_other_arguments(llm: LLM) -> None:
@@ -86,8 +83,6 @@ def test_template_kwargs_override_the_other_arguments(llm: LLM) -> None:
         CONVERSATION, params, use_tqdm=False, chat_template_kwargs={"add_generation_prompt": False, "tools": None}
     )
     assert output.prompt == expected.prompt
-    with pytest.raises(InvalidArgument, match="chat_template_kwargs: 'messages'"):
-        llm.chat(CONVERSATION, params, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 
 def test_model_without_a_template_requires_one_as_argument(tmp_path: Path, llm: LLM) -> None:
@@ -101,8 +96,6 @@ def test_model_without_a_template_requires_one_as_argument(tmp_path: Path, llm: 
     file.write_text("{{ bos_token }}{{ messages[0].content }}")
     [output] = other.chat([{"role": "user", "content": "a"}], chat_template=str(file), use_tqdm=False)
     assert output.prompt == "<s>a"
-    with pytest.raises(InvalidArgument, match=r"chat_template: .*No such file"):
-        other.chat([{"role": "user", "content": "a"}], chat_template="/nowhere")
 
 
 def test_default_parameters_are_those_of_generation_config(llm: LLM) -> None:
@@ -124,11 +117,7 @@ def test_invalid_generation_config_is_reported(llm: LLM, content: str) -> None:
         path.write_text(original_text)
 
 
-def test_priorities_require_priority_scheduling(llm: LLM) -> None:
-    with pytest.raises(InvalidArgument, match="priority: got 3, but scheduling_policy is fcfs"):
-        llm.generate(["a", "b"], priority=[0, 3])
-    with pytest.raises(InvalidArgument, match="priority: got 1 entries for 2 prompts"):
-        llm.generate(["a", "b"], priority=[0])
+def test_urgent_requests_finish_first(llm: LLM) -> None:
     settings = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 2**21, "max_num_seqs": 1}
     llm_with_priorities = LLM(llm.engine.model_folder, scheduling_policy="priority", **settings)
     order: list[int] = []

@@ -137,26 +137,6 @@ def test_incomplete_characters_are_not_replaced(tokenizers_by_kind: dict[str, To
         assert "�" not in piece
 
 
-def test_invalid_bytes_do_not_affect_adjacent_characters(tokenizers_by_kind: dict[str, Tokenizer]):
-    ids = [
-        tokenizers_by_kind["llama"]._tokenizer.token_to_id(f"<0x{byte:02X}>")
-        for byte in "é".encode() + b"\xe4\xbd" + b"a"
-    ]
-    assert "".join(stream(tokenizers_by_kind["llama"], ids, [1, 2, 3])) == "é��a"
-    assert "".join(stream(tokenizers_by_kind["llama"], ids[:3], [])) == "é�"
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "llama"])
-def test_output_completes_a_character_of_its_prompt(tokenizers_by_kind: dict[str, Tokenizer], kind: str):
-    tokenizer = tokenizers_by_kind[kind]
-    ids = tokenizer._tokenizer.encode("a 𝄞 b", add_special_tokens=False).ids
-    whole = tokenizer.decode(ids)
-    for cut in range(1, len(ids)):
-        text = IncrementalDetokenizer(tokenizer, SamplingParams(), ids[:cut]).update(ids[cut:], True).text
-        assert "\ufffd" not in text and whole.endswith(text)
-        assert ("𝄞" in text) == ("𝄞" not in tokenizer.decode(ids[:cut]))
-
-
 def test_spaces_between_added_tokens_are_optional(tokenizers_by_kind: dict[str, Tokenizer]):
     tokenizer = tokenizers_by_kind["words"]
     ids = [0, 1, 2, 3, 1, 1]
@@ -239,16 +219,6 @@ def test_stop_token_is_not_part_of_the_text(tokenizers_by_kind: dict[str, Tokeni
     params = SamplingParams(stop=("abc",))
     broken = [*ids, tokenizer.encode("𝄞")[1], 1]
     assert IncrementalDetokenizer(tokenizer, params).update(broken, True, stop_terminated=True).text == "ab�"
-
-
-def test_special_tokens_are_skipped_by_default(tokenizers_by_kind: dict[str, Tokenizer]):
-    tokenizer = tokenizers_by_kind["byte_level"]
-    ids = [1, *tokenizer.encode("fox"), 1]
-    assert IncrementalDetokenizer(tokenizer, SamplingParams()).update(ids, True).text == "fox"
-    assert (
-        IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False)).update(ids, True).text
-        == "</s><s>fox</s>"
-    )
 
 
 def test_time_is_linear_in_the_output_length(tokenizers_by_kind: dict[str, Tokenizer]):

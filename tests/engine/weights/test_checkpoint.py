@@ -66,23 +66,40 @@ def test_cached_hub_model_needs_no_network(hub_cache: Path) -> None:
     assert Checkpoint.load(folder).shape.vocab_size == 16
 
 
+def resolve_in_a_process(revision: str | None = None, timeout_s: float = 15.0, **environment: str) -> str:
+    """Return the folder of org/name or the error. huggingface_hub reads its settings on import: hence a process."""
+    code = f"""
+from quire_engine.weights import hub
+from quire_spec.errors import ConfigError
+hub._TIMEOUT_S = {timeout_s}
+try:
+    print(hub.resolve_model("org/name", {revision!r}, progress=False))
+except ConfigError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.splitlines()
+    return line
+
+
 def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
-    """Runs in a process of its own, because huggingface_hub reads its settings on import."""
     downloaded = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
     ignored = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]
-    commit = "0123456789abcdef0123456789abcdef01234567"
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            name = self.path.partition(f"/resolve/{commit}/")[2]
-            reply: Any = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": n} for n in downloaded + ignored]}
+            name = self.path.partition(f"/resolve/{COMMIT}/")[2]
+            reply: Any = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": n} for n in downloaded + ignored]}
             if "/tree/" in self.path:
                 reply = [{"type": "file", "path": n, "size": len(n), "oid": n} for n in downloaded + ignored]
             body = (name or json.dumps(reply)).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("ETag", f'"{name}"')
-            self.send_header("X-Repo-Commit", commit)
+            self.send_header("X-Repo-Commit", COMMIT)
             self.end_headers()
             self.wfile.write(body if self.command == "GET" else b"")
 
@@ -93,16 +110,9 @@ def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
 
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-        code = (
-            "from quire_engine.weights.hub import resolve_model; print(resolve_model('org/name', None, progress=False))"
-        )
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-        )
+        folder = resolve_in_a_process(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path))
         server.shutdown()
-    assert result.returncode == 0, result.stderr
-    assert sorted(str(file.name) for file in Path(result.stdout.strip()).rglob("*") if file.is_file()) == downloaded
+    assert sorted(file.name for file in Path(folder).rglob("*") if file.is_file()) == downloaded
 
 
 @pytest.mark.parametrize("model", ["org/other", "no such/model/at all"])
@@ -114,39 +124,23 @@ def test_error_names_a_model_that_cannot_be_downloaded(hub_cache: Path, model: s
 
 
 @pytest.mark.parametrize(
-    ("revision", "proxy", "end"),
-    [
-        *[(revision, "", "Connection refused") for revision in (None, "main", "0" * 40)],
-        (None, "http://user:passw0rd@127.0.0.1:9", "Connection refused"),
-    ],
+    ("revision", "proxy"), [(None, "http://user:passw0rd@127.0.0.1:9"), ("main", ""), ("0" * 40, "")]
 )
-def test_unreachable_hub_gives_a_one_line_error(tmp_path: Path, revision: str | None, proxy: str, end: str) -> None:
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "http_proxy": proxy}
-    code = f"""
-from quire_engine.weights.hub import resolve_model
-from quire_spec.errors import ConfigError
-try:
-    resolve_model("org/name", {revision!r}, progress=False)
-except ConfigError as error:
-    print(error)
-"""
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    [line] = result.stdout.splitlines()
+def test_unreachable_hub_gives_a_one_line_error(tmp_path: Path, revision: str | None, proxy: str) -> None:
+    line = resolve_in_a_process(revision, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path), http_proxy=proxy)
     assert line.startswith("model: 'org/name'") and (revision or "") in line
-    assert "(http://127.0.0.1:9)" in line and line.endswith(end) and "passw0rd" not in line
+    assert "(http://127.0.0.1:9)" in line and line.endswith("Connection refused") and "passw0rd" not in line
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
-def test_eos_tokens_of_both_files_are_used(tmp_path: Path, eos: object, expected: set[int]) -> None:
+# Steps that suppress tokens outside the vocabulary would fail or suppress another token.
+@pytest.mark.parametrize(
+    ("eos", "expected"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8}), (-1, {2}), ([-1, 320], {2}), (10**9, {2})]
+)
+def test_eos_tokens_of_both_files_are_used_if_in_the_vocabulary(
+    tmp_path: Path, eos: object, expected: set[int]
+) -> None:
     folder = checkpoint(tmp_path / "m", eos_token_id=eos, temperature=0.6)
     assert Checkpoint.load(folder).eos_token_ids == expected
-
-
-@pytest.mark.parametrize("eos", [-1, [-1, 320], 10**9])
-def test_eos_tokens_outside_the_vocabulary_are_ignored(tmp_path: Path, eos: object) -> None:
-    # A step that suppresses them would fail or suppress another token.
-    assert Checkpoint.load(checkpoint(tmp_path / "m", eos_token_id=eos)).eos_token_ids == {2}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
@@ -171,30 +165,9 @@ def test_fingerprints_differ_between_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("revision", [None, COMMIT])
 def test_hub_that_never_replies_times_out(hub_cache: Path, tmp_path: Path, revision: str | None) -> None:
     """The hub accepts connections but never starts TLS, like a firewall that drops packets. The cache still works."""
-    code = f"""
-from quire_engine.weights import hub
-from quire_spec.errors import ConfigError
-hub._TIMEOUT_S = 0.3
-try:
-    print(hub.resolve_model("org/name", {revision!r}, progress=False))
-except ConfigError as error:
-    print(error)
-"""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        environment = os.environ | {
-            "HF_ENDPOINT": f"https://127.0.0.1:{server.getsockname()[1]}",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
-        lines = []
-        for cache in (hub_cache.parent, tmp_path / "empty"):
-            result = subprocess.run(
-                [sys.executable, "-c", code],
-                env=environment | {"HF_HUB_CACHE": str(cache)},
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-            assert result.returncode == 0, result.stderr
-            lines += result.stdout.splitlines()
-    assert Path(lines[0]).is_relative_to(hub_cache)
-    assert "handshake operation timed out" in lines[1] and lines[1].startswith("model: 'org/name'")
+        hub = {"HF_ENDPOINT": f"https://127.0.0.1:{server.getsockname()[1]}", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        cached = resolve_in_a_process(revision, 0.3, **hub, HF_HUB_CACHE=str(hub_cache.parent))
+        error = resolve_in_a_process(revision, 0.3, **hub, HF_HUB_CACHE=str(tmp_path / "empty"))
+    assert Path(cached).is_relative_to(hub_cache)
+    assert "handshake operation timed out" in error and error.startswith("model: 'org/name'")

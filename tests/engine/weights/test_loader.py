@@ -142,16 +142,10 @@ def test_rejects_a_folder_without_weights(folder):
         _load(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 64, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a": 1'])
-def test_rejects_a_broken_file(folder, content):
-    (folder / SINGLE).write_bytes(content)
-    with pytest.raises(ConfigError, match="not a safetensors file"):
-        _load(folder)
-
-
-def test_rejects_a_truncated_file(folder):
+@pytest.mark.parametrize("cut", [0, 7, 100, -100])
+def test_rejects_a_truncated_file(folder, cut):
     content = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes(content[:-100])
+    (folder / SINGLE).write_bytes(content[:cut])
     with pytest.raises(ConfigError, match="not a safetensors file"):
         _load(folder)
 
