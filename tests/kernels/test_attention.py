@@ -49,13 +49,6 @@ def test_windows_and_soft_caps(window, softcap, dtype):
     _check(queries, cache, batch, tolerance=TOLERANCE[dtype], window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("spans", RAGGED_SPANS.values(), ids=RAGGED_SPANS.keys())
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
-def test_soft_caps(spans, heads):
-    queries, cache, batch = make_batch(spans, heads=heads)
-    _check(4 * queries, cache, batch, softcap=3.0)
-
-
 @pytest.mark.parametrize("spans", [[(700, 1)], [(700, 20)], [(700, 1), (690, 1)]], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
 def test_blocks_outside_the_window_are_not_read(spans, softcap):

@@ -16,10 +16,6 @@ def _splitmix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _int64(x: int) -> int:
-    return x - 2**64 if x >= 2**63 else x
-
-
 def test_splitmix_is_the_published_generator():
     # First outputs of SplitMix64 seeded with 1234567, from the reference implementation.
     state, outputs = 1234567, []
@@ -53,43 +49,31 @@ def test_uniforms_are_uniform_over_positions_and_over_seeds():
 def _kept(probs, **params):
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
     rows = torch.tensor([probs])
-    args = (
-        torch.tensor([defaults["top_k"]]),
-        torch.tensor([defaults["top_p"]]),
-        torch.tensor([defaults["min_p"]]),
-    )
+    args = (torch.tensor([defaults["top_k"]]), torch.tensor([defaults["top_p"]]), torch.tensor([defaults["min_p"]]))
     kept, reference = filter_top_k_top_p_min_p(rows, *args), filter_top_k_top_p_min_p.reference(rows, *args)
     assert torch.equal(kept, reference)
     return kept[0].nonzero().flatten().tolist()
 
 
-def test_no_filter_keeps_all_tokens():
-    assert _kept([0.1, 0.2, 0.3, 0.4]) == [0, 1, 2, 3]
-
-
-def test_top_k():
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_k=2) == [2, 3]
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_k=9) == [0, 1, 2, 3]
-
-
-def test_top_k_keeps_ties():
-    assert _kept([0.2, 0.2, 0.2, 0.4], top_k=2) == [0, 1, 2, 3]
-
-
-def test_top_p():
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_p=0.39) == [3]
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_p=0.65) == [2, 3]
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_p=1e-6) == [3]
-
-
-def test_min_p():
-    assert _kept([0.1, 0.19, 0.31, 0.4], min_p=0.5) == [2, 3]
-
-
-def test_top_p_applies_after_top_k():
-    # 0.4 is 0.57 of the 0.7 that top_k leaves.
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_k=2, top_p=0.5) == [3]
-    assert _kept([0.1, 0.2, 0.3, 0.4], top_k=2, top_p=0.6) == [2, 3]
+@pytest.mark.parametrize(
+    ("probs", "params", "expected"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], {}, [0, 1, 2, 3]),
+        ([0.1, 0.2, 0.3, 0.4], {"top_k": 2}, [2, 3]),
+        ([0.1, 0.2, 0.3, 0.4], {"top_k": 9}, [0, 1, 2, 3]),
+        # Ties are kept together.
+        ([0.2, 0.2, 0.2, 0.4], {"top_k": 2}, [0, 1, 2, 3]),
+        ([0.1, 0.2, 0.3, 0.4], {"top_p": 0.39}, [3]),
+        ([0.1, 0.2, 0.3, 0.4], {"top_p": 0.65}, [2, 3]),
+        ([0.1, 0.2, 0.3, 0.4], {"top_p": 1e-6}, [3]),
+        ([0.1, 0.19, 0.31, 0.4], {"min_p": 0.5}, [2, 3]),
+        # top_p applies after top_k: 0.4 is 0.57 of the 0.7 that top_k leaves.
+        ([0.1, 0.2, 0.3, 0.4], {"top_k": 2, "top_p": 0.5}, [3]),
+        ([0.1, 0.2, 0.3, 0.4], {"top_k": 2, "top_p": 0.6}, [2, 3]),
+    ],
+)
+def test_filters(probs, params, expected):
+    assert _kept(probs, **params) == expected
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 10.0], ids=["flat", "usual", "peaked"])

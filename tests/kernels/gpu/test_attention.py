@@ -71,12 +71,6 @@ def test_any_number_of_workers(workers, monkeypatch):
     _check(*make_batch([(300, 1), (3, 1), (700, 1), (64, 1), (63, 2)], heads=(4, 2), head_dim=32))
 
 
-def test_context_split_over_many_workers(monkeypatch):
-    monkeypatch.setattr(gpu, "num_workers", lambda device: 50)
-    monkeypatch.setattr(gpu, "MIN_SHARE", 1)
-    _check(*make_batch([(1300, 1)], heads=(2, 1), head_dim=16))
-
-
 def test_short_spans_of_several_tokens():
     """Spans of a few tokens are short spans: four heads of four tokens fit into a tile of sixteen rows."""
     queries, cache, batch = make_batch([(100, 4), (13, 3), (700, 1), (0, 2)], heads=(8, 2))
