@@ -23,16 +23,6 @@ def _greedy(**params: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "max_tokens": NUM} | params))
 
 
-def test_penalties_survive_preemption_and_chunks(models: Any) -> None:
-    params = _greedy(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, max_tokens=50)
-    expected = models.tokens(PROMPTS * 2, params)
-    llm = models.load(kv_cache_memory_bytes=14 * 8192, block_size=8, max_num_seqs=6, max_num_batched_tokens=8)
-    outputs = llm.generate(PROMPTS * 2, params, use_tqdm=False)
-    assert llm.engine.stats().num_preemptions > 0
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert expected[0] == expected[3] != models.tokens(PROMPTS[:1], _greedy(max_tokens=50))[0]
-
-
 def test_logit_bias_and_allowed_tokens(models: Any) -> None:
     bias = {17: 6.0, 200: 4.0}
     expected = models.expected(PROMPTS[0], sequence_bias={(token,): value for token, value in bias.items()})
@@ -150,14 +140,6 @@ def test_best_of_returns_the_most_likely_outputs(models: Any) -> None:
         (0, None, None),
         (1, None, None),
     ]
-
-
-def test_outputs_of_a_request_end_independently(models: Any) -> None:
-    params = SamplingParams(seed=1, n=5, max_tokens=60, temperature=2.0, stop=["e", "o"], stop_token_ids=[5, 6, 7])
-    outputs = models.llm.generate([PROMPTS[0], "the quick"], params, use_tqdm=False)
-    ends = {(one.finish_reason, type(one.stop_reason)) for output in outputs for one in output.outputs}
-    assert ("stop", str) in ends and len({len(one.token_ids) for one in outputs[0].outputs}) > 2
-    assert not models.llm.engine.has_work and models.llm.engine.stats().num_used_blocks == 0
 
 
 def _check_prompt_logprobs(models: Any, output: RequestOutput, count: int) -> None:

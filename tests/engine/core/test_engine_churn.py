@@ -258,25 +258,6 @@ def test_rejects_invalid_requests_without_side_effects() -> None:
     assert harness.ends == {valid_id: "length"}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_failed_step_fails_only_its_requests(overlap: bool) -> None:
-    harness = EngineHarness(max_num_seqs=2, async_scheduling=overlap)
-    ids = [harness.add([i] * 5, max_tokens=3) for i in range(3)]
-
-    def fail() -> None:
-        raise MemoryError("out of memory")
-
-    harness.runner.step_hook = fail
-    harness.now += 1
-    results = harness.engine.step().results
-    assert [(r.id, r.error_code) for r in results] == [(ids[0], "INTERNAL"), (ids[1], "INTERNAL")]
-    assert results[0].error == "the step failed: MemoryError: out of memory"
-    harness.runner.step_hook = None
-    del harness.open_requests[ids[0]], harness.open_requests[ids[1]]
-    harness.drain()
-    assert harness.ends == {ids[2]: "length"}
-
-
 def test_failed_step_also_fails_the_step_launched_after_it() -> None:
     harness = EngineHarness(async_scheduling=True)
     old = harness.add([1] * 5, max_tokens=9)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel shards: what each rank loads, the logits that all ranks compute together, and the step ring."""
+"""Tensor-parallel shards: what each rank loads, and the logits that all ranks compute together."""
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
 from quire_engine.distributed.communicator import Communicator
-from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
@@ -117,18 +115,3 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
     )
     sharded_bytes = sum(t.nbytes for name, t in tensors.items() if "proj.weight" in name or "embed_tokens" in name)
     assert bytes_read < size * sum(t.nbytes for t in tensors.values()) - sharded_bytes / 2
-
-
-def test_ring_holds_two_unread_steps():
-    memory, eventfd = os.memfd_create("ring"), os.eventfd(0, os.EFD_SEMAPHORE)
-    SharedMemoryRing.allocate(memory, 8)
-    writer, reader, doorbell = SharedMemoryRing(memory, 8), SharedMemoryRing(memory, 8), Doorbell(eventfd)
-    for first in range(0, 8, 2):
-        for number in (first, first + 1):
-            writer.next_row().fill_(number)
-            doorbell.notify()
-        for number in (first, first + 1):
-            doorbell.wait()
-            assert reader.next_row().tolist() == [number] * 8
-    os.close(memory)
-    os.close(eventfd)

@@ -154,25 +154,6 @@ def test_chunk_inside_a_prompt_computes_no_logits(folder):
     assert model(build_forward_batch(build_step_input([_span(list(range(20)), 0, 9, 0, 8)], 8), kv, CPU), kv) is None
 
 
-@torch.inference_mode()
-def test_sequence_does_not_read_old_content_of_kv_blocks(folder):
-    model = _load(folder)
-    clean = KVCache(model.shape, 8, 8, torch.float32, CPU)
-    dirty = KVCache(model.shape, 8, 8, torch.float32, CPU)
-    for layer in clean.layers:
-        layer.zero_()
-    for layer in dirty.layers:
-        layer.fill_(float("nan"))
-    tokens = torch.randint(0, VOCAB, (21,)).tolist()
-    for start, length in ((0, 10), (10, 10), (20, 1)):
-        results = []
-        for kv in (clean, dirty):
-            # Beside a longer sequence, so that the block table is padded.
-            spans = [_span(tokens, start, length, 0, 8), _span([1] * 30, 0, 30, 3, 8)]
-            results.append(_logits(model, build_forward_batch(build_step_input(spans, 8), kv, CPU), kv))
-        assert torch.equal(*results)
-
-
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from support.graph_captures import replace_captures
 from support.single_steps import CONFIG, random_prompt, run_prompt
-from support.tiny_checkpoints import VOCAB
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
@@ -88,37 +87,6 @@ def test_rejects_a_model_that_does_not_fit_before_loading_it(llama_folder, llama
     slot_rows = ["adapter slots (4 of rank 8)"] * (loras > 0)
     assert [line.split("  ")[1] for line in table] == ["weights", *slot_rows, "free"]
     assert table[-1].split()[1:] == ["100,000", "bytes", "0.00", "GiB"]
-
-
-def test_largest_steps_use_the_whole_token_budget_and_all_sampling_parameters(llama_folder, llama_shape):
-    runner = DeviceModelRunner(CONFIG, llama_shape, llama_folder)
-    batches, sampled = [], []
-    model, sample = runner._model, runner._sampler
-
-    class RecordingModel:
-        shape = model.shape
-        compute_logits = model.compute_logits
-
-        def __call__(self, batch, kv_cache):
-            table_size = tuple(batch.attention.block_tables.shape)
-            batches.append((len(batch.token_ids), batch.num_logits, table_size, batch.adapters.active_slots))
-            assert all(linear.adapters.applies_to(batch.adapters) for _, linear in model.linears())
-            return model(batch, kv_cache)
-
-    def recording_sampler(logits, rows):
-        sampled.append([row.sequence for row in rows])
-        return sample(logits, rows)
-
-    runner._model, runner._sampler = RecordingModel(), recording_sampler
-    steps = peak_memory_steps(CONFIG, 128, VOCAB)
-    RunnerStartup(CONFIG, model, FACTORY, 0, runner._run_eager).run_dummy_steps(steps)
-    # Logits of all tokens except some of one sequence: every span samples, and all other tokens are of prompts with
-    # prompt_logprobs. The eighth sequence's prompt has 9 tokens, and needs log probabilities of 2 of them.
-    assert batches == [(64, 57, (8, 16), {0, 1}), (64, 64, (1, 16), {0})]
-    for sequences in sampled:
-        assert all(s.params.has_penalties and s.params.allowed_token_ids and s.params.logit_bias for s in sequences)
-        assert all(s.params.logprobs is not None and s.suppressed_token_ids and s.bad_words for s in sequences)
-    assert [max(s.params.logprobs for s in sequences) for sequences in sampled] == [CONFIG.max_logprobs, 1]
 
 
 def test_compile_steps_cover_prompt_and_decode_with_every_sampling_variant(llama_shape):
