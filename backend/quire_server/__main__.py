@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from quire_server.logs import configure_logging
 from quire_server.model_server.vllm_repository import write_documents
@@ -16,7 +18,7 @@ from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec import constants
 from quire_spec.errors import QuireError
-from quire_spec.model import capabilities
+from quire_spec.model.capabilities import DEVICES
 from quire_spec.net.addresses import ANY_ADDRESS, POD_IP_VARIABLE, listen_address
 
 EXIT_STOPPED = 0
@@ -39,6 +41,18 @@ Examples:
   python -m quire_server --vllm-repository model_repository/vllm_model --served-name llama \\
       --run-dir /tmp/quire --cache-dir ~/.cache/quire
 """
+_VLLM_REPOSITORY_HELP = "instead of both: an unchanged model of NVIDIA's vllm_backend (model.json, multi_lora.json)"
+_HOST_HELP = (
+    f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all addresses (IPv6 if ${POD_IP_VARIABLE} is an IPv6 "
+    "address)"
+)
+_OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)"
+_OPENAI_KEYS_HELP = "API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)"
+_OPENAI_SHARED_PREFIX_CACHE_HELP = "let requests of different API keys use each other's cached prompts"
+_OPENAI_CORS_HELP = "let web pages of this origin call the OpenAI API; * for all"
+_ADMIN_KEY_HELP = "key for /status and /adapters; without it they answer requests from this machine only"
+_PVCS: dict[str, Any] = {"dest": "pvcs", "action": "append", "default": []}
+_DRAIN_HELP = "seconds for open requests to finish after the first signal (default: %(default)s)"
 _EXIT_CODES = """\
 exit codes:
   0        stopped by a signal after an orderly shutdown
@@ -67,7 +81,7 @@ def _print_error(error: QuireError, code: int) -> int:
 
 
 def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
+    parser = _build_parser()
     args = parser.parse_args(argv)
     if args.vllm_repository is None and None in (args.engine, args.adapters):
         parser.error("--engine and --adapters are required, or --vllm-repository")
@@ -78,150 +92,23 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m quire_server",
-        description=_HELP,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    files = parser.add_argument_group("what to serve")
-    files.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
-    files.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the adapter catalog")
-    files.add_argument(
-        "--vllm-repository",
-        type=Path,
-        metavar="DIR",
-        help="instead of both: an unchanged model of NVIDIA's vllm_backend (model.json, multi_lora.json)",
-    )
-    files.add_argument(
-        "--device", choices=capabilities.DEVICES, help="used if model.json contains no device (default: cuda)"
-    )
-    files.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base model")
-    folders = parser.add_argument_group("folders")
-    folders.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="sockets; used by one supervisor at a time"
-    )
-    folders.add_argument(
-        "--cache-dir", type=Path, required=True, metavar="DIR", help="fetched adapters; kept across restarts"
-    )
-    ports = parser.add_argument_group("network")
-    ports.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help=f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all addresses (IPv6 if ${POD_IP_VARIABLE} "
-        "is an IPv6 address)",
-    )
-    for name, port in (
-        ("http", constants.HTTP_PORT),
-        ("grpc", constants.GRPC_PORT),
-        ("metrics", constants.SERVER_METRICS_PORT),
-        ("health", constants.HEALTH_PORT),
-    ):
-        ports.add_argument(
-            f"--{name}-port", type=_parse_port, default=port, metavar="PORT", help="default: %(default)s"
-        )
-    ports.add_argument(
-        "--openai-port",
-        type=_parse_port,
-        metavar="PORT",
-        help=f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)",
-    )
-    ports.add_argument(
-        "--openai-api-keys-dir",
-        type=Path,
-        metavar="DIR",
-        help="API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)",
-    )
-    ports.add_argument(
-        "--openai-shared-prefix-cache",
-        action="store_true",
-        help="let requests of different API keys use each other's cached prompts",
-    )
-    ports.add_argument(
-        "--openai-cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let web pages of this origin call the OpenAI API; * for all",
-    )
-    ports.add_argument(
-        "--openai-max-body-bytes", type=int, metavar="N", help="maximum size of a request (default: 8 MiB)"
-    )
-    ports.add_argument(
-        "--admin-key-file",
-        type=Path,
-        metavar="FILE",
-        help="key for /status and /adapters; without it they answer requests from this machine only",
-    )
-    sources = parser.add_argument_group("adapter sources")
-    sources.add_argument(
-        "--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>, or DIR/<secret> as JSON"
-    )
-    sources.add_argument(
-        "--pvc",
-        type=_parse_pvc_mount,
-        action="append",
-        default=[],
-        metavar="CLAIM=DIR",
-        help="mount point of a PersistentVolumeClaim",
-    )
-    sources.add_argument(
-        "--allow-path-sources", action="store_true", help="allow local folders as adapter sources; not for pods"
-    )
-    sources.add_argument(
-        "--max-adapter-bytes", type=int, default=4 * 2**30, metavar="N", help="maximum adapter size (default: 4 GiB)"
-    )
-    parser.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds for open requests to finish after the first signal (default: %(default)s)",
-    )
-    parser.add_argument("--verbose", action="store_true", help="show all log lines of the server")
-    return parser
-
-
-def _document_paths(args: argparse.Namespace) -> tuple[Path, Path]:
-    if args.vllm_repository is None:
-        return args.engine, args.adapters
-    key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
-    return write_documents(args.vllm_repository, args.device or "cuda", args.cache_dir / "vllm" / key)
-
-
 def _settings(args: argparse.Namespace) -> SupervisorSettings:
-    engine, adapters = _document_paths(args)
-    return SupervisorSettings(
-        # Child processes get these paths and may run in another working directory.
-        engine=engine.absolute(),
-        adapters=adapters.absolute(),
-        served_name=args.served_name,
-        run_dir=args.run_dir.absolute(),
-        cache_dir=args.cache_dir.absolute(),
-        host=listen_address(args.host, os.environ),
-        http_port=args.http_port,
-        grpc_port=args.grpc_port,
-        metrics_port=args.metrics_port,
-        health_port=args.health_port,
-        openai_port=args.openai_port,
-        openai_flags=tuple(_openai_flags(args)),
-        admin_key_file=args.admin_key_file,
-        secrets_dir=args.secrets_dir,
-        pvcs=dict(args.pvc),
+    """Return the settings, whose fields are the options; a vllm_backend model becomes engine.json and adapters.json."""
+    values = vars(args) | {"host": listen_address(args.host, os.environ), "pvcs": dict(args.pvcs)}
+    if args.vllm_repository is not None:
+        key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
+        folder = args.cache_dir / "vllm" / key
+        values["engine"], values["adapters"] = write_documents(args.vllm_repository, args.device or "cuda", folder)
         # multi_lora.json may contain local folders.
-        allow_path_sources=args.allow_path_sources or args.vllm_repository is not None,
-        require_adapters=args.vllm_repository is not None,
-        max_adapter_bytes=args.max_adapter_bytes,
-        drain_timeout_s=args.drain_timeout,
-        verbose=args.verbose,
-    )
+        values["allow_path_sources"] = values["require_adapters"] = True
+    values["openai_flags"] = tuple(_openai_flags(args))
+    return SupervisorSettings(**{f.name: values[f.name] for f in fields(SupervisorSettings) if f.name in values})
 
 
 def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
     """Yield the arguments of the OpenAI front that are not the supervisor's own."""
     if args.openai_api_keys_dir is not None:
-        yield f"--api-keys-dir={args.openai_api_keys_dir.absolute()}"
+        yield f"--api-keys-dir={args.openai_api_keys_dir}"
     if args.openai_shared_prefix_cache:
         yield "--shared-prefix-cache"
     if args.openai_max_body_bytes is not None:
@@ -241,6 +128,63 @@ def _parse_pvc_mount(text: str) -> tuple[str, Path]:
     if not claim or not equals or not folder:
         raise argparse.ArgumentTypeError(f"must have the form CLAIM=DIR, got {text!r}")
     return claim, Path(os.path.abspath(folder))
+
+
+def _absolute_path(text: str) -> Path:
+    # Child processes get these paths and may run in another working directory.
+    return Path(text).absolute()
+
+
+_OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]], ...]] = {
+    "what to serve": (
+        ("--engine", "FILE", _absolute_path, "engine.json", {}),
+        ("--adapters", "FILE", _absolute_path, "adapters.json: the adapter catalog", {}),
+        ("--vllm-repository", "DIR", Path, _VLLM_REPOSITORY_HELP, {}),
+        ("--device", None, str, "used if model.json contains no device (default: cuda)", {"choices": DEVICES}),
+        ("--served-name", "NAME", str, "model name of the base model", {"required": True}),
+    ),
+    "folders": (
+        ("--run-dir", "DIR", _absolute_path, "sockets; used by one supervisor at a time", {"required": True}),
+        ("--cache-dir", "DIR", _absolute_path, "fetched adapters; kept across restarts", {"required": True}),
+    ),
+    "network": (
+        ("--host", "HOST", str, _HOST_HELP, {"default": "127.0.0.1"}),
+        ("--http-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.HTTP_PORT}),
+        ("--grpc-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.GRPC_PORT}),
+        ("--metrics-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.SERVER_METRICS_PORT}),
+        ("--health-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.HEALTH_PORT}),
+        ("--openai-port", "PORT", _parse_port, _OPENAI_HELP, {}),
+        ("--openai-api-keys-dir", "DIR", _absolute_path, _OPENAI_KEYS_HELP, {}),
+        ("--openai-shared-prefix-cache", None, bool, _OPENAI_SHARED_PREFIX_CACHE_HELP, {}),
+        ("--openai-cors-origin", "ORIGIN", str, _OPENAI_CORS_HELP, {"action": "append", "default": []}),
+        ("--openai-max-body-bytes", "N", int, "maximum size of a request (default: 8 MiB)", {}),
+        ("--admin-key-file", "FILE", Path, _ADMIN_KEY_HELP, {}),
+    ),
+    "adapter sources": (
+        ("--secrets-dir", "DIR", Path, "Secrets, as DIR/<secret>/<key>, or DIR/<secret> as JSON", {}),
+        ("--pvc", "CLAIM=DIR", _parse_pvc_mount, "mount point of a PersistentVolumeClaim", _PVCS),
+        ("--allow-path-sources", None, bool, "allow local folders as adapter sources; not for pods", {}),
+        ("--max-adapter-bytes", "N", int, "maximum adapter size (default: 4 GiB)", {"default": 4 * 2**30}),
+    ),
+    "process": (
+        ("--drain-timeout", "S", float, _DRAIN_HELP, {"dest": "drain_timeout_s", "default": 30.0}),
+        ("--verbose", None, bool, "show all log lines of the server", {}),
+    ),
+}
+"""Group -> option, its value in help texts, type (bool: a flag), help, and other arguments of argparse."""
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m quire_server", description=_HELP, epilog=_EXIT_CODES, formatter_class=formatter
+    )
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for name, metavar, parse, text, other in options:
+            value = {"action": "store_true"} if parse is bool else {"metavar": metavar, "type": parse}
+            group.add_argument(name, help=text, **value | other)
+    return parser
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ Called by the adapter fetcher, the model download and the planner's checkpoint r
 """
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -56,25 +56,20 @@ def concurrency_key(source: Source) -> str:
     return "path" if source.path is not None else "hub"
 
 
-class SourceFactory:
+class SourceFactory(AsyncExitStack):
     """Opens source readers. Use it as an async context manager."""
 
     def __init__(self, options: SourceOptions, read_secret: SecretValues | None = None) -> None:
         """`read_secret` None reads the Secrets of `options.secrets_dir`."""
+        super().__init__()
         self._options = options
         self._mounted_secrets = MountedSecrets(options.secrets_dir)
         self._read_secret = read_secret or self._mounted_secrets.values
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = create_session()
+        self._session = await self.enter_async_context(create_session())
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     def open_reader(self, source: Source) -> SourceReader:
         """Return the reader of `source`; raises ConfigError if the source is invalid or not allowed here."""

@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -41,12 +40,13 @@ class CachedAdapter:
     folder: Path
 
 
-class AdapterFetcher:
+class AdapterFetcher(contextlib.AsyncExitStack):
     """One cache and its sources. Use it as an async context manager."""
 
     def __init__(
         self, adapter_cache: AdapterCache, options: SourceOptions, max_weights_bytes: int = MAX_WEIGHTS_BYTES
     ) -> None:
+        super().__init__()
         self._adapter_cache = adapter_cache
         self._max_weights_bytes = max_weights_bytes
         self._sources = SourceFactory(options)
@@ -54,13 +54,8 @@ class AdapterFetcher:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> Self:
-        await self._sources.__aenter__()
+        await self.enter_async_context(self._sources)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._sources.__aexit__(kind, error, trace)
 
     async def fetch(self, source: Source) -> CachedAdapter:
         """Return the current content of `source`; fast if it has not changed since the last fetch.

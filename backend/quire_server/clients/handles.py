@@ -6,9 +6,10 @@ manager compares with the new handle (adapters/manager.py). supervisor/process_m
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,8 @@ class TextHandle:
                 }
                 self.published_digests |= set(new_aliases.values())
                 await self.control.call("set_adapters", args, timeout_s=_CALL_TIMEOUT_S)
-                self.aliases, self.limits, self.published_digests, self._was_published = (
-                    new_aliases,
-                    new_limits,
-                    set(new_aliases.values()),
-                    True,
-                )
+                self.aliases, self.limits, self._was_published = new_aliases, new_limits, True
+                self.published_digests = set(new_aliases.values())
 
     async def is_core_connected(self) -> bool:
         """Return True if the text process is connected to the core."""
@@ -183,26 +180,20 @@ class ServerHandle:
     async def _reload_base_model(self) -> None:
         self.base_ready = False
         await self._unload_model(self._base)
-        try:
+        with _translate_unavailable():
             await self._client.load_from_disk(self._base)
-        except Unavailable as error:
-            raise ConnectionLost(str(error)) from error
         self._scan_stubs()
         self.base_ready = True
 
     async def _load_model(self, name: str) -> None:
         config = model_config(name, self._base, self._text_socket)
-        try:
+        with _translate_unavailable():
             await self._client.load_model(name, config, model_files())
-        except Unavailable as error:
-            raise ConnectionLost(str(error)) from error
         self._scan_stubs()
 
     async def _unload_model(self, name: str) -> None:
-        try:
+        with _translate_unavailable():
             await self._client.unload_model(name)
-        except Unavailable as error:
-            raise ConnectionLost(str(error)) from error
 
 
 @dataclass(slots=True)
@@ -219,6 +210,15 @@ class ProcessHandles:
             missing = [n for n in ("core", "text", "server") if getattr(self, n) is None]
             raise ConnectionLost(f"{', '.join(missing)}: not running")
         return self.core, self.text, self.server
+
+
+@contextlib.contextmanager
+def _translate_unavailable() -> Iterator[None]:
+    """Turn the Unavailable of a server without response into ConnectionLost."""
+    try:
+        yield
+    except Unavailable as error:
+        raise ConnectionLost(str(error)) from error
 
 
 def _parse_memory(document: object) -> MeasuredMemory | None:

@@ -9,6 +9,7 @@ stub_model.py calls it.
 
 import math
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire_server.frontend.tensors import OutputOptions, initial_outputs
@@ -19,6 +20,7 @@ MAX_PENDING_TOKENS = 16384
 """Maximum number of buffered output tokens; beyond it the server does not accept responses fast enough."""
 
 
+@dataclass(slots=True, eq=False)
 class ResponseStream:
     """An open request.
 
@@ -26,45 +28,32 @@ class ResponseStream:
     until it calls `release`.
     """
 
-    __slots__ = (
-        "_closed",
-        "_is_acquired",
-        "_lock",
-        "_num_pending_tokens",
-        "_pending_deltas",
-        "checked_at",
-        "failed_locally",
-        "last_sent",
-        "opened_at",
-        "options",
-        "request_id",
-        "sender",
-        "sent_at",
-    )
+    request_id: int
+    options: OutputOptions | None
+    """None if the request was rejected; an error is then the only response."""
+    sender: Any
+    """The server's response sender."""
+    opened_at: float
+    """Time of arrival, in monotonic seconds."""
+    last_sent: list[OutputDelta] = field(init=False)
+    """Last delta of each output that was sent in a response."""
+    failed_locally: bool = False
+    """True if this side ended the request; the text process must then be notified."""
+    sent_at: float = -math.inf
+    """Time of the last response, in monotonic seconds."""
+    checked_at: float = field(init=False)
+    """Time of the last cancellation check, in monotonic seconds."""
+    _pending_deltas: list[OutputDelta] = field(default_factory=list)
+    _num_pending_tokens: int = 0
+    _closed: bool = False
+    """True after the final delta; later deltas are dropped."""
+    _is_acquired: bool = False
+    """True while a thread or the senders' queue owns the stream."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __init__(self, request_id: int, options: OutputOptions | None, sender: Any, now: float) -> None:
-        self.request_id = request_id
-        self.options = options
-        """None if the request was rejected; an error is then the only response."""
-        self.sender = sender
-        """The server's response sender."""
-        self.last_sent = [] if options is None else initial_outputs(request_id, options)
-        """Last delta of each output that was sent in a response."""
-        self.failed_locally = False
-        """True if this side ended the request; the text process must then be notified."""
-        self.opened_at = now
-        """Time of arrival, in monotonic seconds."""
-        self.sent_at = -math.inf
-        """Time of the last response, in monotonic seconds."""
-        self.checked_at = now
-        """Time of the last cancellation check, in monotonic seconds."""
-        self._pending_deltas: list[OutputDelta] = []
-        self._num_pending_tokens = 0
-        self._closed = False
-        """True after the final delta; later deltas are dropped."""
-        self._is_acquired = False
-        """True while a thread or the senders' queue owns the stream."""
-        self._lock = threading.Lock()
+    def __post_init__(self) -> None:
+        self.last_sent = [] if self.options is None else initial_outputs(self.request_id, self.options)
+        self.checked_at = self.opened_at
 
     def push(self, delta: OutputDelta) -> bool:
         """Add a delta; return True if the caller must enqueue the stream for the senders."""

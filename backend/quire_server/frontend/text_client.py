@@ -52,16 +52,17 @@ class TextClient:
 
     def submit(self, request: GenerateRequest) -> None:
         """Send a request. Its deltas follow; without a text process, an UNAVAILABLE one."""
-        self._send_queue.put((request, encode_frame(request)))
+        self._enqueue(request)
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request; the text process sends no more deltas for it."""
-        message = CancelRequests([request_id])
-        self._send_queue.put((message, encode_frame(message)))
+        self._enqueue(CancelRequests([request_id]))
 
     def report_rejected(self, code: str) -> None:
         """Report a rejected request for the metrics. Without a text process it is not counted."""
-        message = RequestRejected(code)
+        self._enqueue(RequestRejected(code))
+
+    def _enqueue(self, message: GenerateRequest | CancelRequests | RequestRejected) -> None:
         self._send_queue.put((message, encode_frame(message)))
 
     def close(self) -> None:

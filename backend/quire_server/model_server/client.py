@@ -8,7 +8,7 @@ connections on one thread, so that their streams would stall for the duration.
 import asyncio
 import json
 from collections.abc import Awaitable, Mapping
-from types import TracebackType
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import aiohttp
@@ -31,10 +31,11 @@ _CHANNEL_ARGS = [("grpc.enable_http_proxy", 0)]
 """A pod's proxy is for destinations outside the cluster; gRPC would use it for loopback, too."""
 
 
-class ModelServerClient:
+class ModelServerClient(AsyncExitStack):
     """Client of one server. Use it as an async context manager."""
 
     def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
+        super().__init__()
         host = format_for_url(host)
         self._url = f"http://{host}:{http_port}/v2"
         self._grpc_address = f"{host}:{grpc_port}"
@@ -43,17 +44,10 @@ class ModelServerClient:
         self._grpc_client: grpc.InferenceServerClient | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession()
+        self._session = await self.enter_async_context(aiohttp.ClientSession())
         self._grpc_client = grpc.InferenceServerClient(self._grpc_address, channel_args=_CHANNEL_ARGS)
+        self.push_async_callback(self._grpc_client.close)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-        if self._grpc_client is not None:
-            await self._grpc_client.close()
 
     async def load_model(self, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Load or reload a model without a folder; return when it is ready.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP API of the health port: probes and metrics without a key, status and adapter catalog with the admin key.
 
-Handles only HTTP; state and actions are behind `SupervisorView`. supervisor/app.py serves it.
+Handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves it.
 """
 
 import hmac
@@ -10,14 +10,13 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
 
 from aiohttp import web
 
 from quire_server.adapters.manager import StaleCatalog
+from quire_server.supervisor.supervisor import Supervisor
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_catalog import REPLACES_HEADER, AdapterCatalog
-from quire_spec.documents.pod_status import PodStatus
 from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -35,31 +34,10 @@ _HTTP_STATUS = {
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class SupervisorView(Protocol):
-    """The supervisor as the health port uses it; implemented by Supervisor and test doubles."""
-
-    def not_ready_reason(self) -> str:
-        """Return why the pod is not ready; empty if it is ready."""
-
-    def status(self) -> PodStatus:
-        """Return the status document."""
-
-    async def metrics(self) -> str:
-        """Return all metrics in Prometheus's text format."""
-
-    def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Apply a new catalog; it can replace the catalog with digest `replaces` even if that catalog is newer.
-
-        Raises:
-            StaleCatalog: the catalog is older than the current one.
-            ConfigError: the catalog is invalid.
-        """
-
-
 class AdminAPI:
     """The handlers of the health port."""
 
-    def __init__(self, supervisor: SupervisorView, key_file: Path | None) -> None:
+    def __init__(self, supervisor: Supervisor, key_file: Path | None) -> None:
         """Raises ConfigError if the key file cannot be read or is empty."""
         self._supervisor = supervisor
         self._key_file = key_file

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 3600.0
 """Timeout for core to load its weights. On Kubernetes the startup probe is shorter and decides."""
 SERVER_START_TIMEOUT_S = 300.0
+_ENGINE_SOCKETS = {"core": constants.CORE_SOCKET, "text": constants.TEXT_SOCKET}
 _CONNECT_RETRY_S = 0.05
 _PROBE_INTERVAL_S = 0.1
 _PING_INTERVAL_S = 5.0
@@ -94,17 +95,15 @@ class ProcessManager:
         self.on_change: Callable[[], None] = lambda: None
         """Called on each change of a process, handle or connection."""
         self._tasks: set[asyncio.Task[None]] = set()
-        core = partial(self._start_engine, "core", constants.CORE_SOCKET)
-        text = partial(self._start_engine, "text", constants.TEXT_SOCKET)
-        self.processes: dict[str, ManagedProcess] = {
-            "core": ManagedProcess("core", core, self._core_session, self._notify_change),
-            "text": ManagedProcess("text", text, self._text_session, self._notify_change),
-            "server": ManagedProcess("server", self._start_server, self._server_session, self._notify_change),
+        notify = self._notify_change
+        self.processes = {
+            name: ManagedProcess(name, partial(self._start_engine, name), partial(self._engine_session, name), notify)
+            for name in _ENGINE_SOCKETS
         }
+        self.processes["server"] = ManagedProcess("server", self._start_server, self._server_session, notify)
         if settings.openai_port is not None:
             front = OpenAIFront(settings, run_dir, settings.openai_port, relay, lambda: openai.mark_ready())
-            openai = ManagedProcess("openai", front.start, front.session, self._notify_change)
-            self.processes["openai"] = openai
+            openai = self.processes["openai"] = ManagedProcess("openai", front.start, front.session, notify)
 
     async def run(self) -> None:
         """Keep all processes running until cancelled; raises StartupFailed if a process does not start."""
@@ -149,9 +148,9 @@ class ProcessManager:
 
     # Starts
 
-    async def _start_engine(self, name: str, socket: str) -> ChildProcess:
+    async def _start_engine(self, name: str) -> ChildProcess:
         # A killed process leaves its socket file behind.
-        (self._run_dir / socket).unlink(missing_ok=True)
+        (self._run_dir / _ENGINE_SOCKETS[name]).unlink(missing_ok=True)
         settings = self._settings
         argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(settings.engine)]
         argv += ["--served-name", settings.served_name, "--run-dir", str(self._run_dir)]
@@ -167,26 +166,16 @@ class ProcessManager:
 
     # Sessions: each sets its handle while its process serves, and returns why the process must be killed
 
-    async def _core_session(self, child: ChildProcess) -> str:
-        async with self._connect("core", constants.CORE_SOCKET) as control:
+    async def _engine_session(self, name: str, child: ChildProcess) -> str:
+        async with self._connect(name) as control:
             status = await control.call("status", timeout_s=START_TIMEOUT_S)
-            self.handles.core = CoreHandle(control, status)
+            setattr(self.handles, name, CoreHandle(control, status) if name == "core" else TextHandle(control))
             try:
-                self.processes["core"].mark_ready()
+                self.processes[name].mark_ready()
                 return await self._watch_connection(control)
             finally:
-                self.handles.core, self.core_connected = None, False
-                self._notify_change()
-
-    async def _text_session(self, child: ChildProcess) -> str:
-        async with self._connect("text", constants.TEXT_SOCKET) as control:
-            await control.call("status", timeout_s=START_TIMEOUT_S)
-            self.handles.text = TextHandle(control)
-            try:
-                self.processes["text"].mark_ready()
-                return await self._watch_connection(control)
-            finally:
-                self.handles.text, self.core_connected = None, False
+                setattr(self.handles, name, None)
+                self.core_connected = False
                 self._notify_change()
 
     async def _server_session(self, child: ChildProcess) -> str:
@@ -214,12 +203,12 @@ class ProcessManager:
                 self._notify_change()
 
     @contextlib.asynccontextmanager
-    async def _connect(self, name: str, socket: str) -> AsyncIterator[ControlClient]:
+    async def _connect(self, name: str) -> AsyncIterator[ControlClient]:
         """Connect to a process that is starting; retry until it listens."""
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 try:
-                    control = await ControlClient.connect(name, self._run_dir / socket)
+                    control = await ControlClient.connect(name, self._run_dir / _ENGINE_SOCKETS[name])
                     break
                 except OSError:
                     await asyncio.sleep(_CONNECT_RETRY_S)

@@ -20,7 +20,7 @@ KEY = "k" * 32
 
 
 class FakeSupervisor:
-    """A SupervisorView with a readiness that the test sets; test_supervisor.py uses the real one."""
+    """A Supervisor with a readiness that the test sets; test_supervisor.py uses the real one."""
 
     def __init__(self):
         self.reason = ""
