@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +108,7 @@ def _bench(args: argparse.Namespace) -> None:
         seed=args.seed,
         adapters=tuple(llm.load_adapter(lora) for lora in _parse_lora_requests(args)),
     )
-    if args.warmup:
+    if not args.no_warmup:
         benchmark.run_benchmark(
             llm.engine, replace(workload, num_prompts=min(4, workload.num_prompts), rate=None, seed=workload.seed + 1)
         )
@@ -198,6 +198,50 @@ def _format_as_json(output: RequestOutput) -> str:
     return json.dumps(to_json(output), ensure_ascii=False)
 
 
+_Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
+"""Option, its value in help texts, type (bool: a flag), help, and other arguments of argparse."""
+
+_REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
+_PARAM_HELP = "any sampling parameter in docs/parameters.md, with a JSON value; repeatable"
+_LORA_HELP = {
+    "generate": "also run each prompt with this adapter; any name; repeatable",
+    "bench": "distribute the requests over these adapters; any name; repeatable",
+}
+_ENGINE_OPTIONS: tuple[_Option, ...] = (
+    ("--model", "DIR", str, "folder of a checkpoint, or a Hugging Face Hub id", {"required": True}),
+    ("--device", "DEVICE", str, "cpu or cuda (default cpu)", {"default": "cpu"}),
+    ("--dtype", "DTYPE", str, "auto, float32, bfloat16 or float16 (default auto)", {"default": "auto"}),
+    ("--max-model-len", "N", int, "maximum number of tokens of prompt and output together", {}),
+    ("--set", "NAME=VALUE", str, "any setting of engine.json; repeatable", _REPEATABLE),
+    ("--profile", "FILE", Path, "write a trace of the first 100 steps, for chrome://tracing or ui.perfetto.dev", {}),
+    ("--param", "NAME=VALUE", str, _PARAM_HELP, _REPEATABLE),
+)
+_GENERATE_OPTIONS: tuple[_Option, ...] = (
+    ("--prompt", "TEXT", str, "a prompt; repeatable", _REPEATABLE),
+    ("--prompt-file", "FILE", str, "file with one prompt per line; - reads standard input", {}),
+    ("--max-tokens", "N", int, "maximum number of output tokens (default 64)", {"default": 64}),
+    ("--temperature", "T", float, "sampling temperature; 0 is greedy (default 1)", {}),
+    ("--top-p", "P", float, "sample from the most likely tokens with total probability P (default 1)", {}),
+    ("--top-k", "K", int, "sample from the K most likely tokens (default: all)", {}),
+    ("--seed", "N", int, "makes sampling reproducible", {}),
+    ("--n", "N", int, "outputs per prompt (default 1)", {}),
+    ("--stop", "TEXT", str, "stop string, which ends the output; repeatable", _REPEATABLE),
+    ("--chat", None, bool, "apply the model's chat template to each prompt", {}),
+    ("--logprobs", "N", int, "log probabilities of the N most likely tokens per position (with -o json)", {}),
+)
+_BENCH_OPTIONS: tuple[_Option, ...] = (
+    ("--num-prompts", "N", int, "number of requests (default 32)", {"default": 32}),
+    ("--input-len", "N", int, "tokens per prompt (default 128)", {"default": 128}),
+    ("--output-len", "N", int, "tokens per output (default 64)", {"default": 64}),
+    ("--rate", "R", float, "arrivals per second (default: all at once)", {}),
+    ("--temperature", "T", float, "sampling temperature (default 0)", {"default": 0.0}),
+    ("--seed", "N", int, "seed of prompts and arrivals (default 0)", {"default": 0}),
+    ("--no-warmup", None, bool, "do not run a few requests before measuring", {}),
+)
+_BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
+_COMMANDS = {"generate": _generate, "bench": _bench}
+
+
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_engine",
@@ -205,104 +249,29 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog="For examples see python -m quire_engine generate --help and bench --help",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench")
-    _add_generate_arguments(
-        commands.add_parser(
+    for name, summary, description, examples, options in (
+        (
             "generate",
-            help="generate outputs for prompts",
-            **_help_texts("Generate outputs for prompts.", _GENERATE_EXAMPLES),
+            "generate outputs for prompts",
+            "Generate outputs for prompts.",
+            _GENERATE_EXAMPLES,
+            _GENERATE_OPTIONS,
+        ),
+        ("bench", "measure throughput and latency", _BENCH_DESCRIPTION, _BENCH_EXAMPLES, _BENCH_OPTIONS),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-    )
-    _add_bench_arguments(
-        commands.add_parser(
-            "bench", help="measure throughput and latency", **_help_texts(_BENCH_DESCRIPTION, _BENCH_EXAMPLES)
-        )
-    )
+        for option, metavar, parse, text, other in (*_ENGINE_OPTIONS, *options):
+            value = {"action": "store_true"} if parse is bool else {"metavar": metavar, "type": parse}
+            command.add_argument(option, help=text, **value | other)
+        command.add_argument("--lora", metavar="NAME=DIR", help=_LORA_HELP[name], **_REPEATABLE)
+        command.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
     return parser
-
-
-_BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
-_COMMANDS = {"generate": _generate, "bench": _bench}
-
-
-def _help_texts(description: str, examples: str) -> dict[str, Any]:
-    formatter_class = argparse.RawDescriptionHelpFormatter
-    return {"description": description, "epilog": examples, "formatter_class": formatter_class}
-
-
-def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_engine_arguments(parser, "also run each prompt with this adapter; any name; repeatable")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    parser.add_argument("--prompt-file", metavar="FILE", help="file with one prompt per line; - reads standard input")
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="maximum number of output tokens (default 64)"
-    )
-    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default 1)")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the most likely tokens with total probability P (default 1)",
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (default: all)")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
-    parser.add_argument("--n", type=int, metavar="N", help="outputs per prompt (default 1)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop string, which ends the output; repeatable"
-    )
-    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
-    _add_param_argument(parser)
-    parser.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="log probabilities of the N most likely tokens per position (with -o json)",
-    )
-
-
-def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_engine_arguments(parser, "distribute the requests over these adapters; any name; repeatable")
-    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="number of requests (default 32)")
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default 128)")
-    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens per output (default 64)")
-    parser.add_argument("--rate", type=float, metavar="R", help="arrivals per second (default: all at once)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default 0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and arrivals (default 0)")
-    _add_param_argument(parser)
-    parser.add_argument(
-        "--no-warmup", dest="warmup", action="store_false", help="do not run a few requests before measuring"
-    )
-
-
-def _add_param_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--param",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any sampling parameter in docs/parameters.md, with a JSON value; repeatable",
-    )
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser, lora_help: str) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="folder of a checkpoint, or a Hugging Face Hub id"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="maximum number of tokens of prompt and output together"
-    )
-    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora_help)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of engine.json; repeatable"
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="write a trace of the first 100 steps, for chrome://tracing or ui.perfetto.dev",
-    )
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prompt of an offline run: from the engine requests for its outputs to a RequestOutput. `LLM` owns it."""
 
-from collections.abc import Sequence
-
 from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
 from quire_engine.tokenization.completion import CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
@@ -90,25 +88,20 @@ class OfflineRequest:
     def _completion_output(self, index: int, sequence_id: int) -> CompletionOutput:
         completion, deltas = self._completions[sequence_id], self._deltas[sequence_id]
         has_logprobs = self._params.logprobs is not None
+        logprobs = [self._logprobs_by_token(entries) for delta in deltas for entries in delta.logprobs or []]
         return CompletionOutput(
             index=index,
             text="".join(delta.text for delta in deltas),
             token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
             cumulative_logprob=completion.cumulative_logprob if has_logprobs else None,
-            logprobs=self._logprobs_per_position(deltas) if has_logprobs else None,
+            logprobs=logprobs if has_logprobs else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             lora_request=self._lora_request,
         )
 
-    def _logprobs_per_position(self, deltas: Sequence[CompletionDelta]) -> list[dict[int, Logprob]]:
-        return [self._logprobs_by_token(entries) for delta in deltas for entries in delta.logprobs or []]
-
     def _logprobs_by_token(self, entries: list[list[float]]) -> dict[int, Logprob]:
+        token_text = self._tokenizer.token_text if self._tokenizer is not None else lambda token_id: None
         return {
-            int(token_id): Logprob(logprob, int(rank), self._token_text(int(token_id)))
-            for token_id, logprob, rank in entries
+            int(token_id): Logprob(logprob, int(rank), token_text(int(token_id))) for token_id, logprob, rank in entries
         }
-
-    def _token_text(self, token_id: int) -> str | None:
-        return self._tokenizer.token_text(token_id) if self._tokenizer is not None else None

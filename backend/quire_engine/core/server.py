@@ -15,7 +15,7 @@ from typing import Any
 from quire_engine.core.compute_thread import ComputeThread
 from quire_engine.core.engine import Engine, slot_copy_error
 from quire_engine.core.engine_loop import EngineLoop
-from quire_engine.ipc.connection import Connection, listen
+from quire_engine.ipc.connection import Connection, ConnectionHandler, listen
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
@@ -38,7 +38,7 @@ its connection is aborted. This ends its sequences, and the health checks of the
 logger = logging.getLogger(__name__)
 
 
-class CoreServer:
+class CoreServer(ConnectionHandler):
     """Handler of all connections of the core process."""
 
     def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
@@ -91,13 +91,6 @@ class CoreServer:
             self._start_task(self._handle_call(connection, message))
         else:
             raise Internal(f"unexpected {type(message).__name__}")
-
-    def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
-        """Never called: frames can have any length here, because the text process limits prompts."""
-        raise Internal(f"message of {length} bytes")
-
-    def on_writable(self, connection: Connection) -> None:
-        """Called when the connection is writable again. Nothing waits for it."""
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""

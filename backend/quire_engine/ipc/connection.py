@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from quire_spec.errors import Internal
 from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_frame
@@ -23,8 +23,8 @@ would pause it."""
 logger = logging.getLogger(__name__)
 
 
-class ConnectionHandler(Protocol):
-    """Receives the events of a connection. All calls come from the event loop."""
+class ConnectionHandler:
+    """Receives the events of a connection, by default without effect. All calls come from the event loop."""
 
     def on_connected(self, connection: "Connection") -> None:
         """Called when `connection.peer` is known, or on the connecting end, when the Hello is sent."""
@@ -34,6 +34,7 @@ class ConnectionHandler(Protocol):
 
     def on_oversized_frame(self, connection: "Connection", head: bytes, length: int) -> None:
         """Called when a frame of `length` bytes exceeds max_frame_bytes. `head` is its start; the rest is dropped."""
+        raise Internal(f"message of {length} bytes: {head[:80]!r}")
 
     def on_writable(self, connection: "Connection") -> None:
         """Called when writing is no longer paused."""

@@ -7,6 +7,7 @@ vLLM has no metrics per adapter, so all names begin with quire_adapter_.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -38,48 +39,36 @@ class AdapterMetrics:
         self._resident_digests: list[AdapterDigest] = []
         self._resident_names: set[str] = set()
         self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
-        label_names = ["model_name", "adapter"]
-        self._requests = Counter(
-            "quire_adapter_requests", "Requests admitted for the adapter.", label_names, registry=registry
-        )
-        self._tokens = Counter(
-            "quire_adapter_tokens", "Tokens generated with the adapter.", label_names, registry=registry
-        )
+        options: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": registry}
+        self._requests = Counter("quire_adapter_requests", "Requests admitted for the adapter.", **options)
+        self._tokens = Counter("quire_adapter_tokens", "Tokens generated with the adapter.", **options)
         self._time_to_first_token = Histogram(
             "quire_adapter_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            label_names,
             buckets=tuple(ttft_buckets),
-            registry=registry,
+            **options,
         )
         self._rate_limited_requests = Counter(
-            "quire_adapter_requests_limited",
-            "Requests rejected because of a limit of the adapter.",
-            label_names,
-            registry=registry,
+            "quire_adapter_requests_limited", "Requests rejected because of a limit of the adapter.", **options
         )
         self._evictions = Counter(
-            "quire_adapter_evictions",
-            "Times that the adapter was evicted from its slot.",
-            label_names,
-            registry=registry,
+            "quire_adapter_evictions", "Times that the adapter was evicted from its slot.", **options
         )
         self._queue_time = Histogram(
             "quire_adapter_queue_seconds",
             "From a request's arrival to the start of its first step, including the wait for its adapter.",
-            label_names,
             buckets=_QUEUE_TIME_BUCKETS,
-            registry=registry,
+            **options,
         )
         self._load_time = Histogram(
             "quire_adapter_load_seconds",
             "Time to load the adapter from disk to host memory (to: host), and from there to a slot (to: slot).",
-            [*label_names, "to"],
+            ["model_name", "adapter", "to"],
             buckets=_LOAD_TIME_BUCKETS,
             registry=registry,
         )
         self._slot_residency = Gauge(
-            "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", label_names, registry=registry
+            "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", **options
         )
 
     def record_admitted(self, adapter_name: AdapterName | None) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.ipc.connection import Connection
+from quire_engine.ipc.connection import Connection, ConnectionHandler
 from quire_spec.errors import Internal
 from quire_spec.protocol.messages import Hello, IpcMessage, StepResult
 
@@ -33,7 +33,7 @@ class CoreListener(Protocol):
         """Called for the results of each step."""
 
 
-class CoreClient:
+class CoreClient(ConnectionHandler):
     """Handler of the connection to the core. Messages sent while it is not connected are dropped.
 
     This loses nothing: `on_core_lost` has ended the requests that they belong to.
@@ -77,13 +77,6 @@ class CoreClient:
             raise Internal(f"unexpected {type(message).__name__} from the engine core")
         assert self._listener is not None
         self._listener.on_step(message)
-
-    def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
-        """Raise Internal. The connection never calls this method, because frames from the core have no size limit."""
-        raise Internal(f"message of {length} bytes from the engine core")
-
-    def on_writable(self, connection: Connection) -> None:
-        """Do nothing: admission bounds the unsent messages, so none are kept here."""
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""

@@ -8,6 +8,7 @@ per request and step.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -166,102 +167,78 @@ class RequestMetrics:
         return metric.labels(self._model_name)
 
     def _create_gauges(self) -> None:
-        self._num_running = self._gauge("vllm:num_requests_running", "Running requests.")
-        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run.")
-        self._kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks in use; 1 means all.")
-        self._num_swapped = self._gauge(
+        gauge = self._gauge
+        self._num_running = gauge("vllm:num_requests_running", "Running requests.")
+        self._num_waiting = gauge("vllm:num_requests_waiting", "Requests that wait to run.")
+        self._num_swapped = gauge(
             "vllm:num_requests_swapped", "Requests that wait with their KV blocks swapped to host memory."
         )
-        self._swap_space_usage = self._gauge(
-            "vllm:cpu_cache_usage_perc", "Fraction of the swap space in use; 1 means all."
-        )
-        self._host_adapters = self._gauge("quire_host_adapters", "Adapters in host memory.")
-        self._host_adapter_bytes = self._gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
-        self._core_connected = self._gauge("quire_core_connected", "1 while the engine core is connected.")
-        label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        self._kv_cache_usage = gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks in use; 1 means all.")
+        self._swap_space_usage = gauge("vllm:cpu_cache_usage_perc", "Fraction of the swap space in use; 1 means all.")
+        self._host_adapters = gauge("quire_host_adapters", "Adapters in host memory.")
+        self._host_adapter_bytes = gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
+        self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")
         documentation = "Names of the adapters of running and waiting requests; the value is the time in Unix seconds."
+        label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         self._lora_requests_info = Gauge("vllm:lora_requests_info", documentation, label_names, registry=self.registry)
-        self._kv_cache_info = Gauge(
-            "vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS, registry=self.registry
-        )
+        label_names = _KV_CACHE_INFO_LABELS
+        self._kv_cache_info = Gauge("vllm:cache_config_info", "The KV cache.", label_names, registry=self.registry)
 
     def _create_counters(self) -> None:
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens sent to the engine.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._slow_readers = self._counter(
+        counter = self._counter
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens sent to the engine.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self._slow_readers = counter(
             "quire_slow_readers", "Frontend connections that were closed because the frontend did not read."
         )
         self._core_counters = {
-            "prefix_cache_queries": self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
-            "prefix_cache_hits": self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
-            "num_preemptions": self._counter("vllm:num_preemptions", "Preempted sequences."),
-            "num_block_copies": self._counter("quire_block_copies", "KV blocks copied on write."),
-            "num_swapped_out_blocks": self._counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
-            "num_swapped_in_blocks": self._counter(
-                "quire_swapped_in_blocks", "KV blocks copied back from host memory."
-            ),
-            "num_steps": self._counter("quire_steps", "Steps of the engine."),
+            "prefix_cache_queries": counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
+            "prefix_cache_hits": counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
+            "num_preemptions": counter("vllm:num_preemptions", "Preempted sequences."),
+            "num_block_copies": counter("quire_block_copies", "KV blocks copied on write."),
+            "num_swapped_out_blocks": counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
+            "num_swapped_in_blocks": counter("quire_swapped_in_blocks", "KV blocks copied back from host memory."),
+            "num_steps": counter("quire_steps", "Steps of the engine."),
         }
         self._api_key_labels: set[str] = set()
-        self._api_key_requests = Counter(
-            "quire_api_key_requests",
-            "Requests sent to the engine, by API key.",
-            ["model_name", "api_key"],
-            registry=self.registry,
-        )
-        self._api_key_tokens = Counter(
-            "quire_api_key_tokens",
-            "Prompt and completion tokens (kind), by API key.",
-            ["model_name", "api_key", "kind"],
-            registry=self.registry,
-        )
-        self._finished_requests = Counter(
-            "vllm:request_success",
-            "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
+        label_names, documentation = ["model_name", "api_key"], "Requests sent to the engine, by API key."
+        self._api_key_requests = Counter("quire_api_key_requests", documentation, label_names, registry=self.registry)
+        label_names, documentation = [*label_names, "kind"], "Prompt and completion tokens (kind), by API key."
+        self._api_key_tokens = Counter("quire_api_key_tokens", documentation, label_names, registry=self.registry)
+        label_names, documentation = ["model_name", "finished_reason"], "Requests that ended, by reason."
+        self._finished_requests = Counter("vllm:request_success", documentation, label_names, registry=self.registry)
         self._rejected_requests = Counter(
             "quire_requests_refused",
             "Requests not admitted, by code. Excludes requests that the server itself rejects: unknown models, wrong "
             "tensor types, invalid JSON.",
-            ["model_name", "code"],
+            ("model_name", "code"),
             registry=self.registry,
         )
 
     def _create_histograms(self, token_buckets: list[int]) -> None:
-        ttft_buckets, inter_token_buckets, latency_buckets = (
-            _TTFT_BUCKETS,
-            _INTER_TOKEN_BUCKETS,
-            _REQUEST_LATENCY_BUCKETS,
-        )
         self._time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", ttft_buckets
+            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS
         )
         self._inter_token_latency = self._histogram(
             "vllm:inter_token_latency_seconds",
             "Between the tokens of two successive steps of a request.",
-            inter_token_buckets,
+            _INTER_TOKEN_BUCKETS,
         )
         self._e2e_latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", latency_buckets
+            "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", _REQUEST_LATENCY_BUCKETS
         )
         self._queue_time = self._histogram(
             "vllm:request_queue_time_seconds",
             "From a request's arrival to the start of its first step.",
-            latency_buckets,
+            _REQUEST_LATENCY_BUCKETS,
         )
-        self._request_prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", token_buckets
+        histogram = partial(self._histogram, buckets=token_buckets)
+        self._request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a finished request.")
+        self._request_generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Output tokens of a finished request."
         )
-        self._request_generation_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Output tokens of a finished request.", token_buckets
-        )
-
+        self._params_max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a finished request.")
         self._params_n = self._histogram("vllm:request_params_n", "Outputs (n) of a finished request.", _N_BUCKETS)
-        self._params_max_tokens = self._histogram(
-            "vllm:request_params_max_tokens", "max_tokens of a finished request.", token_buckets
-        )
 
     def _set_kv_cache_info(self, num_blocks: int) -> None:
         config = self._config

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from quire_engine.ipc.connection import Connection, listen
+from quire_engine.ipc.connection import Connection, ConnectionHandler, listen
 from quire_engine.text.frontend_calls import FrontendCalls
 from quire_engine.text.frontend_connection import FrontendConnection
 from quire_engine.text.metrics import RequestMetrics
@@ -36,7 +36,7 @@ _GENERATE_REQUEST_HEAD = re.compile(rb'\["GenerateRequest",(\d{1,18}),')
 logger = logging.getLogger(__name__)
 
 
-class TextServer:
+class TextServer(ConnectionHandler):
     """Handler of the connections of frontends and supervisors."""
 
     def __init__(

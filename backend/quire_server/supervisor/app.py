@@ -49,10 +49,11 @@ async def run(settings: SupervisorSettings) -> None:
     install, python = launch.find_server(), launch.current_interpreter()
     launch.preflight(install, python, 1 + len(catalog.exposed_names()))
     become_subreaper()
+    source_options = SourceOptions(settings.secrets_dir, settings.pvcs, settings.allow_path_sources)
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(run_dir.locked_run_dir(settings.run_dir))
         fetcher = await stack.enter_async_context(
-            AdapterFetcher(_open_cache(settings), _source_options(settings), settings.max_adapter_bytes)
+            AdapterFetcher(_open_cache(settings), source_options, settings.max_adapter_bytes)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         process_manager = ProcessManager(
@@ -106,10 +107,6 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
         return AdapterCache(settings.cache_dir)
     except OSError as error:
         raise ConfigError(f"--cache-dir {str(settings.cache_dir)!r}: {error.strerror}") from error
-
-
-def _source_options(settings: SupervisorSettings) -> SourceOptions:
-    return SourceOptions(settings.secrets_dir, settings.pvcs, settings.allow_path_sources)
 
 
 def _check_ports(settings: SupervisorSettings) -> None:

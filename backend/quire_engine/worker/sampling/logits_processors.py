@@ -6,7 +6,7 @@ processors. The sampler owns them.
 """
 
 from collections import abc, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Self
 
 import torch
@@ -32,14 +32,16 @@ class LogitsProcessors:
         running: abc.Sequence[Sequence],
     ) -> None:
         self._device = device
-        self._allowed_tokens = AllowedTokens.from_sequences(sequences, vocab_size, device)
-        self._logit_bias = LogitBias.from_sequences(sequences, device)
-        self._penalties = Penalties.from_sequences(sequences, device, token_counts, running)
-        self._min_tokens_rows = [
-            (row, s) for row, s in enumerate(sequences) if s.params.min_tokens and s.suppressed_token_ids
-        ]
+        rows = list(enumerate(sequences))
+        allowed = {row: s.params.allowed_token_ids for row, s in rows if s.params.allowed_token_ids}
+        biases = [(row, token, bias) for row, s in rows for token, bias in (s.params.logit_bias or {}).items()]
+        penalized = {row: s for row, s in rows if s.params.has_penalties}
+        self._allowed_tokens = AllowedTokens(allowed, vocab_size, device) if allowed else None
+        self._logit_bias = LogitBias(biases, device) if biases else None
+        self._penalties = Penalties(penalized, device, token_counts, running) if penalized else None
+        self._min_tokens_rows = [(row, s) for row, s in rows if s.params.min_tokens and s.suppressed_token_ids]
         """Rows of sequences with min_tokens and stop tokens to forbid."""
-        self._bad_words = [(row, s, BadWords(s.bad_words)) for row, s in enumerate(sequences) if s.bad_words]
+        self._bad_words = [(row, s, BadWords(s.bad_words)) for row, s in rows if s.bad_words]
         self._has_static_processors = bool(self._allowed_tokens or self._logit_bias or self._penalties)
 
     @classmethod
@@ -103,20 +105,11 @@ class LogitsProcessors:
 class AllowedTokens:
     """Applies allowed_token_ids."""
 
-    def __init__(
-        self, rows: list[int], allowed_token_ids: list[tuple[int, ...]], vocab_size: int, device: torch.device
-    ) -> None:
-        self._rows = to_device_async(rows, device)
-        self._disallowed_mask = torch.ones((len(rows), vocab_size), dtype=torch.bool, device=device)
-        for row_mask, token_ids in zip(self._disallowed_mask, allowed_token_ids, strict=True):
+    def __init__(self, allowed_token_ids: Mapping[int, tuple[int, ...]], vocab_size: int, device: torch.device) -> None:
+        self._rows = to_device_async(list(allowed_token_ids), device)
+        self._disallowed_mask = torch.ones((len(allowed_token_ids), vocab_size), dtype=torch.bool, device=device)
+        for row_mask, token_ids in zip(self._disallowed_mask, allowed_token_ids.values(), strict=True):
             row_mask[to_device_async(token_ids, device)] = False
-
-    @classmethod
-    def from_sequences(cls, sequences: abc.Sequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        allowed_by_row = {
-            row: s.params.allowed_token_ids for row, s in enumerate(sequences) if s.params.allowed_token_ids
-        }
-        return cls(list(allowed_by_row), list(allowed_by_row.values()), vocab_size, device) if allowed_by_row else None
 
     def apply(self, logits: Tensor) -> None:
         # A few rows at a time, because indexing copies them.
@@ -133,12 +126,6 @@ class LogitBias:
         rows, tokens, biases = zip(*entries, strict=True)
         self._rows, self._tokens = to_device_async(rows, device), to_device_async(tokens, device)
         self._biases = to_device_async(torch.tensor(biases, dtype=torch.float32), device)
-
-    @classmethod
-    def from_sequences(cls, sequences: abc.Sequence[Sequence], device: torch.device) -> Self | None:
-        bias_by_row = ((row, s.params.logit_bias) for row, s in enumerate(sequences))
-        entries = [(row, token, b) for row, bias in bias_by_row if bias for token, b in bias.items()]
-        return cls(entries, device) if entries else None
 
     def apply(self, logits: Tensor) -> None:
         logits[self._rows, self._tokens] += self._biases
@@ -164,17 +151,6 @@ class Penalties:
         self._presence = to_device_async([p.presence_penalty for p in params], device)
         self._frequency = to_device_async([p.frequency_penalty for p in params], device)
         self._repetition = to_device_async([p.repetition_penalty for p in params], device)
-
-    @classmethod
-    def from_sequences(
-        cls,
-        sequences: abc.Sequence[Sequence],
-        device: torch.device,
-        token_counts: TokenCounts,
-        running: abc.Sequence[Sequence],
-    ) -> Self | None:
-        sequence_by_row = {row: s for row, s in enumerate(sequences) if s.params.has_penalties}
-        return cls(sequence_by_row, device, token_counts, running) if sequence_by_row else None
 
     def apply(self, logits: Tensor) -> None:
         occurrences = self._token_counts.in_prompt, self._token_counts.counts, self._count_rows_on_device
