@@ -6,27 +6,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import Linear, ParamFactory
+from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.vocab_parallel import build_lm_head, embedding_shard, num_vocab_rows, parallel_embedding
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import HugePageArena, ModuleSlots, supports_embedding
 from quire_spec.model.model_config import ModelConfig
-
-
-class DecoderLayer(Protocol):
-    """The common part of all decoder layers; the arguments of a call differ between architectures."""
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linear layers that adapters can change."""
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
 
 
 class CausalLM(ABC):
@@ -35,7 +25,7 @@ class CausalLM(ABC):
     Parameters are allocated but not filled: `weights.loader` fills them by `tensors`.
     """
 
-    layers: Sequence[DecoderLayer]
+    layers: Sequence[Module]
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         """`shape` is the configuration of this rank's shard."""

@@ -2,8 +2,6 @@
 """Gemma 2: Llama with norms before and after attention and MLP, scaled embeddings, soft caps on attention scores and
 logits, and a sliding window in every other layer."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import rms_norm
 from quire_spec.model.model_config import ModelConfig
 
@@ -43,12 +40,6 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
 
     def weights(self) -> None:
         """See LlamaDecoderLayer.weights."""
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        yield from super().tensors(prefix)
-        yield from self.pre_feedforward_layernorm.tensors(f"{prefix}pre_feedforward_layernorm")
-        yield from self.post_feedforward_layernorm.tensors(f"{prefix}post_feedforward_layernorm")
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

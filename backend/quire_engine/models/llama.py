@@ -10,8 +10,9 @@ from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import RotaryAttention
-from quire_engine.models.layers.linear import Linear, ParamFactory
+from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.rotary import RotaryEmbedding
 from quire_engine.weights.param_shard import LoadTarget
@@ -19,7 +20,7 @@ from quire_kernels import AttentionShape, FusedDecoder, LayerWeights, build_fuse
 from quire_spec.model.model_config import ModelConfig
 
 
-class LlamaDecoderLayer:
+class LlamaDecoderLayer(Module):
     """Attention and MLP, each applied to the normalized residual stream and added to it."""
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
@@ -52,17 +53,6 @@ class LlamaDecoderLayer:
             down=self.mlp.down_proj.weights(),
             window=self.self_attn.window,
         )
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linear layers that adapters can change."""
-        return self.self_attn.linears() + self.mlp.linears()
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        yield from self.input_layernorm.tensors(f"{prefix}input_layernorm")
-        yield from self.post_attention_layernorm.tensors(f"{prefix}post_attention_layernorm")
-        yield from self.self_attn.tensors(f"{prefix}self_attn.")
-        yield from self.mlp.tensors(f"{prefix}mlp.")
 
 
 class LlamaForCausalLM(CausalLM):
@@ -107,4 +97,4 @@ class LlamaForCausalLM(CausalLM):
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.top_level_tensors."""
-        yield from self.norm.tensors(f"{prefix}norm")
+        yield from self.norm.tensors(f"{prefix}norm.")

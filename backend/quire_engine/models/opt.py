@@ -15,12 +15,13 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
+from quire_engine.models.layers.module import Module
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import ACTIVATIONS, write_kv
 from quire_spec.model.model_config import ModelConfig
 
 
-class LayerNorm:
+class LayerNorm(Module):
     """Normalization to mean 0 and variance 1, with a learned scale and shift in most checkpoints."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
@@ -32,12 +33,6 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize [num_tokens, hidden_size]."""
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
-
-    def tensors(self, name: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors of the module `name`."""
-        if self.weight is not None and self.bias is not None:
-            yield f"{name}.weight", self.weight
-            yield f"{name}.bias", self.bias
 
 
 class OPTAttention(Attention):
@@ -53,7 +48,7 @@ class OPTAttention(Attention):
         return self.attend(qkv[:, : self.num_heads], kv_cache, batch, residual)
 
 
-class OPTDecoderLayer:
+class OPTDecoderLayer(Module):
     """Attention and MLP, each added to the residual stream; normalized before each of them, or after the addition."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
@@ -76,18 +71,6 @@ class OPTDecoderLayer:
     def mlp(self, x: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
         """Add the MLP of [num_tokens, hidden_size] to the residual stream."""
         return self.fc2(self.activate(self.fc1(x, batch)), batch, residual)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linear layers that adapters can change."""
-        return (*self.self_attn.linears(), self.fc1, self.fc2)
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        yield from self.self_attn.tensors(f"{prefix}self_attn.")
-        yield from self.self_attn_layer_norm.tensors(f"{prefix}self_attn_layer_norm")
-        yield from self.fc1.tensors(prefix)
-        yield from self.fc2.tensors(prefix)
-        yield from self.final_layer_norm.tensors(f"{prefix}final_layer_norm")
 
 
 class OPTForCausalLM(CausalLM):
@@ -133,4 +116,4 @@ class OPTForCausalLM(CausalLM):
             if linear is not None:
                 yield from linear.tensors(prefix)
         if self.final_layer_norm is not None:
-            yield from self.final_layer_norm.tensors(f"{prefix}final_layer_norm")
+            yield from self.final_layer_norm.tensors(f"{prefix}final_layer_norm.")

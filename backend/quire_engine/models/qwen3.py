@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3: Llama with normalization of queries and keys per head, and sliding windows as in Qwen2."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import LayerWeights, qk_norm
 from quire_spec.model.model_config import ModelConfig
 
@@ -29,12 +27,6 @@ class Qwen3Attention(RotaryAttention):
         qkv = super().project_qkv(x, batch)
         qk_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
         return qkv
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        yield from super().tensors(prefix)
-        yield from self.q_norm.tensors(f"{prefix}q_norm")
-        yield from self.k_norm.tensors(f"{prefix}k_norm")
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):

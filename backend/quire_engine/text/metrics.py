@@ -181,8 +181,9 @@ class RequestMetrics:
         documentation = "Names of the adapters of running and waiting requests; the value is the time in Unix seconds."
         label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         self._lora_requests_info = Gauge("vllm:lora_requests_info", documentation, label_names, registry=self.registry)
-        label_names = _KV_CACHE_INFO_LABELS
-        self._kv_cache_info = Gauge("vllm:cache_config_info", "The KV cache.", label_names, registry=self.registry)
+        self._kv_cache_info = Gauge(
+            "vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS, registry=self.registry
+        )
 
     def _create_counters(self) -> None:
         counter = self._counter

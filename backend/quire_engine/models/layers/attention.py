@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention layers over the paged KV cache."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
-from quire_engine.weights.param_shard import LoadTarget
+from quire_engine.models.layers.linear import ParamFactory, build_linear
+from quire_engine.models.layers.module import Module
 from quire_kernels import paged_attention, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
 
 
-class Attention:
+class Attention(Module):
     """Grouped-query attention over the paged KV cache. Subclasses define how positions are encoded, the names of the
     linear layers, and `project_qkv`."""
 
@@ -42,15 +41,6 @@ class Attention:
         """
         attention_output = paged_attention(queries, kv_cache, batch.attention, self.scale, self.window, self.softcap)
         return self.o_proj(attention_output.view(queries.shape[0], -1), batch, residual)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linear layers that adapters can change."""
-        return (self.qkv_proj, self.o_proj)
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        for module in self.linears():
-            yield from module.tensors(prefix)
 
 
 class RotaryAttention(Attention):

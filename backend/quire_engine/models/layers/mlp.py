@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated feed-forward layers."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
-from quire_engine.weights.param_shard import LoadTarget
+from quire_engine.models.layers.linear import ParamFactory, build_linear
+from quire_engine.models.layers.module import Module
 from quire_kernels import get_gated_op
 from quire_spec.model.model_config import ModelConfig
 
 
-class MLP:
+class MLP(Module):
     """Gated feed-forward layer. Subclasses define the names of its linear layers."""
 
     GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
@@ -27,12 +26,3 @@ class MLP:
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Return the output for [num_tokens, hidden_size]; if `residual` is given, add it to that in place."""
         return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch, residual)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linear layers that adapters can change."""
-        return (self.gate_up_proj, self.down_proj)
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
-        for module in self.linears():
-            yield from module.tensors(prefix)

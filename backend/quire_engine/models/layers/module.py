@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of the parts of a decoder layer: finds their linear layers and the checkpoint tensors that fill them."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from quire_engine.models.layers.linear import Linear
+from quire_engine.weights.param_shard import LoadTarget
+
+
+class Module:
+    """A part of a model whose attributes have the names of the checkpoint, in the order of computation.
+
+    An exception are the merged linear layers: their slices have these names.
+    """
+
+    def linears(self) -> Iterator[Linear]:
+        """Yield the linear layers that adapters can change."""
+        for part in vars(self).values():
+            if isinstance(part, Linear):
+                yield part
+            elif isinstance(part, Module):
+                yield from part.linears()
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
+        for name, part in vars(self).items():
+            if isinstance(part, Tensor):
+                yield f"{prefix}{name}", part
+            elif isinstance(part, Linear):
+                yield from part.tensors(prefix)
+            elif isinstance(part, Module):
+                yield from part.tensors(f"{prefix}{name}.")
