@@ -5,15 +5,14 @@ Two installations are supported: NVIDIA's image (/opt/tritonserver) and the nvid
 started directly. The supervisor starts the process. This module is independent of engines, adapters and sockets.
 """
 
-import json
 import os
 import re
 import secrets
 import shutil
-import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from quire_server.model_server.preload import preload
@@ -143,22 +142,19 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
     return ServerInstall("wheel", root / "bin/tritonserver", backend, stubs)
 
 
-def inspect_python(executable: Path) -> Interpreter:
-    """Run an interpreter to get the properties that matter for the stub.
-
-    Raises:
-        ConfigError: the interpreter does not run.
-    """
+def current_interpreter() -> Interpreter:
+    """Return the properties of this process's interpreter that matter for the stub."""
+    get = sysconfig.get_config_var
+    python_version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    soname = get("INSTSONAME") if get("Py_ENABLE_SHARED") else f"libpython{python_version}.so.1.0"
+    libdir = Path(get("LIBDIR") or "")
+    folders = (libdir, libdir / (get("MULTIARCH") or ""), Path(sys.base_prefix, "lib"))
     try:
-        result = subprocess.run(
-            [executable, "-I", "-c", _INSPECT_SCRIPT], capture_output=True, text=True, check=True, timeout=60
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"python {str(executable)!r} does not run: {error}") from error
-    details = json.loads(result.stdout)
-    libraries = [Path(folder) / details["soname"] for folder in details["folders"] if details["soname"]]
-    libpython = next((path for path in libraries if path.exists()), None)
-    return Interpreter(executable, details["version"], libpython, details["numpy"])
+        numpy = version("numpy")
+    except PackageNotFoundError:
+        numpy = None
+    libpython = next((folder / soname for folder in folders if (folder / soname).exists()), None)
+    return Interpreter(Path(sys.executable), python_version, libpython, numpy)
 
 
 def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> None:
@@ -246,23 +242,6 @@ def clear_shared_memory(shm_prefix: str, shm: Path = SHM) -> int:
     return len(regions)
 
 
-_INSPECT_SCRIPT = """
-import importlib.metadata, json, sys, sysconfig
-get = sysconfig.get_config_var
-try:
-    numpy = importlib.metadata.version("numpy")
-except importlib.metadata.PackageNotFoundError:
-    numpy = None
-libdir = get("LIBDIR") or ""
-print(json.dumps({
-    "version": "%d.%d" % sys.version_info[:2],
-    "soname": get("INSTSONAME") if get("Py_ENABLE_SHARED") else "libpython%d.%d.so.1.0" % sys.version_info[:2],
-    "folders": [libdir, libdir + "/" + (get("MULTIARCH") or ""), sys.base_prefix + "/lib"],
-    "numpy": numpy,
-}))
-"""
-
-
 def _require_files(*files: Path) -> None:
     for path in files:
         if not path.exists():
@@ -320,8 +299,3 @@ def _environment(python: Interpreter) -> dict[str, str]:
     # numpy's OpenBLAS starts a thread per core and reserves memory for each. A stub does no matrix products.
     env["OPENBLAS_NUM_THREADS"] = "1"
     return env
-
-
-def current_interpreter() -> Interpreter:
-    """Return the interpreter of this process."""
-    return inspect_python(Path(sys.executable))

@@ -97,11 +97,6 @@ def test_preflight_requires_shared_memory_for_all_stubs(python):
         launch.preflight(launch.find_server(), python, num_models=9999999)
 
 
-def test_rejects_python_that_does_not_run():
-    with pytest.raises(ConfigError, match="does not run"):
-        launch.inspect_python(Path("/nowhere/python"))
-
-
 def test_command_and_environment(python, tmp_path):
     options = ServerOptions(tmp_path / "models", "tales", tmp_path, "KEY", "prefix-", host="::1", http_port=1)
     for _ in range(2):  # the folder of a previous start already exists
