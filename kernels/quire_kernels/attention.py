@@ -67,19 +67,13 @@ class AttentionGroup:
         """
         if window not in self.masks:
             first = self.num_skipped_keys(window, block_size)
-            query_positions, key_positions = (
-                self.positions[..., None],
-                torch.arange(first, self.num_keys, device=self.positions.device),
-            )
-            is_masked = (
-                key_positions > query_positions
-                if window is None
-                else (key_positions > query_positions) | (key_positions <= query_positions - window)
-            )
-            mask = torch.zeros(is_masked.shape, dtype=dtype, device=is_masked.device).masked_fill_(
-                is_masked, float("-inf")
-            )
-            self.masks[window] = mask[:, None]
+            query_positions = self.positions[..., None]
+            key_positions = torch.arange(first, self.num_keys, device=self.positions.device)
+            is_masked = key_positions > query_positions
+            if window is not None:
+                is_masked |= key_positions <= query_positions - window
+            mask = torch.zeros(is_masked.shape, dtype=dtype, device=is_masked.device)
+            self.masks[window] = mask.masked_fill_(is_masked, float("-inf"))[:, None]
         return self.masks[window]
 
 

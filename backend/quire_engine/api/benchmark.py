@@ -187,14 +187,10 @@ def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]
         )
     adapter_digests = workload.adapters or (None,)
     token_ids = range(engine.shape.vocab_size)
+    prompts = [rng.choices(token_ids, k=workload.input_len) for _ in range(workload.num_prompts)]
     return [
-        SequenceRequest(
-            i,
-            rng.choices(token_ids, k=workload.input_len),
-            params.to_mapping(),
-            adapter_digests[i % len(adapter_digests)],
-        )
-        for i in range(workload.num_prompts)
+        SequenceRequest(i, prompt, params.to_mapping(), adapter_digests[i % len(adapter_digests)])
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -210,10 +206,8 @@ def _arrival_offsets(workload: Workload) -> list[float]:
 def _build_report(
     workload: Workload, timeline: RequestTimeline, duration_s: float, num_steps: int, num_preemptions: int
 ) -> BenchmarkReport:
-    num_input_tokens, num_output_tokens = (
-        workload.num_prompts * workload.input_len,
-        len(timeline.ttft) + len(timeline.itl),
-    )
+    num_input_tokens = workload.num_prompts * workload.input_len
+    num_output_tokens = len(timeline.ttft) + len(timeline.itl)
     return BenchmarkReport(
         num_prompts=workload.num_prompts,
         num_input_tokens=num_input_tokens,

@@ -133,13 +133,8 @@ class LLM:
                     self.engine.add(request)
             self._run_engine(offline_requests, use_tqdm)
         finally:
-            self.engine.abort(
-                [
-                    sequence_id
-                    for offline_request in offline_requests
-                    for sequence_id in offline_request.unfinished_sequence_ids
-                ]
-            )
+            for offline_request in offline_requests:
+                self.engine.abort(offline_request.unfinished_sequence_ids)
         return [offline_request.to_request_output() for offline_request in offline_requests]
 
     def chat(

@@ -80,10 +80,8 @@ class TensorParallelRunner(ModelRunner):
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that fills a slot on all ranks; see ModelRunner."""
-        copy_local, adapter = (
-            self._local_runner.load_adapter_slot(slot_load),
-            self._adapters_by_digest[slot_load.adapter_digest],
-        )
+        copy_local = self._local_runner.load_adapter_slot(slot_load)
+        adapter = self._adapters_by_digest[slot_load.adapter_digest]
 
         def copy_to_slot() -> None:
             call_id = self._worker_group.start_call("copy_to_slot", key=adapter.key, slot=slot_load.adapter_slot)

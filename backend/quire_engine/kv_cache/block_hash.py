@@ -40,14 +40,8 @@ class BlockHasher:
 
         Each field is encoded with its presence and its length, so that the fields cannot run into each other.
         """
-        fields = [
-            str(LAYOUT_VERSION),
-            self.model_digest,
-            self.kv_dtype,
-            str(self.block_size),
-            adapter_digest,
-            cache_salt,
-        ]
+        fields: list[str | None] = [str(LAYOUT_VERSION), self.model_digest, self.kv_dtype, str(self.block_size)]
+        fields += [adapter_digest, cache_salt]
         if long_rope:
             # A part of the hash: do not change the words.
             fields.append("beyond switch")

@@ -147,29 +147,14 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     block_numbers += [number for copy in step_input.copies for number in (copy.source, copy.destination)]
     header = [step_input.awaits_tokens, len(step_input.swap_outs), len(step_input.swap_ins), len(step_input.copies)]
     if isinstance(step_input, GraphStepInput):
-        header = [
-            step_input.size,
-            *header,
-            step_input.num_spans,
-            step_input.has_adapters,
-            step_input.table_updates.shape[1],
-            0,
-            0,
-            0,
-        ]
+        header = [step_input.size, *header, step_input.num_spans, step_input.has_adapters]
+        header += [step_input.table_updates.shape[1], 0, 0, 0]
         lists, tensors = [*header, *block_numbers], (step_input.inputs.flatten(), step_input.table_updates.flatten())
     else:
         header = [0, *header, len(step_input.starts), len(step_input.token_ids), len(step_input.block_ids)]
         header += [len(step_input.logit_rows), step_input.num_sampled, len(step_input.long_rope)]
-        lists = [
-            *header,
-            *block_numbers,
-            *step_input.starts,
-            *step_input.lengths,
-            *step_input.adapter_slots,
-            *step_input.logit_rows,
-            *step_input.long_rope,
-        ]
+        lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
+        lists += [*step_input.logit_rows, *step_input.long_rope]
         tensors = step_input.token_ids, step_input.block_ids
     chunks = (int64_tensor(lists), *tensors)
     torch.cat(chunks, out=row[: sum(map(len, chunks))])

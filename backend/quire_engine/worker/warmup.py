@@ -45,11 +45,9 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
         for start, length, slot in zip(starts, lengths, slots, strict=True)
     ]
     # The largest `logprobs` of all rows determines the memory per row; here one prompt has it for its last tokens.
-    peak_params, last_sequence = _all_sampling_params(vocab_size, config.max_logprobs), spans[-1].sequence
-    last_sequence.params, last_sequence.num_computed_prompt_logprobs = (
-        peak_params,
-        max(len(last_sequence.prompt_token_ids) - 2, 0),
-    )
+    last_sequence = spans[-1].sequence
+    last_sequence.params = _all_sampling_params(vocab_size, config.max_logprobs)
+    last_sequence.num_computed_prompt_logprobs = max(len(last_sequence.prompt_token_ids) - 2, 0)
     yield spans
     chunk = min(config.max_num_batched_tokens, max_length)
     yield [_with_all_masks(dummy_span(max_length - chunk, chunk, config.block_size, slots[0], base_params), vocab_size)]

@@ -46,13 +46,8 @@ class ManagedAdapter:
     def set_state(self, state: AdapterState, error: str = "") -> None:
         """Enter a state; `since` changes only with the state."""
         if (state, error) != (self.state, self.error):
-            logger.log(
-                logging.WARNING if error else logging.INFO,
-                "adapter name=%s state=%s%s",
-                self.name,
-                state.value,
-                f" error={error}" if error else "",
-            )
+            level, suffix = (logging.WARNING, f" error={error}") if error else (logging.INFO, "")
+            logger.log(level, "adapter name=%s state=%s%s", self.name, state.value, suffix)
         if state is not self.state:
             self.since = utc_now()
         self.state, self.error = state, error

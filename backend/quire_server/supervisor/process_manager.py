@@ -77,18 +77,10 @@ class ProcessManager:
         self._settings = settings
         self._run_dir = run_dir
         self._server_runtime = server_runtime
+        addresses = settings.host, settings.http_port, settings.grpc_port, settings.metrics_port
+        key, shm_prefix = launch.new_key(), launch.new_shm_prefix()
         self._options = launch.ServerOptions(
-            run_dir / REPOSITORY,
-            settings.served_name,
-            run_dir,
-            launch.new_key(),
-            launch.new_shm_prefix(),
-            settings.host,
-            settings.http_port,
-            settings.grpc_port,
-            settings.metrics_port,
-            has_gpu,
-            _EXIT_TIMEOUT_S,
+            run_dir / REPOSITORY, settings.served_name, run_dir, key, shm_prefix, *addresses, has_gpu, _EXIT_TIMEOUT_S
         )
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
