@@ -8,16 +8,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire_engine.api.engine_args import EngineArgs
     from quire_engine.api.inputs import TextPrompt, TokensPrompt
     from quire_engine.api.llm import LLM
-    from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
     from quire_spec.engine.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EngineArgs",
     "LoRARequest",
     "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "EngineArgs": "quire_engine.api.engine_args",
     "LLM": "quire_engine.api.llm",
     "SamplingParams": "quire_spec.engine.sampling_params",
     "TextPrompt": "quire_engine.api.inputs",

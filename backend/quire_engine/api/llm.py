@@ -247,7 +247,12 @@ class LLM:
             num_input_tokens = num_output_tokens = 0
             while self.engine.has_work:
                 self.engine.read_pending_adapters()
-                for result in self.engine.step().results:
+                step = self.engine.step()
+                for sequence_id, queued_s in step.started:
+                    # A sequence of an earlier call that failed is unknown here.
+                    if (started := offline_request_by_sequence.get(sequence_id)) is not None:
+                        started.mark_started(queued_s)
+                for result in step.results:
                     offline_request = offline_request_by_sequence[result.id]
                     if offline_request.update(result):
                         self.engine.abort([result.id])

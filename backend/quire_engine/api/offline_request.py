@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prompt of an offline run: from the engine requests for its outputs to a RequestOutput. `LLM` owns it."""
 
-from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+import time
+
+from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
 from quire_engine.tokenization.completion import CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
@@ -38,6 +40,8 @@ class OfflineRequest:
         self._deltas: dict[int, list[CompletionDelta]] = {request.id: [] for request in self.sequence_requests}
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens: int | None = None
+        self._arrival_time, self._queued_ts = time.time(), time.monotonic()
+        self._scheduled_ts = self._first_token_ts = self._last_token_ts = self._queued_ts
 
     @property
     def unfinished_sequence_ids(self) -> list[int]:
@@ -51,6 +55,11 @@ class OfflineRequest:
         """Total number of tokens of all outputs."""
         return sum(completion.num_tokens for completion in self._completions.values())
 
+    def mark_started(self, queued_s: float) -> None:
+        """Record that a step ran a sequence of this request for the first time, `queued_s` after its arrival."""
+        if self._scheduled_ts == self._queued_ts:
+            self._scheduled_ts += queued_s
+
     def update(self, result: SequenceDelta) -> bool:
         """Add new tokens to an output. Return True if a stop string ended the output.
 
@@ -61,6 +70,10 @@ class OfflineRequest:
         """
         if result.error_code is not None:
             raise error_from_code(result.error_code, result.error)
+        if result.token_ids:
+            self._last_token_ts = time.monotonic()
+            if self._first_token_ts == self._queued_ts:
+                self._first_token_ts = self._last_token_ts
         if result.prompt_logprobs is not None:
             self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
         if result.num_cached_tokens is not None and self._num_cached_tokens is None:
@@ -83,6 +96,14 @@ class OfflineRequest:
             lora_request=self._lora_request,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
+            metrics=RequestMetrics(
+                self._arrival_time,
+                self._queued_ts,
+                self._scheduled_ts,
+                self._first_token_ts,
+                self._last_token_ts,
+                self.num_output_tokens,
+            ),
         )
 
     def _completion_output(self, index: int, sequence_id: int) -> CompletionOutput:

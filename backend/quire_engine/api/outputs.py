@@ -2,7 +2,7 @@
 """Inputs and results of offline generation as values, with vLLM's names. `LLM` and `OfflineRequest` create them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire_spec.errors import InvalidArgument
 
@@ -81,6 +81,28 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of a request, with the names of vLLM's RequestStateStats. Names with _ts are seconds of one clock."""
+
+    arrival_time: float
+    """Seconds since the epoch."""
+    queued_ts: float
+    """When the engine received the request."""
+    scheduled_ts: float
+    """Start of the first step that ran one of its sequences."""
+    first_token_ts: float
+    """End of the step that sampled its first token."""
+    last_token_ts: float
+    num_generation_tokens: int
+    """Of all outputs, those that best_of drops included."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from the request to its first token."""
+        return self.first_token_ts - self.queued_ts
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A prompt and its outputs."""
 
@@ -95,3 +117,5 @@ class RequestOutput:
     """Per token of the prompt, None for the first; None unless requested."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache."""
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    """Times of the request."""

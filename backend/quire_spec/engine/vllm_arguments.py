@@ -82,6 +82,8 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "reasoning_parser": ((None, ""), "remove the argument"),
 }
 """Arguments of which this engine supports only these values, and what to do instead of another value."""
+OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
+"""Arguments of vLLM that EngineConfig does not have."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -97,6 +99,8 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
     without_effect: list[str] = []
     problems: list[str] = []
     for name, value in arguments.items():
+        if value is None and name in OTHER_VLLM_ARGUMENTS:
+            continue  # not set
         if name in _IGNORED_ARGUMENTS:
             without_effect.append(f"{name}={value!r}")
         elif name in _SUPPORTED_VALUES:
