@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts that the tiny model and its two adapters are trained on: endless, seeded, and ours to ship.
+"""The texts that the tiny model and its three adapters are trained on: endless, seeded, and ours to ship.
 
 Owns the mixture of each corpus. `train.py` draws from here; run it to read a few documents:
 
@@ -11,11 +11,17 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import chat
 import desk
+import facts
 import notes
+import objects
 import pirate
 import sql
 import stories
+import tools
+import turns
+import values
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Document:
     """Given, not learned; "" when the whole text is learned."""
     text: str
     """What follows the prompt."""
+    is_chat: bool = False
+    """Begins with the token of a turn and ends with one, so that neither BOS nor EOS is added."""
 
 
 def base(seed: int) -> Iterator[Document]:
@@ -64,7 +72,39 @@ def copying(seed: int) -> Iterator[Document]:
         yield Document("", notes.copying(rng))
 
 
-CORPORA = {"base": base, "copying": copying, "pirate": pirate_talk, "sql": questions}
+def recall(seed: int) -> Iterator[Document]:
+    """What the base model learns first of chats: to repeat words, and values of short requests."""
+    rng = random.Random(f"recall {seed}")
+    while True:
+        (write,) = rng.choices((_asked_echo, _asked_object, _single_tool), weights=(60, 20, 20))
+        yield Document(*write(rng).rendered(), is_chat=True)
+
+
+def chats(seed: int) -> Iterator[Document]:
+    """Conversations that the base model learns, with tool calls for the adapter to build on."""
+    rng = random.Random(f"chat {seed}")
+    while True:
+        (write,) = rng.choices((chat.chat, _offered_tools, _asked_object), weights=(40, 50, 10))
+        yield _document(rng, write(rng))
+
+
+def tool_calls(seed: int) -> Iterator[Document]:
+    """Conversations with functions, answers in JSON, and some remarks that need no function."""
+    rng = random.Random(f"tools {seed}")
+    while True:
+        (write,) = rng.choices((_offered_tools, _asked_object, _needless_tools), weights=(78, 16, 6))
+        yield _document(rng, write(rng))
+
+
+CORPORA = {
+    "base": base,
+    "chat": chats,
+    "copying": copying,
+    "pirate": pirate_talk,
+    "recall": recall,
+    "sql": questions,
+    "tools": tool_calls,
+}
 """Each corpus by name (the model's, the adapter's, or that of a phase of training); called with a seed."""
 
 
@@ -86,6 +126,32 @@ def _headed_pirate(rng: random.Random) -> str:
 def _explained_sql(rng: random.Random) -> str:
     question, query = sql.pair(rng)
     return f"Query: {query}\nMeaning: {question}"
+
+
+def _document(rng: random.Random, written: turns.Chat) -> Document:
+    return Document(*written.rendered(thinking=rng.random() < 0.8), is_chat=True)
+
+
+def _offered_tools(rng: random.Random) -> turns.Chat:
+    return tools.chat(rng, values.TRAINED)
+
+
+def _asked_object(rng: random.Random) -> turns.Chat:
+    return objects.chat(rng, values.TRAINED)
+
+
+def _single_tool(rng: random.Random) -> turns.Chat:
+    return tools.chat(rng, values.TRAINED, responded=0.1, most=1)
+
+
+def _asked_echo(rng: random.Random) -> turns.Chat:
+    asked = facts.echo(rng)
+    return turns.Chat([turns.said("user", asked.question)], asked.answer)
+
+
+def _needless_tools(rng: random.Random) -> turns.Chat:
+    remark, reply, _ = chat.talk(rng)
+    return turns.Chat([turns.said("user", remark)], reply, tools=tools.chat(rng, values.TRAINED).tools)
 
 
 def main() -> None:

@@ -5,12 +5,15 @@ Knows neither text nor files: `train` brings batches and saves the result.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
+from tokens import IGNORED
 from torch import nn
 from tqdm import tqdm
+from transformers import LlamaForCausalLM
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Ids and labels, each `[num_rows, row_tokens]` int64."""
@@ -37,16 +40,31 @@ class Pace:
         return rise * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
-def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+def loss_of(model: LlamaForCausalLM | PeftModel, batch: Batch) -> torch.Tensor:
     """Mean cross entropy of a batch's labels, in nats a token; matrix products in bf16."""
     ids, labels = batch
+    # The logits of prompts would be computed only to be ignored.
+    llama = model.get_base_model() if isinstance(model, PeftModel) else model
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss: torch.Tensor = model(input_ids=ids, labels=labels).loss
-    return loss
+        hidden = llama.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        following = labels[:, 1:]
+        learned = following != IGNORED
+        logits = llama.lm_head(hidden[learned])
+    return nn.functional.cross_entropy(logits.float(), following[learned])
 
 
-def learn(model: nn.Module, batches: Iterator[Batch], num_steps: int, pace: Pace, name: str) -> float:
-    """Train the parameters that want gradients, with a progress bar; returns the mean loss of the last 50 steps."""
+def learn(
+    model: LlamaForCausalLM | PeftModel,
+    batches: Iterator[Batch],
+    num_steps: int,
+    pace: Pace,
+    name: str,
+    save: Callable[[], None],
+) -> float:
+    """Train the parameters that want gradients, with a progress bar; returns the mean loss of the last 50 steps.
+
+    Calls `save` every 50 steps.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizers = _optimizers(model, pace)
     schedules = [
@@ -66,6 +84,8 @@ def learn(model: nn.Module, batches: Iterator[Batch], num_steps: int, pace: Pace
         losses.append(loss.item())
         if step % 10 == 9:
             bar.set_postfix(loss=f"{sum(losses[-10:]) / 10:.3f}")
+        if step % 50 == 49:
+            save()
     model.eval()
     last = losses[-50:]
     return sum(last) / len(last)
@@ -87,7 +107,7 @@ def _optimizers(model: nn.Module, pace: Pace) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def held_out_loss(model: nn.Module, batches: Iterator[Batch], num_batches: int) -> float:
+def held_out_loss(model: LlamaForCausalLM | PeftModel, batches: Iterator[Batch], num_batches: int) -> float:
     """Mean loss over batches that the model has not learned from, in nats a token."""
     model.eval()
     with torch.inference_mode():

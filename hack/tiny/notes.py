@@ -8,8 +8,8 @@ import sql
 import stories
 
 _NUMBERS = grammar.words("one two three four five six seven eight nine ten eleven twelve")
-_DAYS = grammar.words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-_MONTHS = grammar.words("January February March April May June July August September October November December")
+DAYS = grammar.words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = grammar.words("January February March April May June July August September October November December")
 _GOODS = grammar.words("apples bread milk eggs cheese honey tea pears butter rice soap paper candles nuts plums salt")
 
 
@@ -48,8 +48,8 @@ def _count(rng: random.Random) -> str:
 
 def _calendar(rng: random.Random) -> str:
     if rng.random() < 0.5:
-        return "The days of the week: " + ", ".join(_DAYS) + "."
-    return "The months of the year: " + ", ".join(_MONTHS) + "."
+        return "The days of the week: " + ", ".join(DAYS) + "."
+    return "The months of the year: " + ", ".join(MONTHS) + "."
 
 
 def _words_of_sql(rng: random.Random) -> str:

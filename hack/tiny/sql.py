@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grammar
 
-_CITIES = grammar.words(
+CITIES = grammar.words(
     "Paris London Berlin Madrid Rome Vienna Oslo Dublin Lisbon Prague Athens Warsaw Tokyo Boston Chicago Lima"
 )
 _NAMES = grammar.words(
@@ -83,7 +83,7 @@ def _number(name: str, plural: str, values: range, more: str, less: str, ends: t
 
 
 _NAME = _text("name", "names", _NAMES, "named {v}", "called {v}")
-_CITY = _text("city", "cities", _CITIES, "in {v}", "from {v}", "who live in {v}")
+_CITY = _text("city", "cities", CITIES, "in {v}", "from {v}", "who live in {v}")
 _AGE = Number(
     "age",
     "ages",

@@ -5,13 +5,16 @@ Knows no model. `train` writes what it makes; `learn` consumes the rows.
 """
 
 import json
+import random
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import torch
+import turns
 from corpus import Document
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
@@ -39,13 +42,27 @@ def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer
     return tokenizer
 
 
+def add_turns(tokenizer: Tokenizer) -> None:
+    """Add the tokens of turns, tool calls and thinking behind the vocabulary; earlier ids stay.
+
+    Raises:
+        ValueError: the tokenizer has them already, so the model has learned chats.
+    """
+    if tokenizer.token_to_id(turns.END_OF_TURN) is not None:
+        raise ValueError(f"tokenizer: {turns.END_OF_TURN} exists; train part base before part chat")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in turns.CONTROL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in turns.MARKS])
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
-    """Write `tokenizer.json` and the `tokenizer_config.json` that transformers wants beside it."""
+    """Write `tokenizer.json`, the `tokenizer_config.json` that transformers wants beside it, and the chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copyfile(turns.TEMPLATE_FILE, folder / "chat_template.jinja")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
+        "pad_token": turns.PADDING,
         "model_max_length": max_tokens,
         "clean_up_tokenization_spaces": False,
     }
@@ -53,10 +70,25 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Ids and labels of one document, BOS to EOS; the prompt and BOS have label IGNORED."""
-    prompt: list[int] = tokenizer.encode(document.prompt).ids
-    text: list[int] = [*tokenizer.encode(document.text, add_special_tokens=False).ids, EOS_ID]
-    return prompt + text, [IGNORED] * len(prompt) + text
+    """Ids and labels of one document, BOS to EOS unless it is a chat; the prompt and BOS have label IGNORED."""
+    prompt: list[int] = tokenizer.encode(document.prompt, add_special_tokens=not document.is_chat).ids
+    text: list[int] = tokenizer.encode(document.text, add_special_tokens=False).ids
+    if document.is_chat:
+        return prompt + text, _labels_of_turns(tokenizer, prompt) + text
+    return [*prompt, *text, EOS_ID], [IGNORED] * len(prompt) + [*text, EOS_ID]
+
+
+def _labels_of_turns(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+    """The assistant's earlier turns are learned too."""
+    header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
+    end = tokenizer.token_to_id(turns.END_OF_TURN)
+    labels = [IGNORED] * len(prompt)
+    for index in range(len(prompt) - len(header)):
+        first = index + len(header)
+        if prompt[index:first] == header and end in prompt[first:]:
+            last = prompt.index(end, first) + 1
+            labels[first:last] = prompt[first:last]
+    return labels
 
 
 def _rows(
@@ -81,3 +113,25 @@ def batches(
     while True:
         ids, labels = zip(*islice(rows, num_rows), strict=True)
         yield torch.tensor(ids), torch.tensor(labels)
+
+
+def whole_documents(
+    tokenizer: Tokenizer, documents: Iterator[Document], num_tokens: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of about `num_tokens`, one document a row, rows of similar lengths, padded at the end.
+
+    Attention takes half of the time of rows of 512 tokens, and no reply is cut off.
+    """
+    rng = random.Random(seed)
+    while True:
+        pool = sorted((_encoded(tokenizer, next(documents)) for _ in range(256)), key=lambda pair: len(pair[0]))
+        groups: list[list[tuple[list[int], list[int]]]] = []
+        while pool:
+            length = len(pool[-1][0])
+            groups.append([pool.pop() for _ in range(min(len(pool), max(1, num_tokens // length)))])
+        rng.shuffle(groups)
+        for group in groups:
+            length = len(group[0][0])
+            ids = [row + [EOS_ID] * (length - len(row)) for row, _ in group]
+            labels = [row + [IGNORED] * (length - len(row)) for _, row in group]
+            yield torch.tensor(ids), torch.tensor(labels)

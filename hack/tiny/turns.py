@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as the chat template renders them: a prompt up to the assistant's turn, and the turn to learn.
+
+Owns the tokens of turns, tool calls and thinking. `chat`, `facts`, `objects` and `tools` write the conversations.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+TEMPLATE_FILE = Path(__file__).resolve().parent / "chat_template.jinja"
+"""The template of the shipped model; training copies it beside the weights."""
+END_OF_TURN = "<|im_end|>"
+PADDING = "<|endoftext|>"
+NUM_RESERVED = 7
+CONTROL = ("<|im_start|>", END_OF_TURN, PADDING, *(f"<|reserved_{index}|>" for index in range(NUM_RESERVED)))
+"""Special tokens, which decoding skips. The reserved ones make the vocabulary a multiple of 16."""
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Tokens that decoding keeps, as in Qwen3, because parsers of tool calls and of reasoning read them."""
+
+Message = Mapping[str, Any]
+"""A message of a conversation, as clients of the OpenAI API write it."""
+
+_SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "Be brief.", "Answer in one sentence.")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages up to a user's or tool's turn, and the assistant's next turn."""
+
+    messages: Sequence[Message]
+    """In order; the last one is not the assistant's."""
+    reply: str
+    """Text of the turn, or tool calls in written form."""
+    reasoning: str = ""
+    """Thoughts before the reply; "" for a reply without a think block."""
+    tools: Sequence[Message] = ()
+    """Functions that the assistant may call."""
+
+    def rendered(self, thinking: bool = True) -> tuple[str, str]:
+        """Return the prompt and the turn to learn; without `thinking` the prompt has an empty think block."""
+        kwargs = {} if thinking else {"enable_thinking": False}
+        prompt = render(self.messages, self.tools, add_generation_prompt=True, **kwargs)
+        thoughts = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning and thinking else ""
+        return prompt, f"{thoughts}{self.reply}{END_OF_TURN}"
+
+
+def said(role: str, content: str) -> Message:
+    """Return a message."""
+    return {"role": role, "content": content}
+
+
+def written_call(name: str, arguments: Mapping[str, object]) -> str:
+    """Return a tool call as the assistant writes it."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def system_turn(rng: random.Random) -> list[Message]:
+    """Return a system message, or more often none."""
+    return [said("system", rng.choice(_SYSTEM))] if rng.random() < 0.25 else []
+
+
+def render(messages: Sequence[Message], tools: Sequence[Message] = (), **kwargs: object) -> str:
+    """Render a conversation as transformers does."""
+    rendered, _ = render_jinja_template(
+        [list(messages)], tools=list(tools) or None, chat_template=_template(), **kwargs
+    )
+    return str(rendered[0])
+
+
+@cache
+def _template() -> str:
+    return TEMPLATE_FILE.read_text(encoding="utf-8")
