@@ -49,6 +49,7 @@ _HOST_HELP = (
 _OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)"
 _OPENAI_KEYS_HELP = "API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)"
 _OPENAI_SHARED_PREFIX_CACHE_HELP = "let requests of different API keys use each other's cached prompts"
+_OPENAI_DEFAULTS_HELP = "auto (default): generation_config.json sets defaults in the OpenAI API; vllm: it does not"
 _OPENAI_CORS_HELP = "let web pages of this origin call the OpenAI API; * for all"
 _ADMIN_KEY_HELP = "key for /status and /adapters; without it they answer requests from this machine only"
 _PVCS: dict[str, Any] = {"dest": "pvcs", "action": "append", "default": []}
@@ -113,6 +114,8 @@ def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
         yield "--shared-prefix-cache"
     if args.openai_max_body_bytes is not None:
         yield f"--max-body-bytes={args.openai_max_body_bytes}"
+    if args.openai_generation_config is not None:
+        yield f"--generation-config={args.openai_generation_config}"
     for origin in args.openai_cors_origin:
         yield f"--cors-origin={origin}"
 
@@ -157,6 +160,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--openai-api-keys-dir", "DIR", _absolute_path, _OPENAI_KEYS_HELP, {}),
         ("--openai-shared-prefix-cache", None, bool, _OPENAI_SHARED_PREFIX_CACHE_HELP, {}),
         ("--openai-cors-origin", "ORIGIN", str, _OPENAI_CORS_HELP, {"action": "append", "default": []}),
+        ("--openai-generation-config", None, str, _OPENAI_DEFAULTS_HELP, {"choices": ("auto", "vllm")}),
         ("--openai-max-body-bytes", "N", int, "maximum size of a request (default: 8 MiB)", {}),
         ("--admin-key-file", "FILE", Path, _ADMIN_KEY_HELP, {}),
     ),

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from quire_engine.api.generation_config import load_default_sampling_params
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import LoRARequest, RequestOutput
@@ -23,6 +22,7 @@ from quire_engine.tokenization.chat_template import (
 )
 from quire_engine.tokenization.chat_template_files import TEMPLATE_FILE
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import DigestCache
 from quire_spec.engine.config import EngineConfig

@@ -33,12 +33,15 @@ class FrontendCalls:
         chat_renderer: ChatRenderer | None,
         request_manager: RequestManager,
         metrics: RequestMetrics,
+        sampling_defaults: Mapping[str, Any],
     ) -> None:
+        """`sampling_defaults` are those of the checkpoint, for frontends that apply them."""
         self._admission = admission
         self._prompt_tokenizer = prompt_tokenizer
         self._chat_renderer = chat_renderer
         self._request_manager = request_manager
         self._metrics = metrics
+        self._sampling_defaults = dict(sampling_defaults)
         self._tasks: set[asyncio.Task[None]] = set()
         self._methods: dict[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
             "models": self._models,
@@ -79,6 +82,7 @@ class FrontendCalls:
             "served_name": admission.served_name,
             "adapters": sorted(admission.digests_by_name or ()),
             "max_model_len": admission.limits.max_model_len,
+            "sampling_defaults": self._sampling_defaults,
             "closed_reason": "draining" if admission.draining else admission.closed_reason,
         }
 

@@ -202,9 +202,10 @@ class RequestMetrics:
             "num_steps": counter("quire_steps", "Steps of the engine."),
         }
         self._api_key_labels: set[str] = set()
-        label_names, documentation = ["model_name", "api_key"], "Requests sent to the engine, by API key."
+        label_names = ["model_name", "api_key"]
+        documentation = "Requests sent to the engine, by API key; all keys after the first 100 share one series."
         self._api_key_requests = Counter("quire_api_key_requests", documentation, label_names, registry=self.registry)
-        label_names, documentation = [*label_names, "kind"], "Prompt and completion tokens (kind), by API key."
+        label_names, documentation = [*label_names, "kind"], "Prompt and completion tokens, by API key."
         self._api_key_tokens = Counter("quire_api_key_tokens", documentation, label_names, registry=self.registry)
         label_names, documentation = ["model_name", "finished_reason"], "Requests that ended, by reason."
         self._finished_requests = Counter("vllm:request_success", documentation, label_names, registry=self.registry)

@@ -12,6 +12,9 @@ import asyncio
 import gc
 import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from quire_engine.ipc import process
 from quire_engine.text.admission import AdmissionController, RequestLimits
@@ -25,9 +28,11 @@ from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, Respons
 from quire_engine.text.server import TextServer
 from quire_engine.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from quire_engine.weights.checkpoint import load_eos_token_ids
+from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
 from quire_spec.constants import CORE_SOCKET, TEXT_SOCKET
 from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +52,8 @@ def main(args: process.ProcessArgs) -> None:
     if tokenizer is None:
         logger.warning("the model has no %s, so requests must contain token ids folder=%s", TOKENIZER_FILE, folder)
     chat_renderer = ChatRenderer.from_folder(folder, tokenizer, limits.max_prompt_bytes)
-    asyncio.run(_serve(args, tokenizer, limits, load_eos_token_ids(folder, model_config), chat_renderer))
+    eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(folder)
+    asyncio.run(_serve(args, tokenizer, limits, eos_token_ids, chat_renderer, sampling_defaults))
 
 
 async def _serve(
@@ -56,6 +62,7 @@ async def _serve(
     limits: RequestLimits,
     eos_token_ids: frozenset[int],
     chat_renderer: ChatRenderer | None,
+    sampling_defaults: Mapping[str, Any],
 ) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
@@ -71,13 +78,24 @@ async def _serve(
         chat_renderer=chat_renderer,
     )
     throttle = _create_throttle(args.config)
-    frontend_calls = FrontendCalls(admission, prompt_tokenizer, chat_renderer, request_manager, metrics)
+    frontend_calls = FrontendCalls(
+        admission, prompt_tokenizer, chat_renderer, request_manager, metrics, sampling_defaults
+    )
     server = TextServer(request_manager, metrics, frontend_calls, limits.max_frame_bytes, throttle)
     await server.listen(args.socket_path(TEXT_SOCKET))
     # All objects created so far live as long as the process: keep the garbage collector from scanning them.
     gc.collect()
     gc.freeze()
     await core_client.run(ResultCoalescer(request_manager, throttle))
+
+
+def _load_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling parameters of generation_config.json, for frontends that apply them; none if it is wrong."""
+    try:
+        return load_default_sampling_params(folder).to_mapping()
+    except ConfigError as error:
+        logger.warning("sampling defaults of the checkpoint are ignored error=%s", error)
+        return {}
 
 
 def _create_throttle(config: EngineConfig) -> ResponseThrottle:

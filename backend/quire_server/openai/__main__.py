@@ -120,6 +120,12 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin read responses"
     )
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="auto: defaults of sampling parameters come from generation_config.json; vllm: they do not",
+    )
     args = parser.parse_args(argv)
     return FrontSettings(
         args.run_dir,
@@ -129,6 +135,7 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         args.max_body_bytes,
         args.api_keys_dir,
         args.shared_prefix_cache,
+        args.generation_config == "auto",
         tuple(args.cors_origin),
     )
 

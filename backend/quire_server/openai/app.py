@@ -46,8 +46,8 @@ class Application:
         self._client = client
         self._access = AccessControl(settings)
         models, tokenization = Models(client), Tokenization(client)
-        completions = Completions(client, settings.served_name)
-        chat = ChatCompletions(client, settings.served_name)
+        completions = Completions(client, settings)
+        chat = ChatCompletions(client, settings)
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             "/health": {"GET": models.health},
             "/version": {"GET": models.version},

@@ -10,6 +10,7 @@ from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http_message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.logprobs import chat_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
+from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import OutputDelta
@@ -38,18 +39,18 @@ class ChatFields(ConversationFields, kw_only=True):
 class ChatCompletions:
     """The route."""
 
-    def __init__(self, client: TextClient, served_name: str) -> None:
+    def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
-        self._served_name = served_name
+        self._settings = settings
 
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
         fields, sampling_values = parse_fields(await request.json_object(), ChatFields)
         prompt = Prompt(chat=build_conversation(fields))
-        params, copies = build_sampling_params(
-            sampling_values | _own_sampling_values(fields, sampling_values), fields.stream
-        )
-        generation = Generation("chatcmpl-", request, fields, params, copies, [prompt], self._served_name)
+        defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
+        values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
+        params, copies = build_sampling_params(values, fields.stream)
+        generation = Generation("chatcmpl-", request, fields, params, copies, [prompt], self._settings.served_name)
         formatter = ChatFormatter(generation, fields, params)
         deltas = generation.deltas(self._client)
         if fields.stream:
@@ -73,13 +74,16 @@ def build_conversation(fields: ConversationFields) -> dict[str, Any]:
     }
 
 
-def _own_sampling_values(fields: ChatFields, sampling_values: dict[str, Any]) -> dict[str, Any]:
+def _own_sampling_values(
+    fields: ChatFields, sampling_values: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, Any]:
     """Return the sampling parameters that chat completions name or default differently."""
     values: dict[str, Any] = {}
     if fields.max_completion_tokens is not None:
         values["max_tokens"] = fields.max_completion_tokens
     elif "max_tokens" not in sampling_values:
-        values["max_tokens"] = None
+        # Up to the context length, unless the checkpoint says otherwise.
+        values["max_tokens"] = defaults.get("max_tokens")
     if fields.logprobs:
         values["logprobs"] = fields.top_logprobs or 0
     elif fields.top_logprobs:

@@ -10,6 +10,7 @@ from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http_message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.logprobs import completion_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
+from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import OutputDelta
@@ -27,9 +28,9 @@ class CompletionFields(GenerationFields, kw_only=True):
 class Completions:
     """The route."""
 
-    def __init__(self, client: TextClient, served_name: str) -> None:
+    def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
-        self._served_name = served_name
+        self._settings = settings
 
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
@@ -39,11 +40,14 @@ class Completions:
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0
         if omits_output:
             sampling_values["max_tokens"] = 1
-        params, copies = build_sampling_params(sampling_values, fields.stream)
+        defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
+        # As in vLLM, completions have 16 tokens unless the request says otherwise.
+        defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
+        params, copies = build_sampling_params(defaults | sampling_values, fields.stream)
         if fields.echo:
             prompts = [await self._with_text(prompt) for prompt in prompts]
             params = replace(params, prompt_logprobs=params.logprobs if params.logprobs is not None else None)
-        generation = Generation("cmpl-", request, fields, params, copies, prompts, self._served_name)
+        generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings.served_name)
         formatter = CompletionFormatter(generation, fields, params, omits_output)
         return_prompt_token_ids = fields.echo and params.logprobs is not None
         deltas = generation.deltas(self._client, return_prompt_token_ids)

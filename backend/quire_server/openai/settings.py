@@ -23,5 +23,7 @@ class FrontSettings:
     """Folder of API keys, one file each; None: no key is needed."""
     shared_prefix_cache: bool = False
     """Whether requests of different keys use each other's cached prompts."""
+    uses_generation_config: bool = True
+    """Whether generation_config.json of the checkpoint sets the defaults of sampling parameters."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can read responses; * for all."""

@@ -54,6 +54,7 @@ class TextClient:
         self._sinks: dict[int, DeltaSink] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._disconnected = asyncio.Event()
+        self._sampling_defaults: dict[str, Any] | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -114,6 +115,12 @@ class TextClient:
             raise error_from_code(response.error_code, response.error)
         return response.result
 
+    async def sampling_defaults(self) -> dict[str, Any]:
+        """Return the sampling parameters of the checkpoint's generation_config.json; raises ApiError."""
+        if self._sampling_defaults is None:
+            self._sampling_defaults = dict((await self.call("models"))["sampling_defaults"])
+        return self._sampling_defaults
+
     def _send(self, message: IpcMessage) -> None:
         if self._transport is not None:
             self._transport.write(encode_frame(message))
@@ -138,7 +145,7 @@ class TextClient:
 
     def _on_closed(self) -> None:
         logger.warning("text process disconnected num_open=%d", len(self._sinks))
-        self._transport = None
+        self._transport = self._sampling_defaults = None
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
             sink.push(OutputDelta(request_id, error_code=Code.UNAVAILABLE, error=_LOST))

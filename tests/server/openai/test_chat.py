@@ -33,6 +33,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "chat"
     shutil.copytree(TINY, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    defaults = {"max_new_tokens": 7, "temperature": 0.0, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
     return folder
 
 
@@ -140,6 +142,15 @@ def test_roles_parts_and_tool_arguments_reach_the_template(chat):
     assert "[('a', 1)]" in chat.request("/detokenize", {"tokens": tokens}).body["prompt"]
     thinking = tokens_of(chat, USER, chat_template_kwargs={"enable_thinking": False})
     assert "thinking=False" in chat.request("/detokenize", {"tokens": thinking}).body["prompt"]
+
+
+def test_generation_config_sets_the_defaults(chat):
+    body = {"model": "base", "messages": USER, "ignore_eos": True}
+    answers = [chat.request("/v1/chat/completions", body).body for _ in range(2)]
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [7, 7]
+    assert answers[0]["choices"] == answers[1]["choices"], "greedy"
+    completion = chat.complete(prompt="Once", ignore_eos=True).body
+    assert completion["usage"]["completion_tokens"] == 16
 
 
 def test_continue_final_message(chat, chat_client):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions through the `openai` client and a real front, text and core process."""
 
+import asyncio
 import json
 import socket
 from types import SimpleNamespace
@@ -201,12 +202,20 @@ def test_a_client_that_leaves_aborts_its_request(front, stream):
     front.engine.wait_idle()
 
 
+async def no_defaults():
+    return {}
+
+
 async def test_an_idle_stream_gets_comments(monkeypatch):
     """The application alone, with a text process that never answers."""
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.01)
     cancelled = []
     text = SimpleNamespace(
-        new_id=lambda: 1, submit=lambda request, sink: None, cancel=cancelled.extend, report_rejected=print
+        sampling_defaults=no_defaults,
+        new_id=lambda: 1,
+        submit=lambda request, sink: None,
+        cancel=cancelled.extend,
+        report_rejected=print,
     )
     body = json.dumps({"prompt": "a", "stream": True}).encode()
     messages = [{"type": "http.request", "body": body}]
@@ -216,19 +225,15 @@ async def test_an_idle_stream_gets_comments(monkeypatch):
         if messages:
             return messages.pop()
         while len(sent) < 3:
-            await generation_tick()
+            await asyncio.sleep(0.005)
         return {"type": "http.disconnect"}
 
     async def send(message):
         sent.append(message)
 
-    async def generation_tick():
-        import asyncio
-
-        await asyncio.sleep(0.005)
-
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
     settings = FrontSettings(run_dir=None, served_name="base", host="127.0.0.1", port=1)
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     await Application(settings, text)(scope, receive, send)
     assert sent[0]["status"] == 200 and dict(sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
     assert [message["body"] for message in sent[1:3]] == [b": keep-alive\n\n"] * 2

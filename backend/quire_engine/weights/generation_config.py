@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default sampling parameters from generation_config.json of a checkpoint. `LLM` calls it."""
+"""Default sampling parameters from generation_config.json of a checkpoint, for `LLM` and the OpenAI API."""
 
 from pathlib import Path
 
