@@ -39,10 +39,10 @@ class LLM:
         outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=32))
         print(outputs[0].outputs[0].text)
 
-    `tokenizer` is the folder of another tokenizer than the model's own, `chat_template` the text or the path of a
-    template. `config` contains fields of EngineConfig, which are vLLM's engine arguments: dtype, device, max_model_len,
-    block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so on. Arguments of
-    vLLM that do not change the output, such as enforce_eager, are accepted and ignored.
+    `tokenizer` is the folder of a tokenizer to use instead of the model's own. `chat_template` is the text or the
+    path of a template. `config` contains fields of EngineConfig, which are vLLM's engine arguments: dtype, device,
+    max_model_len, block_size, max_num_seqs, enable_prefix_caching, enable_lora, max_loras, max_lora_rank, seed and so
+    on. Arguments of vLLM that do not change the output, such as enforce_eager, are accepted and ignored.
 
     Raises:
         ConfigError: an argument is unknown, out of range, or not possible with this model; the message names it.

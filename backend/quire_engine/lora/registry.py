@@ -37,7 +37,7 @@ class AdapterRegistry:
     """Adapters by digest. Any number is registered. Some have a host copy, and some of those also have a slot.
 
     Both the number and the total bytes of host copies are limited. An adapter without a host copy is read from disk
-    when a sequence of that adapter arrives; the adapter with the oldest need comes first.
+    when a sequence of that adapter arrives. The adapter whose sequence has waited longest is read first.
 
     Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. After
     that, a copy is evicted only for an adapter with an older need. So the oldest need is always met, independent of the
@@ -204,7 +204,7 @@ class AdapterRegistry:
         return sorted(digest for digest in self._active if self.slot_table.num_running(digest))
 
     def waiting_adapters(self) -> list[AdapterDigest]:
-        """Return the digests with sequences that do not run."""
+        """Return the digests of adapters that have waiting sequences."""
         return sorted(d for d in self._active if self._adapters[d].num_sequences > self.slot_table.num_running(d))
 
     def check_integrity(

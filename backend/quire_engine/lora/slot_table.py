@@ -32,7 +32,7 @@ class _Slot:
     loading: bool = False
     """A copy into it is in progress, for `digest`, or for an adapter that has been evicted if that is None."""
     held_for_waiters: bool = False
-    """Loaded for sequences that have not started. No other adapter gets the slot until they start or finish."""
+    """The slot's adapter was loaded for sequences that have not started. No other adapter gets the slot before that."""
 
     @property
     def is_idle(self) -> bool:
@@ -46,13 +46,13 @@ class SlotTable:
     sequences of the adapter wait. The slot is then held for them until the first one starts, so that no later adapter
     can take it.
 
-    Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle slot, or that
-    of the running adapter whose last start is the oldest. A reserved slot starts no new sequences of the adapter in it,
-    so it drains; only the first sequence that it was filled for still starts. When the slot is idle, it waits for its
-    new adapter only if that has a host copy or is being read. Otherwise other adapters can use the slot. At most half
-    of the slots are reserved at a time, for the adapters that have waited longest. The other slots keep their large
-    batches. So if D adapters wait and R slots can be reserved, the last one gets its slot after at most ceil(D / R)
-    drains. A drain takes as long as the longest sequence and one load.
+    Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle slot, or
+    that of the running adapter whose last start is the oldest. No new sequences of its current adapter start, so
+    the slot drains. The only exception is the sequence for which this adapter was loaded. An idle slot waits for
+    its new adapter only if that has a host copy or is being read. Otherwise other adapters can use the slot. At
+    most half of the slots are reserved at a time, for the adapters that have waited longest. The other slots keep
+    their large batches. So if D adapters wait and R slots can be reserved, the last one gets its slot after at most
+    ceil(D / R) drains. A drain takes as long as the longest sequence and one load.
 
     Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. Only if all slots are pinned
     does an idle pinned adapter yield its slot: serving a request has priority over keeping an adapter warm.

@@ -19,7 +19,7 @@ class Format(Protocol):
         ...
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld: the output has ended."""
+        """Return the withheld text, because the output has ended."""
         ...
 
 

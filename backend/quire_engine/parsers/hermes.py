@@ -48,7 +48,7 @@ class HermesFormat:
                 self._content.cut()
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld."""
+        """Return the withheld text."""
         yield from self._end_call()
         yield from self._content.finish()
 

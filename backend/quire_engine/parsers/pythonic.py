@@ -94,7 +94,7 @@ class PythonicFormat:
         yield from self._content.write(text)
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld."""
+        """Return the withheld text."""
         if self._list:
             yield from self._give_up()
         yield from self._content.finish()

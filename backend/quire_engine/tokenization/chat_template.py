@@ -187,7 +187,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _GenerationTag(Extension):
-    """{% generation %}, which marks the model's own text for training; renders its content unchanged."""
+    """{% generation %} marks the model's own text for training. This extension renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental detokenizer: the output tokens of one sequence to text, as they arrive.
+"""Incremental detokenizer: converts the output tokens of one sequence to text as they arrive.
 
 Owns stop strings and incomplete UTF-8 characters; has no knowledge of requests, sockets or torch. `CompletionState`
 creates one per output.

@@ -37,7 +37,7 @@ class ManagedAdapter:
     """The adapter itself is wrong: there is no retry until the catalog changes."""
     failures: int = 0
     access_denied: bool = False
-    """The source denied access with the Secret of `secret_version`."""
+    """The source rejected the credentials in the Secret of version `secret_version`."""
     secret_version: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     fetch_task: "asyncio.Task[CachedAdapter] | None" = None

@@ -36,7 +36,7 @@ class AccessControl:
             request.api_key_name = self._keys.authenticate(request.headers.get(b"authorization", b""))
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request with its own `salt`."""
+        """Return the prefix cache's salt for a request that contains the field cache_salt `salt`."""
         return salt if self._keys is None else self._keys.cache_salt(request.api_key_name, salt)
 
     def cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocking calls off the event loop, in daemon threads.
 
-asyncio.to_thread joins its threads at exit, so that one read of a hung file system would keep a pod from stopping.
+Threads of asyncio.to_thread are joined at exit, so one read of a hung file system would prevent a pod from stopping.
 """
 
 import asyncio

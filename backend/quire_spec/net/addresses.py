@@ -18,7 +18,7 @@ def listen_address(host: str, environment: Mapping[str, str]) -> str:
 
 
 def is_ipv6(host: str) -> bool:
-    """Return whether `host` is an IPv6 address; a name is not."""
+    """Return whether `host` is a literal IPv6 address. Return False for a host name."""
     return ":" in host
 
 

@@ -6,9 +6,9 @@ token m // group, so that a key is read once for all of them.
 
 Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. Their key tiles,
 ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers is
-fixed, so that a captured graph fits every batch; the workers of a span follow from its context length. A worker that
-has only a part of a (span, KV head) pair writes a partial result; it has two at most, at the start and at the end of
-its share. `_combine` merges the partial results of a pair. There are no atomics: the result of a batch is
+fixed, so that a captured graph fits every batch. The number of workers of one span depends on its context length. A
+worker that has only a part of a (span, KV head) pair writes a partial result. It has two at most, at the start and at
+the end of its share. `_combine` merges the partial results of a pair. There are no atomics: the result of a batch is
 deterministic.
 
 Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries, the last ones first,

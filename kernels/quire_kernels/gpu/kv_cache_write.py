@@ -26,8 +26,8 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
 def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
     """See rope.rope_and_cache. Rotates queries in place.
 
-    Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements, each read and written once, and the
-    angles.
+    Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements (each is read once and written
+    once), and reads the angles.
     """
     num_tokens, all_heads, head_dim = qkv.shape
     dim = cos.shape[1]

@@ -2,8 +2,8 @@
 """Object cache: the last known state of all LLMServices and of all objects with the operator's label.
 
 Filled by reflectors, kopf's events and responses to writes. An object is stored as compact JSON and parsed on use: as
-Python objects the children of 1,000 services would take 60 MB. Fields that no pass reads are dropped first, above all
-metadata.managedFields, half of most objects.
+Python objects the children of 1,000 services would take 60 MB. Fields that no pass reads are dropped first. The
+largest is metadata.managedFields, which is half of most objects.
 """
 
 import hashlib

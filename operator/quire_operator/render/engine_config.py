@@ -126,6 +126,6 @@ def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
 
 
 def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
-    """Return the default token budget, increased if the spec pins more sequences than it has tokens."""
+    """Return the default token budget, or the number of sequences that the spec sets if that is larger."""
     default = CPU_TOKEN_BUDGET if cpu else EngineConfig(model="-").max_num_batched_tokens
     return max(default, max_num_seqs or 0)

@@ -61,7 +61,7 @@ class CheckpointStore:
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[tuple[str, str], CheckpointInfo] = OrderedDict()
         self._backoff: dict[tuple[str, str], tuple[float, ConfigError | Unavailable]] = {}
-        """Sources that are not read: until when, and the error."""
+        """Sources that are temporarily not read: the time of the next read, and the error of the last one."""
         self._waiting_services: dict[tuple[str, str], set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
