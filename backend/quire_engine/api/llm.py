@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline generation in this process, with vLLM's API: the engine of a pod without its server and sockets."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +70,11 @@ class LLM:
         self._chat_template = chat_template
         self._next_id = 0
         self._digest_cache = DigestCache()
+        # As in core/process.py: garbage collections in the middle of a step do not traverse the model. Deleting the LLM
+        # makes its objects collectable again.
+        gc.collect()
+        gc.freeze()
+        weakref.finalize(self, gc.unfreeze)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.

@@ -4,6 +4,7 @@
 It makes no decisions and keeps no state that a restart does not restore, so it exits on every error.
 """
 
+import gc
 import json
 import logging
 import queue
@@ -72,6 +73,9 @@ class TensorParallelWorker:
             self._send_reply(call, error)
             raise
         self._runner = runner
+        # As in core/process.py: garbage collections in the middle of a step do not traverse the model.
+        gc.collect()
+        gc.freeze()
         self._send_reply(call)
         call = self._next_call("serve")
         ring = SharedMemoryRing(self._memory_fd, call["num_elements"])

@@ -19,7 +19,9 @@ Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attenti
 """
 
 import functools
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -28,11 +30,18 @@ from torch import Tensor
 
 from quire_kernels.attention import AttentionMetadata
 from quire_kernels.gpu.launch_math import next_power_of_2
+from quire_kernels.gpu.occupancy import programs_per_sm
 from quire_kernels.gpu.pdl import supports_pdl
+
+logger = logging.getLogger(__name__)
 
 WORKERS_PER_SM = 3
 """Workers per multiprocessor: while one starts a pair, the others read. The shared memory is enough for three, at 73 KB
 for heads of 128 in bfloat16 (compiled for sm_90)."""
+_checked_kernels: set[str] = set()
+"""Hashes of compiled kernels."""
+_measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
+"""Workers per multiprocessor by device, head size and element size, if fewer than planned fit."""
 MIN_SHARE = 2
 """Minimum key tiles of a worker's share, because a partial result must be written, read and merged."""
 NUM_INTERPRETED_WORKERS = 5
@@ -82,14 +91,14 @@ def paged_attention(
     tiles = select_tiles(head_dim, queries.element_size(), has_long, group)
     long_tokens = tiles.long_rows // group
     work = _get_work_plan(batch, window or 0, max_short_tokens, tiles.short_keys, long_tokens)
-    workers = num_workers(queries.device) if has_short else 0
+    workers = num_workers(queries.device, head_dim, queries.element_size()) if has_short else 0
     max_blocks = num_tokens // long_tokens + num_spans if has_long else 0
     dim = max(next_power_of_2(head_dim), 16)
     partials, stats = _allocate_partials(queries, workers, short_rows, dim)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
     use_pdl = has_short and supports_pdl(queries.device)
     sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "SHORT_ROWS": short_rows}
-    _paged_attention[(workers + max_blocks * num_kv_heads,)](
+    kernel = _paged_attention[(workers + max_blocks * num_kv_heads,)](
         queries,
         cache,
         out,
@@ -121,6 +130,8 @@ def paged_attention(
         maxnreg=tiles.max_registers,
         **sizes,
     )
+    if not has_long and kernel is not None and kernel.hash not in _checked_kernels:
+        _check_occupancy(kernel, queries.device, head_dim, queries.element_size())
     if has_short:
         _combine[(workers, group * min(batch.max_query_len, max_short_tokens))](
             out,
@@ -168,12 +179,37 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
     )
 
 
-@functools.cache
-def num_workers(device: torch.device) -> int:
-    """Return the number of workers for short spans."""
+def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
+    """Return the number of workers for short spans: as planned, or as many as fit of a kernel that was measured."""
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
-    return WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return _measured_workers_per_sm.get((device, head_dim, element_size), WORKERS_PER_SM) * _num_sms(device)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_size: int) -> None:
+    """Reduce the workers of later launches to those of a compiled kernel that run at the same time.
+
+    Shares are equal, so workers that wait for a multiprocessor would double the time. Registers and shared memory
+    depend on the compiler's version. The warm-up launches each kernel, so the check costs later launches one look-up.
+    """
+    _checked_kernels.add(kernel.hash)
+    found = max(programs_per_sm(kernel, device), 1)
+    key = device, head_dim, element_size
+    if found < _measured_workers_per_sm.get(key, WORKERS_PER_SM):
+        _measured_workers_per_sm[key] = found
+        logger.warning(
+            "attention occupancy lower than planned programs_per_sm=%d planned=%d head_dim=%d registers=%d shared=%d",
+            found,
+            WORKERS_PER_SM,
+            head_dim,
+            kernel.n_regs,
+            kernel.metadata.shared,
+        )
 
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:

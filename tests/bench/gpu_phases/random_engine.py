@@ -87,7 +87,11 @@ def make_engine(card: Card, **settings: Any) -> Engine:
         config = EngineConfig(model="random", device=card.device.type, **settings)
         with random_weights.patch_weight_loading():
             runner = DeviceModelRunner(config, shape, folder)
-    return Engine(config, Checkpoint(folder, shape, frozenset(), "random"), runner, runner.memory)
+    engine = Engine(config, Checkpoint(folder, shape, frozenset(), "random"), runner, runner.memory)
+    # As in core/process.py: garbage collections in the middle of a step do not traverse the model.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def settings(card: Card) -> dict[str, Any]:
@@ -131,6 +135,7 @@ def feed(
 def close(engine: Engine) -> None:
     """Free the memory of the device."""
     del engine._runner, engine._step_executor
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

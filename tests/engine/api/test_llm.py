@@ -2,10 +2,12 @@
 """Offline generation equals transformers and peft through vLLM's API, with any engine settings."""
 
 import copy
+import gc
 import math
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -264,3 +266,13 @@ def test_llm_is_usable_after_a_failure(
     engine.check_integrity()
     [output] = models.llm.generate(TEXTS[1], GREEDY)
     assert output.outputs[0].token_ids == models.expected(output.prompt_token_ids)
+
+
+def test_a_loaded_model_is_frozen_until_it_is_deleted(models):
+    """Garbage collections do not traverse it, and later ones can free what it leaves."""
+    llm = models.load()
+    reference = weakref.ref(llm)
+    assert gc.get_freeze_count() > 0
+    del llm
+    assert reference() is None
+    assert gc.get_freeze_count() == 0

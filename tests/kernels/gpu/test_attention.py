@@ -66,7 +66,7 @@ def test_soft_caps(window):
 @pytest.mark.parametrize("workers", [1, 40])
 def test_any_number_of_workers(workers, monkeypatch):
     """One worker splits no pair; forty split most, some into more parts than are merged at once."""
-    monkeypatch.setattr(gpu, "num_workers", lambda device: workers)
+    monkeypatch.setattr(gpu, "num_workers", lambda *_: workers)
     monkeypatch.setattr(gpu, "MIN_SHARE", 1)
     _check(*make_batch([(300, 1), (3, 1), (700, 1), (64, 1), (63, 2)], heads=(4, 2), head_dim=32))
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices with programmatic dependent launch."""
 
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
 
+from quire_kernels.gpu import attention
+from quire_kernels.gpu.occupancy import programs_per_sm
 from quire_kernels.gpu.pdl import supports_pdl
 
 
@@ -32,3 +38,60 @@ def test_not_supported_on_amd(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not supports_pdl.__wrapped__(torch.device("cuda"))
+
+
+def test_attention_and_shrink_are_not_launched_dependently():
+    """`_combine` and `_expand` read tables before they wait, so no kernel before them may start early: `launch_pdl` on
+    `_paged_attention` or `_shrink` would let the first layer race with the plan or the routing."""
+    found = set()
+    for path in Path(attention.__file__).parent.glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and any(keyword.arg == "launch_pdl" for keyword in call.keywords):
+                found.add(ast.unparse(call.func).partition("[")[0])
+    assert found == {"_combine", "_expand"}
+
+
+def _kernel(registers, shared, num_warps=4):
+    metadata = SimpleNamespace(num_warps=num_warps, shared=shared)
+    return SimpleNamespace(n_regs=registers, metadata=metadata, hash=f"{registers} {shared} {num_warps}")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The sizes of a multiprocessor of an H200."""
+    properties = SimpleNamespace(
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=228 << 10,
+        max_threads_per_multi_processor=2048,
+        multi_processor_count=132,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(attention, "_num_sms", lambda _: properties.multi_processor_count)
+    monkeypatch.setattr(attention, "_measured_workers_per_sm", {})
+    monkeypatch.setattr(attention, "_checked_kernels", set())
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (_kernel(168, 74752), 3),  # decode attention, as compiled for sm_90
+        (_kernel(169, 74752), 2),  # the next register granule
+        (_kernel(168, 77824), 2),  # 3 KB more of shared memory
+        (_kernel(216, 135168, num_warps=8), 1),  # prefill attention
+        (_kernel(32, 0), 16),  # the limit of threads
+    ],
+)
+def test_programs_per_multiprocessor(hopper, kernel, expected):
+    assert programs_per_sm(kernel, hopper) == expected
+
+
+def test_workers_follow_the_compiled_kernel(hopper, caplog):
+    """With one more register granule a third of the workers would wait for the others, without any error."""
+    assert attention.num_workers(hopper, 128, 2) == 396
+    attention._check_occupancy(_kernel(168, 74752), hopper, 128, 2)
+    assert (attention.num_workers(hopper, 128, 2), caplog.text) == (396, "")
+    attention._check_occupancy(_kernel(176, 74752), hopper, 128, 2)
+    assert attention.num_workers(hopper, 128, 2) == 264
+    assert "programs_per_sm=2 planned=3 head_dim=128 registers=176 shared=74752" in caplog.text
+    assert attention.num_workers(hopper, 64, 2) == 396
