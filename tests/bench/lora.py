@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command_line
 import random_adapters
 import random_checkpoint
 import report
@@ -29,7 +30,6 @@ from serving import environment_info
 from tqdm import tqdm
 from workload import Request, Workload
 
-BEGIN, END = "<!-- results of tests/bench/lora.py: begin -->", "<!-- results of tests/bench/lora.py: end -->"
 NUM_CHECKED = 4
 NUM_CHECKED_TOKENS = 16
 NUM_WAKING_TOKENS = 4
@@ -213,7 +213,7 @@ def _tokens_per_s(result: dict[str, Any]) -> float:
 
 def format_report(results: dict[str, Any]) -> str:
     """The tables, and what a reader needs to judge them."""
-    machine, workload = results["machine"], results["workload"]
+    workload = results["workload"]
     tokens_per_s: dict[str, list[float]] = {}
     for result in results["runs"]:
         tokens_per_s.setdefault(result["row"], []).append(_tokens_per_s(result))
@@ -221,30 +221,16 @@ def format_report(results: dict[str, Any]) -> str:
     ratios = []
     for bar in SPEED_TARGETS:
         if bar.numerator in tokens_per_s and bar.denominator in tokens_per_s:
-            scenario_spread = summarize_spread(
-                [a / b for a, b in zip(tokens_per_s[bar.numerator], tokens_per_s[bar.denominator], strict=True)]
-            )
-            cells = [
-                f"{scenario_spread['median']:.2f}",
-                f"{scenario_spread['min']:.2f}-{scenario_spread['max']:.2f}",
-                f"{bar.minimum:g}",
-                f"{bar.goal:g}",
-            ]
-            ratios.append(
-                [
-                    f"{bar.numerator} / {bar.denominator}",
-                    *cells,
-                    "met" if scenario_spread["median"] >= bar.minimum else "missed",
-                ]
-            )
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+            pairs = zip(tokens_per_s[bar.numerator], tokens_per_s[bar.denominator], strict=True)
+            spread = summarize_spread([a / b for a, b in pairs])
+            outcome = "met" if spread["median"] >= bar.minimum else "missed"
+            cells = [f"{spread['median']:.2f}", f"{spread['min']:.2f}-{spread['max']:.2f}"]
+            cells += [f"{bar.minimum:g}", f"{bar.goal:g}", outcome]
+            ratios.append([f"{bar.numerator} / {bar.denominator}", *cells])
     heading = (
-        f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
-        f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
+        f"{report.environment_line(results)}"
         f"{results['adapters']} adapters of rank {results['rank']} on all linears; {workload['requests']} requests, "
-        f"prompts of {'-'.join(map(str, workload['prompt_tokens']))} and outputs of "
-        f"{'-'.join(map(str, workload['output_tokens']))} "
-        f"tokens, greedy, all at once; medians of {workload['runs']} alternating rounds, in each of\n"
+        f"{report.lengths(workload)}, all at once; medians of {workload['runs']} alternating rounds, in each of\n"
         f"them of {workload['repeats']} runs of this engine.\nChecked: in float32, outputs of "
         f"{NUM_CHECKED} adapters equal peft's; those measured are within {results['gap']:.2f} deviations of its logits."
     )
@@ -265,42 +251,15 @@ def log(what: str) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="lora.py", description=__doc__, epilog=EXAMPLES, formatter_class=formatter)
-    model, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    model.add_argument("--model", type=Path, metavar="DIR", help="a Llama checkpoint in Hugging Face format")
-    model.add_argument(
-        "--shape", choices=random_checkpoint.SHAPES, help="random weights of a shape, made once and kept"
-    )
-    add("--vllm-python", metavar="FILE", help="interpreter of an environment that has vllm; adds vllm")
+    parser = command_line.new_parser("lora.py", __doc__, EXAMPLES)
+    command_line.add_engine_options(parser)
+    parser.set_defaults(prompt_tokens="32-64", output_tokens="32-64", runs=5)
+    add = parser.add_argument
     add("--adapters", type=int, default=16, metavar="N", help="different ones in a batch (default 16)")
     add("--rank", type=int, default=16, metavar="R", help="of every adapter (default 16)")
-    add("--requests", type=int, default=64, metavar="N", help="of a run, all at once (default 64)")
-    add("--prompt-tokens", type=_parse_bounds, default="32-64", metavar="A-B", help="of a prompt (default 32-64)")
-    add("--output-tokens", type=_parse_bounds, default="32-64", metavar="A-B", help="of an output (default 32-64)")
-    add("--runs", type=int, default=5, metavar="N", help="rounds; in each, every row runs once (default 5)")
     add("--repeats", type=int, default=3, metavar="N", help="runs of each of our rows in a round; their median counts")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths (default 0)")
     add("--dtype", default="bfloat16", help="bfloat16 (default), float32 or float16")
-    add("-o", "--output", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks of this document")
-    args = parser.parse_args(argv)
-    if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
-        parser.error(
-            f"--vllm-python: {args.vllm_python!r} is not an executable; give the python of an environment with vllm"
-        )
-    if args.model and not (args.model / "config.json").is_file():
-        parser.error(f"--model: {args.model} contains no config.json; give the folder of a checkpoint")
-    if min(args.requests, args.runs, args.repeats, args.adapters, args.rank) <= 0:
-        parser.error("--requests, --runs, --repeats, --adapters and --rank must be positive")
-    return args
-
-
-def _parse_bounds(value: str) -> tuple[int, int]:
-    low, _, high = value.partition("-")
-    if not (value.replace("-", "", 1).isdigit() and 1 <= int(low) <= int(high or low)):
-        raise argparse.ArgumentTypeError(f"{value!r} is not A-B with 1 <= A <= B, for example 32-64")
-    return int(low), int(high or low)
+    return command_line.parse_engine_options(parser, argv, ("repeats", "adapters", "rank"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -311,11 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = run_benchmark(args)
     except (WrongOutput, ChildFailed) as error:
         raise SystemExit(f"lora: no speed is reported: {error}") from error
-    print(format_report(results))
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=1))
-    if args.markdown:
-        report.replace_between(args.markdown, BEGIN, END, f"```\n{results['command']}\n```\n\n{format_report(results)}")
+    command_line.publish("lora.py", args, results, format_report(results))
 
 
 if __name__ == "__main__":

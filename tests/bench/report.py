@@ -7,8 +7,6 @@ from typing import Any
 
 from measure import summarize_spread
 
-BEGIN, END = "<!-- results of tests/bench/serving.py: begin -->", "<!-- results of tests/bench/serving.py: end -->"
-
 ENGINE_RATIOS = (("offline", "vllm"), ("http", "offline"), ("grpc", "offline"), ("offline", "transformers"))
 """Ratios of tokens/s, with all requests at once."""
 
@@ -58,13 +56,9 @@ def format_table(head: list[str], rows: Rows) -> str:
     return "\n".join(parts)
 
 
-def write_markdown(results: dict[str, Any], path: Path) -> None:
-    """Put the report between the two marks in `path`."""
-    replace_between(path, BEGIN, END, f"```\n{results['command']}\n```\n\n{format_report(results)}")
-
-
-def replace_between(path: Path, begin: str, end: str, content: str) -> None:
-    """Replace what stands between two marks in `path`; a file that does not exist is made."""
+def replace_marked(path: Path, script: str, content: str) -> None:
+    """Replace the text between the marks of a script in `path`; a file that does not exist is made."""
+    begin, end = (f"<!-- results of tests/bench/{script}: {mark} -->" for mark in ("begin", "end"))
     content_before = path.read_text() if path.exists() else f"{begin}\n{end}\n"
     before, found_begin, rest = content_before.partition(begin)
     _, found_end, after = rest.partition(end)
@@ -73,18 +67,30 @@ def replace_between(path: Path, begin: str, end: str, content: str) -> None:
     path.write_text(f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
-def _heading(results: dict[str, Any]) -> str:
-    machine, workload, check = results["machine"], results["workload"], results["check"]
+def environment_line(results: dict[str, Any]) -> str:
+    """Return what environment_info() found, in two lines."""
+    machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    gap = max(check["gaps"].values())
-    compared = f"{check['requests']} outputs in float32 equal transformers'; " if check["requests"] else ""
     return (
         f"{machine['cpu']}, {machine['num_cpus']} CPUs ({', '.join(machine['flags'])}), load {machine['load'][0]:.1f} "
-        f"before and {machine['load'][1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
-        f"{workload['requests']} requests, prompts of {'-'.join(map(str, workload['prompt_tokens']))} and outputs of "
-        f"{'-'.join(map(str, workload['output_tokens']))} tokens, greedy; medians of {workload['runs']} alternating "
-        "runs.\n"
-        f"Checked: {compared}those measured are within {gap:.2f} deviations of transformers' logits in float32."
+        f"before and {machine['load'][-1]:.1f} after; {versions}; {results['when']};\ncommit {results['commit']}.\n"
+    )
+
+
+def lengths(workload: dict[str, Any]) -> str:
+    """Return the lengths of prompts and outputs."""
+    prompt, output = ("-".join(map(str, workload[f"{kind}_tokens"])) for kind in ("prompt", "output"))
+    return f"prompts of {prompt} and outputs of {output} tokens, greedy"
+
+
+def _heading(results: dict[str, Any]) -> str:
+    workload, check = results["workload"], results["check"]
+    compared = f"{check['requests']} outputs in float32 equal transformers'; " if check["requests"] else ""
+    return (
+        f"{environment_line(results)}"
+        f"{workload['requests']} requests, {lengths(workload)}; medians of {workload['runs']} alternating runs.\n"
+        f"Checked: {compared}those measured are within {max(check['gaps'].values()):.2f} deviations of transformers' "
+        "logits in float32."
     )
 
 

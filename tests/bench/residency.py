@@ -23,8 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
+import command_line  # noqa: E402
 import random_adapters  # noqa: E402
 import random_checkpoint  # noqa: E402
+import report  # noqa: E402
 from core_traffic import CoreRequest, core_config, send_requests, zipf_weights  # noqa: E402
 from itl import AdapterSets, ItlWorkload, measure_itl, register_adapters  # noqa: E402
 from measure import WrongOutput, percentile, summarize_spread  # noqa: E402
@@ -34,7 +36,6 @@ from support.quire_serve import QuireServeProcess  # noqa: E402
 
 from quire_engine.lora.slot_table import RESERVE_AFTER_S  # noqa: E402
 
-BEGIN, END = "<!-- results of tests/bench/residency.py: begin -->", "<!-- results of tests/bench/residency.py: end -->"
 NUM_SLOTS = 8
 NUM_RESIDENT = 4
 NUM_FOLDERS = 24
@@ -194,20 +195,14 @@ def format_table(results: dict[str, Any]) -> str:
             rows.append((f"catalogue change to first token of a new adapter, {description}", figure, "2 s"))
     head, *body = rows
     lines = [f"| {' | '.join(head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in body)]
-    machine = results["machine"]
+    threads = f"{results['threads']} computing threads" if results["threads"] else "as many threads as by itself"
     runs = f"; medians of {results['runs']} runs (least-most)" if {"itl", "change"} & set(results) else ""
-    threads = f"{results['threads']} computing" if results["threads"] else "as many threads as by itself"
-    return (
-        f"{machine['cpu']}, {machine['num_cpus']} CPUs ({threads}), load {machine['load'][0]:.1f} before and "
-        f"{machine['load'][-1]:.1f} after; {results['when']}; commit {results['commit']}"
-        f"{runs}.\n\n" + "\n".join(lines)
-    )
+    return f"{report.environment_line(results)}{threads}{runs}.\n\n" + "\n".join(lines)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="residency.py", description=__doc__, formatter_class=formatter)
+    parser = command_line.new_parser("residency.py", __doc__)
     add = parser.add_argument
     add("--shape", choices=random_checkpoint.SHAPES, default="135m", help="random weights of a shape (default 135m)")
     add("--parts", type=lambda text: text.split(","), default=list(PHASES), metavar="A,B", help="of itl,zipf,change")
@@ -227,8 +222,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "are cores, loads have a core of their own, as beside a GPU",
     )
     add("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and adapters (default 0)")
-    add("-o", "--output", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--markdown", type=Path, metavar="FILE", help="put the table between the marks of this document")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.parts) - set(PHASES)):
         parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PHASES)}")
@@ -253,16 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except WrongOutput as error:
         raise SystemExit(f"residency: no figure is reported: {error}") from error
     results["machine"]["load"].append(os.getloadavg()[0])
-    text = format_table(results)
-    print(text)
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=1))
-    if args.markdown:
-        before, begin, rest = args.markdown.read_text().partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            raise SystemExit(f"--markdown: {args.markdown} has no lines {BEGIN!r} and {END!r}; add them")
-        args.markdown.write_text(f"{before}{BEGIN}\n\n```\n{results['command']}\n```\n\n{text}\n\n{END}{after}")
+    command_line.publish("residency.py", args, results, format_table(results))
 
 
 if __name__ == "__main__":

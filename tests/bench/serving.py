@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
+import command_line
 import random_checkpoint
 import report
 from child import ChildFailed, ChildProcess
@@ -41,7 +41,7 @@ WARM_UP = -1
 EXAMPLES = """\
 examples:
   python tests/bench/serving.py --model examples/models/tiny --requests 8 --runs 1      does everything work?
-  python tests/bench/serving.py --shape 135m -o results.json --plot results.png
+  python tests/bench/serving.py --shape 135m -o results.json
   python tests/bench/serving.py --shape 135m --rates 1,2,4 --engines offline,http
   python tests/bench/serving.py --shape 135m --vllm-python ~/vllm/bin/python --markdown docs/benchmarks.md
 
@@ -176,60 +176,31 @@ def log(what: str) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it can be without loading anything."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="serving.py", description=__doc__, epilog=EXAMPLES, formatter_class=formatter)
-    model, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    model.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in Hugging Face format")
-    model.add_argument(
-        "--shape", choices=random_checkpoint.SHAPES, help="random weights of a shape, made once and kept"
-    )
-    add(
-        "--engines",
-        type=lambda text: text.split(","),
-        metavar="A,B",
-        help=f"of {','.join(ENGINE_NAMES)} (default: all)",
-    )
-    add("--vllm-python", metavar="FILE", help="interpreter of an environment that has vllm; adds vllm")
-    add("--requests", type=int, default=64, metavar="N", help="requests of a run (default 64)")
-    add("--prompt-tokens", type=_parse_bounds, default="32-256", metavar="A-B", help="of a prompt (default 32-256)")
-    add("--output-tokens", type=_parse_bounds, default="32-128", metavar="A-B", help="of an output (default 32-128)")
+    parser = command_line.new_parser("serving.py", __doc__, EXAMPLES)
+    command_line.add_engine_options(parser)
+    parser.set_defaults(prompt_tokens="32-256", output_tokens="32-128", runs=3)
+    add = parser.add_argument
+    names = ",".join(ENGINE_NAMES)
+    add("--engines", type=lambda text: text.split(","), metavar="A,B", help=f"of {names} (default: all)")
     add(
         "--rates",
         type=_parse_rates,
         default=[],
         metavar="R,R",
-        help="also at these requests per second, as a Poisson process",
+        help="also R requests per second, a Poisson process",
     )
-    add("--runs", type=int, default=3, metavar="N", help="rounds; in each, every engine runs once (default 3)")
     add("--prefix-tokens", type=int, default=1500, metavar="N", help="of a shared prefix; 0: none (default 1500)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (default 0)")
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     add("--max-num-seqs", type=int, default=64, metavar="N", help="sequences in a step (default 64)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens in a step (default 2048)")
-    add("-o", "--output", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw throughput, latencies by rate and KV use (needs matplotlib)")
-    add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks of this document")
-    args = parser.parse_args(argv)
+    args = command_line.parse_engine_options(parser, argv, ())
     if unknown := sorted(set(args.engines or ()) - set(ENGINE_NAMES)):
-        parser.error(f"--engines: {unknown[0]!r} is not one of {', '.join(ENGINE_NAMES)}")
+        parser.error(f"--engines: {unknown[0]!r} is not one of {names}")
     if "vllm" in (args.engines or ()) and not args.vllm_python:
         parser.error("--engines: vllm needs --vllm-python")
-    if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
-        parser.error(
-            f"--vllm-python: {args.vllm_python!r} is not an executable; give the python of an environment that has vllm"
-        )
-    if args.model and not (args.model / "config.json").is_file():
-        parser.error(f"--model: {args.model} contains no config.json; give the folder of a checkpoint")
-    if min(args.requests, args.runs, *args.rates) <= 0:
-        parser.error("--requests, --runs and --rates must be positive")
+    if min(args.rates, default=1) <= 0:
+        parser.error("--rates must be positive")
     return args
-
-
-def _parse_bounds(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    if not (text.replace("-", "", 1).isdigit() and 1 <= int(low) <= int(high or low)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A-B with 1 <= A <= B, for example 32-256")
-    return int(low), int(high or low)
 
 
 def _parse_rates(text: str) -> list[float]:
@@ -244,13 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = run_benchmark(args)
     except (WrongOutput, ChildFailed) as error:
         raise SystemExit(f"serving: no speed is reported: {error}") from error
-    print(report.format_report(results))
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=1))
-    if args.markdown:
-        report.write_markdown(results, args.markdown)
-    if args.plot:
-        plot.draw_plot(results, args.plot)
+    command_line.publish("serving.py", args, results, report.format_report(results))
 
 
 def _terminate(*_: object) -> None:

@@ -179,31 +179,19 @@ def pid(service: QuireServeProcess, name: str) -> int:
     return service.stub("tales").pid if name == STUB else service.pid(name)
 
 
-async def report_progress(soak: Soak, service: QuireServeProcess, seconds: int) -> list[ProcessSizes]:
-    """Show progress; return process sizes after each quarter except the last."""
+async def sample_sizes(service: QuireServeProcess, seconds: float) -> list[ProcessSizes]:
+    """Return process sizes after each quarter except the last, with a progress bar."""
     samples = []
-    with tqdm(total=seconds, unit="s", dynamic_ncols=True) as bar:
-        for second in range(1, seconds + 1):
-            await asyncio.sleep(1)
-            outcomes = soak.outcomes
-            bar.set_postfix(
-                right=outcomes.num_right,
-                left=outcomes.num_disconnected,
-                errors=outcomes.errors.total(),
-                wrong=len(outcomes.wrong),
-            )
-            bar.update()
-            if second in (seconds // 4, seconds // 2, seconds * 3 // 4):
-                samples.append(await asyncio.to_thread(process_sizes, service))
+    for _ in tqdm(range(3), unit="quarter", dynamic_ncols=True):
+        await asyncio.sleep(seconds / 4)
+        samples.append(await asyncio.to_thread(process_sizes, service))
     return samples
 
 
 async def soak_and_report(soak: Soak, service: QuireServeProcess, args: argparse.Namespace) -> list[ProcessSizes]:
     """Run the soak test and its progress display."""
-    seconds = round(args.minutes * 60)
-    samples, _ = await asyncio.gather(
-        report_progress(soak, service, seconds), soak.run(seconds, args.clients, args.kill)
-    )
+    seconds = args.minutes * 60
+    samples, _ = await asyncio.gather(sample_sizes(service, seconds), soak.run(seconds, args.clients, args.kill))
     return samples
 
 
