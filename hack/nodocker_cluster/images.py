@@ -3,14 +3,15 @@
 
 mmdebstrap creates the base image of the Dockerfiles, Python on Debian, from the mirror that apt uses. The base image
 also receives this machine's pip configuration: index, wheel folders, certificates, and the CPU build of torch if there
-is one. The Dockerfiles themselves are unchanged. Layers are cached, so a second build is incremental; layers that
-recent builds do not use are removed.
+is one. The Dockerfiles themselves are unchanged. Layers are cached, so a second build is incremental; when the disk
+is nearly full, layers that no current image contains are removed.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodocker_cluster import binaries, deb_build, debian, layers
+from nodocker_cluster import binaries, deb_build, debian
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATOR_IMAGE = "localhost/quire-operator:e2e"
@@ -33,6 +34,8 @@ _BASE_PACKAGES = (
 )  # fmt: skip
 _DIGITS = 12
 """Digits of an image's digest in the name of its archive."""
+_MIN_FREE_BYTES = 10 * 2**30
+"""Free space below which layers that no current image contains are removed; the next build then makes them again."""
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -75,17 +78,18 @@ def _build_lock(folder: Path, report_progress: binaries.ProgressCallback) -> Ite
 
 def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binaries.ProgressCallback) -> list[Path]:
     base = _build_base_image(buildah, pip)
-    archives, layer_ids = [], {buildah.image_id(base)[: layers.ID_DIGITS]}
+    if shutil.disk_usage(buildah.folder).free < _MIN_FREE_BYTES:
+        report_progress("removing layers of older builds")
+        buildah.run("rmi", "--prune")
+    archives = []
     for name, flags in _BUILDS.items():
         report_progress(f"building {name}")
-        build_output = buildah.run(
+        buildah.run(
             *("build", "--isolation=chroot", "--network=host", "--layers", "--pull-never"),
             *(f"--volume={volume}" for volume in pip.volumes),
             *(f"--build-arg=PYTHON_IMAGE={base}", f"--tag={name}", *flags, str(ROOT)),
         )
-        layer_ids |= layers.parse_layer_ids(build_output)
         archives.append(_write_archive(buildah, name))
-    _prune_layers(buildah, layer_ids)
     return archives
 
 
@@ -158,18 +162,6 @@ class _Buildah:
     def image_id(self, name: str) -> str:
         """Return an image's id in hexadecimal digits; empty if the image does not exist."""
         return self.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
-
-
-def _prune_layers(buildah: _Buildah, used: set[str]) -> None:
-    """Remove old layers. A failure to do so must not prevent the use of the images."""
-    if not all(buildah.image_id(name)[: layers.ID_DIGITS] in used for name in _BUILDS):
-        buildah.report_progress(f"old layers are kept: buildah did not report the new ones; see {buildah.log}")
-        return
-    try:
-        if removed := layers.prune(buildah.run, buildah.folder / "builds.json", used):
-            buildah.report_progress(f"removed {removed} layers of older builds")
-    except binaries.Unavailable as error:
-        buildah.report_progress(f"old layers are kept: {error}")
 
 
 def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
