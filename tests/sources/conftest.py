@@ -3,7 +3,7 @@
 
 import pytest
 from support.fake_sources import RawServer
-from support.source_fixtures import isolated_sources, web  # noqa: F401
+from support.source_fixtures import isolated_sources, serve, web  # noqa: F401
 
 
 @pytest.fixture

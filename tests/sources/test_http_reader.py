@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 import pytest
 from aiohttp import web as aio
 from aiohttp.test_utils import TestServer
-from support.fake_sources import start_server
 from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, folder_content, make_fetcher
 
 from quire_sources.http.errors import parse_retry_after
@@ -169,7 +168,7 @@ async def test_trickling_bytes_time_out(tmp_path, raw, monkeypatch):
     assert "bytes arrived in 0.3 s" in await fetch_error(tmp_path, url)
 
 
-async def test_failed_version_query_keeps_the_downloaded_bytes(tmp_path, web):
+async def test_failed_version_query_keeps_the_downloaded_bytes(tmp_path, web, serve):
     handle, failed = web.handle, []
 
     async def once_down(request):
@@ -178,10 +177,9 @@ async def test_failed_version_query_keeps_the_downloaded_bytes(tmp_path, web):
             return aio.Response(status=503)
         return await handle(request)
 
-    server = await start_server(once_down)
-    assert await fetch(tmp_path, Source(http=HttpSource(str(server.make_url("/loras/sql"))))) == ADAPTER_FILES
+    url = await serve(once_down)
+    assert await fetch(tmp_path, Source(http=HttpSource(f"{url}/loras/sql"))) == ADAPTER_FILES
     assert len(web.paths()) == 2 and failed
-    await server.close()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_parse_retry_after(value, seconds):
     assert parse_retry_after(value, datetime(2026, 1, 1, tzinfo=UTC)) == seconds
 
 
-async def test_honors_a_short_retry_after(tmp_path, web):
+async def test_honors_a_short_retry_after(tmp_path, web, serve):
     asked = []
 
     async def busy(request):
@@ -209,13 +207,12 @@ async def test_honors_a_short_retry_after(tmp_path, web):
             return aio.Response(status=429, headers={"Retry-After": "1"})
         return await web.handle(request)
 
-    server = await start_server(busy)
-    assert await fetch(tmp_path, Source(http=HttpSource(str(server.make_url("/loras/sql"))))) == ADAPTER_FILES
+    url = await serve(busy)
+    assert await fetch(tmp_path, Source(http=HttpSource(f"{url}/loras/sql"))) == ADAPTER_FILES
     assert asked[1] - asked[0] >= 1
-    await server.close()
 
 
-async def test_long_retry_after_is_left_to_the_caller(tmp_path):
+async def test_long_retry_after_is_left_to_the_caller(tmp_path, serve):
     """The adapter manager retries later; other adapters are queued behind this download."""
 
     async def busy(request):
@@ -223,8 +220,7 @@ async def test_long_retry_after_is_left_to_the_caller(tmp_path):
         return aio.Response(status=503, headers={"Retry-After": "100"})
 
     refused = []
-    server = await start_server(busy)
-    url = str(server.make_url("/")).rstrip("/")
+    url = await serve(busy)
     async with make_fetcher(tmp_path, hub_endpoint=url) as f:
         of_s3, of_hub = S3Source("s3://models/a", url), HuggingFaceSource("org/sql-lora")
         for source in (Source(http=HttpSource(url)), Source(huggingFace=of_hub), Source(s3=of_s3)):
@@ -233,7 +229,6 @@ async def test_long_retry_after_is_left_to_the_caller(tmp_path):
                 await f.fetch(source)
             assert caught.value.retry_after_s == 100
             assert len([request for request in refused if "/api/" not in request.path]) == 1
-    await server.close()
 
 
 async def test_cookies_are_not_stored(tmp_path, web):
@@ -290,18 +285,18 @@ async def test_rejects_a_user_in_the_url_beside_a_secret_header(tmp_path, web):
     assert "s3cr3t" not in str(caught.value) and "passw0rd" not in str(caught.value)
 
 
-async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
+async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web, serve):
     seen = []
 
     async def redirect(request):
         seen.append(request.headers.get("X-Key"))
         return aio.Response(status=302, headers={"Location": f"{web.url}/{request.path.rsplit('/', 1)[1]}"})
 
-    front = await start_server(redirect)
+    front_url = await serve(redirect)
     secret = tmp_path / "secrets/mine"
     secret.mkdir(parents=True)
     (secret / "X-Key").write_text("s3cr3t\n")
-    source = HttpSource(str(front.make_url("/a")), headersSecretRef=SecretRef("mine"))
+    source = HttpSource(f"{front_url}/a", headersSecretRef=SecretRef("mine"))
     async with make_fetcher(tmp_path, secrets_dir=tmp_path / "secrets") as f:
         assert folder_content(await f.fetch(Source(http=source))) == ADAPTER_FILES
         with pytest.raises(InvalidArgument, match="not a name of a Secret"):
@@ -311,7 +306,6 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web):
     # Each file is read once, and checked for a change once.
     assert seen == ["s3cr3t"] * 4
     assert all("X-Key" not in r.headers for r in web.requests)
-    await front.close()
 
 
 async def test_credentials_of_netrc_are_not_sent(tmp_path, web, monkeypatch):

@@ -4,7 +4,7 @@
 import os
 
 import pytest
-from support.fake_sources import FakeHttpServer, FakeHub, start_server
+from support.fake_sources import FakeHttpServer, FakeHub
 from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, files_under, folder_content, make_fetcher
 
 from quire_spec.documents.adapter_catalog import HuggingFaceSource, SecretRef, Source
@@ -15,19 +15,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-async def hub(tmp_path):
+async def hub(tmp_path, serve):
     files = FakeHttpServer(files_under())
-    cdn = await start_server(files.handle)
-    hub = FakeHub(files, "org/sql-lora", COMMIT, "hf_s3cr3t", f"http://localhost:{cdn.port}")
-    server = await start_server(hub.handle)
-    hub.url = str(server.make_url("/")).rstrip("/")
+    # Another host name than the hub's: tokens must not go there.
+    cdn = (await serve(files.handle)).replace("127.0.0.1", "localhost")
+    hub = FakeHub(files, "org/sql-lora", COMMIT, "hf_s3cr3t", cdn)
     secret = tmp_path / "secrets/hf"
     secret.mkdir(parents=True)
     (secret / "token").write_text("hf_s3cr3t\n")
-    hub.options = {"hub_endpoint": hub.url, "secrets_dir": tmp_path / "secrets"}
-    yield hub
-    await server.close()
-    await cdn.close()
+    hub.options = {"hub_endpoint": await serve(hub.handle), "secrets_dir": tmp_path / "secrets"}
+    return hub
 
 
 async def test_hub(tmp_path, hub):
@@ -45,18 +42,16 @@ async def test_hub(tmp_path, hub):
     assert all("Authorization" not in r.headers for r in hub.http_server.requests), "the token left the hub"
 
 
-async def test_hub_resumes_and_checks_the_hubs_sha256(tmp_path, hub):
+async def test_hub_resumes_and_checks_the_hubs_sha256(tmp_path, hub, serve):
     hub.http_server.cut_after_bytes = [2**20]
     source = Source(huggingFace=HuggingFaceSource("org/sql-lora", tokenSecretRef=SecretRef("hf")))
     assert await fetch(tmp_path, source, **hub.options) == ADAPTER_FILES
     assert hub.http_server.ranges()[1].startswith("bytes=")
     hub.commit = "f" * 40
     lied = FakeHttpServer({f"/{WEIGHTS_FILE}": os.urandom(len(WEIGHTS))})
-    cdn = await start_server(lied.handle)
-    hub.cdn = f"http://localhost:{cdn.port}"
+    hub.cdn = (await serve(lied.handle)).replace("127.0.0.1", "localhost")
     with pytest.raises(InvalidArgument, match="sha256 is"):
         await fetch(tmp_path, source, **hub.options)
-    await cdn.close()
 
 
 async def test_hub_errors(tmp_path, hub):

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from aiohttp import web as aio
-from support.fake_sources import FakeHttpServer, FakeS3, start_server
+from support.fake_sources import FakeHttpServer, FakeS3
 from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, files_under, folder_content, make_fetcher
 
 from quire_spec.documents.adapter_catalog import S3Source, SecretRef, Source
@@ -15,17 +15,15 @@ from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFou
 
 
 @pytest.fixture
-async def bucket(tmp_path):
+async def bucket(tmp_path, serve):
     bucket = FakeS3(FakeHttpServer(files_under("/models/loras/sql")), "AKIA1", "s3cr3t")
-    server = await start_server(bucket.handle)
     secret = tmp_path / "secrets/s3"
     secret.mkdir(parents=True)
     (secret / "AWS_ACCESS_KEY_ID").write_text("AKIA1")
     (secret / "AWS_SECRET_ACCESS_KEY").write_text("s3cr3t\n")
-    bucket.endpoint = str(server.make_url("/")).rstrip("/")
+    bucket.endpoint = await serve(bucket.handle)
     bucket.options = {"secrets_dir": tmp_path / "secrets"}
-    yield bucket
-    await server.close()
+    return bucket
 
 
 def s3(bucket, uri="s3://models/loras/sql", secret="s3"):
@@ -64,7 +62,7 @@ async def test_public_bucket_needs_no_secret(tmp_path, bucket):
     assert all("Authorization" not in r.headers and not r.query for r in bucket.http_server.requests)
 
 
-async def test_platform_identity_is_requested_once(tmp_path, bucket, monkeypatch):
+async def test_platform_identity_is_requested_once(tmp_path, bucket, monkeypatch, serve):
     asked = []
 
     async def identity(request):
@@ -73,17 +71,16 @@ async def test_platform_identity_is_requested_once(tmp_path, bucket, monkeypatch
         keys = {"AccessKeyId": "AKIA1", "SecretAccessKey": "s3cr3t", "Token": "t0ken", "Expiration": until}
         return aio.json_response(keys)
 
-    platform = await start_server(identity)
+    platform_url = await serve(identity)
     (tmp_path / "pod").write_text("me")
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", str(platform.make_url("/")))
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{platform_url}/")
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "pod"))
     assert await fetch(tmp_path, s3(bucket, secret=None)) == ADAPTER_FILES
     assert {r.query["X-Amz-Security-Token"] for r in bucket.http_server.requests} == {"t0ken"}
     assert asked == ["me"]
-    await platform.close()
 
 
-async def test_no_secret_follows_a_redirect_to_another_host(tmp_path, bucket, web):
+async def test_no_secret_follows_a_redirect_to_another_host(tmp_path, bucket, web, serve):
     """Signature and session token are sent only to the bucket's own host."""
     (tmp_path / "secrets/s3/AWS_SESSION_TOKEN").write_text("t0ken")
     asked = []
@@ -92,14 +89,13 @@ async def test_no_secret_follows_a_redirect_to_another_host(tmp_path, bucket, we
         asked.append(request.query.get("X-Amz-Security-Token"))
         raise aio.HTTPTemporaryRedirect(f"{web.url}/{request.path.rsplit('/', 1)[1]}")
 
-    first = await start_server(elsewhere)
-    source = S3Source("s3://models/loras/sql", f"http://localhost:{first.port}", None, SecretRef("s3"))
+    endpoint = (await serve(elsewhere)).replace("127.0.0.1", "localhost")
+    source = S3Source("s3://models/loras/sql", endpoint, None, SecretRef("s3"))
     assert await fetch(tmp_path, Source(s3=source), **bucket.options) == ADAPTER_FILES
     assert set(asked) == {"t0ken"}
     assert len(web.requests) == 4
     for request in web.requests:
         assert not request.query and "t0ken" not in str(request.headers) and "AKIA1" not in str(request.headers)
-    await first.close()
 
 
 async def test_error_for_a_bucket_in_another_region(tmp_path, raw):

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from nodocker_cluster.pki import CertificateAuthority
 from support import reader_process
-from support.fake_sources import FakeHttpServer, FakeProxy, start_server
+from support.fake_sources import FakeHttpServer, FakeProxy
 from support.reader_process import READERS
 
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
@@ -64,17 +64,9 @@ async def ask(asked: list[tuple[str, str]], **environment: str) -> list[str]:
 
 
 @pytest.fixture
-async def tls(pki):
+def tls(serve):
     """Starts servers with the same files."""
-    servers = []
-
-    async def start(made: ssl.SSLContext | None) -> str:
-        servers.append(await start_server(FakeHttpServer(FILES).handle, made))
-        return str(servers[-1].make_url("/")).rstrip("/")
-
-    yield start
-    for server in servers:
-        await server.close()
+    return lambda made: serve(FakeHttpServer(FILES).handle, made)
 
 
 async def test_ssl_cert_file_applies_to_every_reader(pki, tls):
@@ -97,19 +89,17 @@ async def test_failed_handshake_is_one_line_that_names_the_source(pki, tls):
         assert ("org/m" if "hub" in reader else url) in found, (reader, found)
 
 
-async def test_certificate_error_after_a_redirect_names_that_host(pki, tls):
+async def test_certificate_error_after_a_redirect_names_that_host(pki, tls, serve):
     """A hub redirects large files: the message must name the host whose certificate is wrong."""
     url = await tls(context(pki / "other", "unknown"))
 
     async def moved(request):
         return web.Response(status=302, headers={"Location": f"{url}/secret?signature=s3cr3t", "ETag": '"a"'})
 
-    server = await start_server(moved, context(pki, "good"))
-    asked = [(reader, str(server.make_url("/"))) for reader in ("http", "hub")]
-    for message in await ask(asked, SSL_CERT_FILE=str(pki / "ca.crt")):
+    origin = await serve(moved, context(pki, "good"))
+    for message in await ask([(reader, origin) for reader in ("http", "hub")], SSL_CERT_FILE=str(pki / "ca.crt")):
         assert f"no response after a redirect to {url}" in message and "CERTIFICATE_VERIFY_FAILED" in message
         assert "s3cr3t" not in message
-    await server.close()
 
 
 @pytest.mark.parametrize("form", ["http://%s@%s", "https://%s@%s", "%s@%s"], ids=["plain", "TLS", "no scheme"])

@@ -17,9 +17,21 @@ def isolated_sources(monkeypatch):
 
 
 @pytest.fixture
-async def web():
+async def serve():
+    """Return a function that starts a server with a handler and returns its URL."""
+    servers = []
+
+    async def start(handle, tls=None):
+        servers.append(await start_server(handle, tls))
+        return str(servers[-1].make_url("/")).rstrip("/")
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+@pytest.fixture
+async def web(serve):
     files = FakeHttpServer(files_under("/loras/sql"))
-    server = await start_server(files.handle)
-    files.url = str(server.make_url("/loras/sql"))
-    yield files
-    await server.close()
+    files.url = f"{await serve(files.handle)}/loras/sql"
+    return files

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 
 import pytest
+from support.source_fixtures import serve  # noqa: F401
 from support.supervisor_harness import adapter_folder, catalog
 
 from quire_server.adapters import manager

@@ -7,7 +7,6 @@ import time
 
 import pytest
 from aiohttp import web
-from support.fake_sources import FakeHttpServer, start_server
 
 from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
@@ -18,7 +17,7 @@ from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import Internal
 
 
-async def test_hung_host_does_not_delay_adapters_of_other_hosts(pod, one):
+async def test_hung_host_does_not_delay_adapters_of_other_hosts(pod, one, serve):
     asked, over = [], asyncio.Event()
 
     async def hang(request):
@@ -26,8 +25,8 @@ async def test_hung_host_does_not_delay_adapters_of_other_hosts(pod, one):
         await over.wait()
         return web.Response(status=503)
 
-    server = await start_server(hang)
-    hung = {f"hung-{i}": {"source": {"http": {"url": str(server.make_url(f"/{i}"))}}} for i in range(20)}
+    url = await serve(hang)
+    hung = {f"hung-{i}": {"source": {"http": {"url": f"{url}/{i}"}}} for i in range(20)}
     pod.set_catalog(1, **hung, a=one)
     await pod.until(lambda: pod.status("a").state.value == "Ready" and len(asked) == manager._MAX_FETCHES_PER_HOST)
     await asyncio.sleep(0.05)
@@ -35,7 +34,6 @@ async def test_hung_host_does_not_delay_adapters_of_other_hosts(pod, one):
     over.set()
     pod.set_catalog(2, a=one)
     await pod.until_states(a="Ready")
-    await server.close()
 
 
 @pytest.mark.parametrize(
@@ -66,20 +64,8 @@ async def test_temporary_errors_are_retried_with_backoff(pod, one, monkeypatch):
     await pod.until_states(a="Ready")
 
 
-async def test_source_is_fetched_when_it_recovers(pod, monkeypatch):
-    monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.02)
-    files = FakeHttpServer({"/a/adapter_config.json": b'{"r": 8}', "/a/adapter_model.safetensors": b"w"}, is_down=True)
-    server = await start_server(files.handle)
-    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
-    await pod.until_states(a="Failed")
-    assert "503" in pod.status("a").error
-    files.is_down = False
-    await pod.until_states(a="Ready")
-    await server.close()
-
-
 @pytest.mark.parametrize("before", [None, "Bearer wrong"])
-async def test_changed_secret_is_used_within_seconds(make_pod, tmp_path, monkeypatch, before):
+async def test_changed_secret_is_used_within_seconds(make_pod, tmp_path, monkeypatch, before, serve):
     """However long the retry delay has become."""
     monkeypatch.setattr(manager, "_SECRET_POLL_S", 0.05)
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 600.0)
@@ -92,12 +78,12 @@ async def test_changed_secret_is_used_within_seconds(make_pod, tmp_path, monkeyp
             return web.Response(status=401)
         return web.Response(body=b'{"r": 8}' if request.path.endswith(".json") else b"w")
 
-    server = await start_server(guarded)
+    url = await serve(guarded)
     secret = tmp_path / "secrets" / "keys"
     secret.parent.mkdir()
     if before:
         secret.write_text(json.dumps({"Authorization": before}))
-    source = {"url": str(server.make_url("/a")), "headersSecretRef": {"name": "keys"}}
+    source = {"url": f"{url}/a", "headersSecretRef": {"name": "keys"}}
     async with AdapterFetcher(AdapterCache(tmp_path / "cache"), SourceOptions(secrets_dir=secret.parent)) as fetcher:
         pod = make_pod(tmp_path, fetcher)
         pod.set_catalog(1, a={"source": {"http": source}})
@@ -109,10 +95,9 @@ async def test_changed_secret_is_used_within_seconds(make_pod, tmp_path, monkeyp
         secret.write_text(json.dumps({"Authorization": "Bearer right"}))
         await pod.until_states(a="Ready")
         await pod.manager.close()
-    await server.close()
 
 
-async def test_retry_after_is_honored_up_to_the_longest_retry_delay(pod, monkeypatch):
+async def test_retry_after_is_honored_up_to_the_longest_retry_delay(pod, monkeypatch, serve):
     monkeypatch.setattr(manager, "_FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(manager, "_MAX_RETRY_S", 0.5)
     asked = []
@@ -121,13 +106,12 @@ async def test_retry_after_is_honored_up_to_the_longest_retry_delay(pod, monkeyp
         asked.append(time.monotonic())
         return web.Response(status=503, headers={"Retry-After": "1000000"})
 
-    server = await start_server(busy)
-    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    url = await serve(busy)
+    pod.set_catalog(1, a={"source": {"http": {"url": f"{url}/a"}}})
     # The error is visible between two attempts; during one, the state is Fetching.
     await pod.until(lambda: "the server requests a delay of 86400 s" in pod.status("a").error)
     await pod.until(lambda: len(asked) >= 2)
     assert asked[1] - asked[0] >= 0.5
-    await server.close()
 
 
 async def test_removed_source_keeps_the_fetched_adapter(pod, one, caplog):
@@ -139,20 +123,19 @@ async def test_removed_source_keeps_the_fetched_adapter(pod, one, caplog):
     await pod.until_states(a="Ready")
 
 
-async def test_change_of_source_cancels_the_running_fetch(pod, one):
+async def test_change_of_source_cancels_the_running_fetch(pod, one, serve):
     asked, hung = asyncio.Event(), asyncio.Event()
 
     async def hang(request):
         asked.set()
         await hung.wait()
 
-    server = await start_server(hang)
-    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}})
+    url = await serve(hang)
+    pod.set_catalog(1, a={"source": {"http": {"url": f"{url}/a"}}})
     await asked.wait()
     assert pod.states() == {"a": "Fetching"}
-    pod.set_catalog(1, a={"source": {"http": {"url": str(server.make_url("/a"))}}}, b=one)
+    pod.set_catalog(1, a={"source": {"http": {"url": f"{url}/a"}}}, b=one)
     await pod.until_states(a="Fetching", b="Ready")
     pod.set_catalog(2, a=one)
     await pod.until_states(a="Ready")
     hung.set()
-    await server.close()

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web as web_answers
 from nodocker_cluster.ports import free_ports
-from support.fake_sources import FakeHttpServer, FakeHub, start_server
+from support.fake_sources import FakeHttpServer, FakeHub
 
 from quire_server.downloads import model_download as program
 from quire_server.downloads.model_download import NoSpace, download
@@ -43,12 +43,10 @@ def found(folder):
 
 
 @pytest.fixture
-async def web():
+async def web(serve):
     files = FakeHttpServer(at("/sharded", SHARDED | CODE) | at("/single", SINGLE))
-    server = await start_server(files.handle)
-    files.url = str(server.make_url("/")).rstrip("/")
-    yield files
-    await server.close()
+    files.url = await serve(files.handle)
+    return files
 
 
 def http(web, folder="sharded", sha256=None):
@@ -154,7 +152,7 @@ def interrupted(*_):
     raise RuntimeError("scripted")
 
 
-async def test_model_that_changes_during_the_download_is_read_again(tmp_path, web):
+async def test_model_that_changes_during_the_download_is_read_again(tmp_path, web, serve):
     new = {"config.json": b'{"new": 1}', "model.safetensors": b"v" * 2_000_000}
     handle = web.handle
 
@@ -164,25 +162,23 @@ async def test_model_that_changes_during_the_download_is_read_again(tmp_path, we
             web.files |= at("/single", new)
         return answer
 
-    server = await start_server(changing)
-    source = Source(http=HttpSource(str(server.make_url("/single"))))
+    url = await serve(changing)
+    source = Source(http=HttpSource(f"{url}/single"))
     await download(source, tmp_path / "m", SourceOptions())
     assert found(tmp_path / "m") == SINGLE | new
-    await server.close()
 
 
-async def test_model_that_keeps_changing_is_rejected(tmp_path, web):
+async def test_model_that_keeps_changing_is_rejected(tmp_path, web, serve):
     handle, versions = web.handle, iter(range(100))
 
     async def changing(request):
         web.files["/single/config.json"] = b"%d" % next(versions)
         return await handle(request)
 
-    server = await start_server(changing)
-    source = Source(http=HttpSource(str(server.make_url("/single"))))
+    url = await serve(changing)
+    source = Source(http=HttpSource(f"{url}/single"))
     with pytest.raises(Unavailable, match="changed 3 times during the download; write a new model beside"):
         await download(source, tmp_path / "m", SourceOptions())
-    await server.close()
 
 
 async def test_folders_with_dots_in_their_names_share_no_files(tmp_path, web, monkeypatch):
@@ -292,7 +288,7 @@ async def test_concurrent_downloads_exclude_each_other(tmp_path, web):
     assert found(tmp_path / "m") == SHARDED
 
 
-async def test_file_missing_in_the_hubs_storage_is_an_error(tmp_path):
+async def test_file_missing_in_the_hubs_storage_is_an_error(tmp_path, serve):
     files = FakeHttpServer(at("", SINGLE))
     hub = FakeHub(files, "org/llama", COMMIT, None, "http://127.0.0.1:9")
     handle = hub.handle
@@ -303,11 +299,9 @@ async def test_file_missing_in_the_hubs_storage_is_an_error(tmp_path):
             return web_answers.Response(status=404)
         return answer
 
-    server = await start_server(lost)
-    options = SourceOptions(hub_endpoint=str(server.make_url("/")).rstrip("/"))
+    options = SourceOptions(hub_endpoint=await serve(lost))
     with pytest.raises(Unavailable, match=r"tokenizer\.json: HTTP 404"):
         await download(Source(huggingFace=HuggingFaceSource("org/llama")), tmp_path / "m", options)
-    await server.close()
 
 
 @pytest.fixture
@@ -352,10 +346,9 @@ async def test_report_contains_bytes_and_reason(tmp_path, web, run_and_report):
     assert (down.result, "HTTP 503" in down.message) == (DownloadReason.UNREACHABLE, True)
 
 
-async def test_report_distinguishes_denied_token_and_missing_secret(tmp_path, web, run_and_report):
+async def test_report_distinguishes_denied_token_and_missing_secret(tmp_path, web, run_and_report, serve):
     hub = FakeHub(FakeHttpServer(at("", SINGLE)), "org/llama", COMMIT, "hf_s3cr3t", web.url + "/single")
-    server = await start_server(hub.handle)
-    endpoint = "--hub-endpoint", str(server.make_url("/")).rstrip("/")
+    endpoint = "--hub-endpoint", await serve(hub.handle)
     source = "--source", json.dumps({"huggingFace": {"repo": "org/llama"}})
     refused = await run_and_report(*source, *endpoint, "--into", tmp_path / "m")
     assert refused.result is DownloadReason.AUTH_FAILED and "'org/llama'" in refused.message
@@ -370,7 +363,6 @@ async def test_report_distinguishes_denied_token_and_missing_secret(tmp_path, we
     (tmp_path / "secrets/hf").write_text(json.dumps({"token": "hf_s3cr3t"}))
     good = await run_and_report(*named, *endpoint, *secrets, "--into", tmp_path / "m")
     assert (good.result, good.revision) == (DownloadReason.DOWNLOADED, COMMIT)
-    await server.close()
 
 
 @pytest.mark.parametrize(

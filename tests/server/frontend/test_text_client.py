@@ -141,19 +141,6 @@ def test_end_of_the_connection_fails_only_open_requests(listener, client, deltas
     assert deltas.empty()
 
 
-def test_connects_once_the_text_process_listens(path, client, deltas):
-    client.submit(submit(1))
-    assert deltas.get(timeout=5).error_code == "UNAVAILABLE"
-    listener = Listener(path)
-    try:
-        listener.accept()
-        client.submit(submit(2))
-        assert listener.read() == submit(2)
-    finally:
-        listener.close()
-    assert deltas.get(timeout=5).id == 2
-
-
 NOISE = {
     "bytes": b"\xff" * 64,
     "message": encode_frame(Hello("text", "", 1)),
