@@ -344,11 +344,3 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
     _check(_generate(engine, adapted.prompts, adapted.adapter_digests, arrival_ratio=0.3), adapted.references)
     if "slot" in scenario:
         assert engine.stats().num_adapter_evictions > 0
-
-
-def test_equal_prompts_of_different_adapters_share_no_blocks(adapter_cases):
-    adapted = adapter_cases("llama")
-    engine = _adapted_engine(adapted)
-    for _ in range(2):
-        _check(_generate(engine, adapted.prompts, adapted.adapter_digests), adapted.references)
-    assert engine.stats().prefix_cache_hits > 0

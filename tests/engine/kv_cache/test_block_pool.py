@@ -71,20 +71,6 @@ def run_sequence(pool: BlockPool, *contents: int) -> int:
     return len(cached_blocks)
 
 
-def test_reused_prefix_survives_a_scan() -> None:
-    pool = BlockPool(8)
-    assert [run_sequence(pool, 0, 1, 2), run_sequence(pool, 0, 1, 3)] == [0, 2]
-    for one_off in range(100, 150):
-        assert run_sequence(pool, one_off, one_off + 1, one_off + 2) == 0
-    assert run_sequence(pool, 0, 1, 4) == 2
-    # The tail of the protected chain is evicted first, too.
-    assert run_sequence(pool, 0, 1, 4, 5, 6, 7, 8) == 3
-    table = pool.allocate(6)
-    assert (pool.lookup(hash_of(0)) is not None, pool.lookup(hash_of(0, 1)) is not None) == (True, True)
-    assert pool.lookup(hash_of(0, 1, 4)) is None
-    pool.free(table)
-
-
 def test_formerly_protected_blocks_are_evicted() -> None:
     pool = BlockPool(8)
     for old in range(4):

@@ -65,17 +65,6 @@ def test_swaps_only_if_worthwhile_and_never_shared_blocks() -> None:
     assert harness.outputs == dict.fromkeys(range(2), expected_output(prompt, 23))
 
 
-def test_swapped_sequence_is_computed_again_if_its_shared_blocks_were_evicted() -> None:
-    harness = SchedulerHarness(num_blocks=6, max_model_len=40, swap_costs=ALWAYS_SWAP)
-    prompt = harness.add(17, 23).prompt_token_ids
-    harness.add(prompt, 23, parent_id=0)
-    harness.run_until_preempted()
-    harness.scheduler.abort([0])
-    assert harness.step() == [(1, 0, 32)]
-    assert harness.scheduler.block_manager.num_swapped_in_blocks == 0
-    assert harness.run()[1] == expected_output(prompt, 23)
-
-
 @pytest.mark.parametrize(("num_host_blocks", "seconds_per_block"), [(1, 0.0), (64, 99.0), (0, 0.0)])
 def test_preempted_sequence_is_computed_again_if_swapping_does_not_fit_or_pay(
     num_host_blocks: int, seconds_per_block: float

@@ -36,25 +36,6 @@ def test_forks_wait_for_the_last_chunk_of_their_parent() -> None:
     assert [harness.step() for _ in range(3)] == [[(0, 0, 16)], [(0, 16, 14)], [(0, 30, 1), (1, 29, 1)]]
 
 
-def test_fork_starts_without_a_finished_parent() -> None:
-    harness = SchedulerHarness()
-    prompt = harness.add(20, 4).prompt_token_ids
-    forks = [harness.add(prompt, 4, parent_id=parent_id) for parent_id in (0, 1)]
-    harness.scheduler.abort([0])
-    assert harness.step() == [(1, 0, 20)]
-    # A fork can be a parent, and can be aborted at any time.
-    plan = harness.scheduler.schedule(0.0)
-    assert plan is not None and len(plan.copies) == 1
-    harness.scheduler.abort([1])
-    [(fork, sampled)] = harness.scheduler.update_from_step(plan, harness.runner.execute(plan))
-    assert fork is forks[1]
-    harness.outputs[fork.id] = sampled.token_ids
-    harness.add(prompt, 4, parent_id=77)
-    assert harness.step() == [(2, 20, 1), (3, 0, 20)]
-    harness.run()
-    assert [harness.outputs[2], harness.outputs[3]] == [expected_output(prompt, 4)] * 2
-
-
 def test_rejects_a_fork_that_differs_from_its_parent() -> None:
     harness = SchedulerHarness(adapter_digests="ab")
     harness.add([1, 2, 3], adapter_digest="a", cache_salt="s")

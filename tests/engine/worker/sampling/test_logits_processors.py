@@ -145,26 +145,6 @@ def test_batch_without_processing_has_no_processors() -> None:
     assert len(token_counts.counts) == 0
 
 
-def test_token_lists_grow_with_the_sequence() -> None:
-    token_counts = TokenCounts(2, VOCAB, CPU)
-    draw = torch.Generator().manual_seed(2)
-    sequences = [_sequence(prompt=[7, 7, 8]), _sequence(prompt=[1])]
-    sequences[1].output_token_ids += [3, 3]
-    rows = token_counts.rows_for(sequences, sequences)
-    for step in range(600):
-        new_tokens = torch.randint(0, VOCAB if step > 300 else 5, (2,), generator=draw)
-        token_counts.add(rows, new_tokens)
-        for sequence, token in zip(sequences, new_tokens.tolist(), strict=True):
-            sequence.output_token_ids.append(token)
-        if step % 97 == 0:
-            token_ids = token_counts.token_ids(rows)
-            assert token_ids is not None
-            for listed, row, sequence in zip(token_ids, rows, sequences, strict=True):
-                assert set(listed.tolist()) == {*sequence.prompt_token_ids, *sequence.output_token_ids}
-                output = torch.tensor(sequence.output_token_ids)
-                assert torch.equal(token_counts.counts[row], output.bincount(minlength=VOCAB).int())
-
-
 def test_penalties_keep_forbidden_tokens_and_other_rows() -> None:
     logits = torch.full((3, 4), -INF)
     logits[1] = 1.0

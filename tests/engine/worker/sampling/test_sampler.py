@@ -79,7 +79,7 @@ def _expected(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 def test_samples_follow_softmax(params):
     logits = _logits(1, scale=1.0)
-    num = 10_000
+    num = 4_000
     over_seeds = _tokens(logits.expand(num, -1), [_row(seed=i, **params) for i in range(num)])
     over_positions = _tokens(logits.expand(num, -1), [_row(position=3 + i, seed=5, **params) for i in range(num)])
     expected = _expected(logits[0], **params)
