@@ -42,7 +42,8 @@ class StepInputs:
     context_lengths: Tensor
     """[num_spans] int32."""
     block_tables: Tensor
-    """[num_spans, max_blocks] int64, padded with the span's first block."""
+    """[num_spans, max_blocks] int64; columns beyond a context's blocks keep what they contain, because most of the
+    width is unused in nearly every step."""
 
     @classmethod
     def empty(cls, num_tokens: int, num_spans: int, max_blocks: int, device: torch.device) -> Self:
@@ -77,7 +78,7 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
     out.context_lengths.copy_(state.lengths[rows] + lengths)
     width = out.block_tables.shape[1]
     filled = torch.arange(width, device=rows.device) < -(-out.context_lengths[:, None] // block_size)
-    out.block_tables.copy_(torch.where(filled, state.tables[rows, :width], state.tables[rows, :1]))
+    out.block_tables.copy_(torch.where(filled, state.tables[rows, :width], out.block_tables))
 
 
 prepare_inputs.register_lazy("cuda", "own", "quire_kernels.gpu.step_inputs")

@@ -64,10 +64,8 @@ def _prepare(
         tl.store(positions + start + token_offsets, position, mask=mask)
         block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
         tl.store(addresses + start + token_offsets, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
-    num_blocks = (computed + length + BLOCK_SIZE - 1) // BLOCK_SIZE
-    first_block = tl.load(table)
-    for first in range(0, width, BLOCK):
+    num_blocks = tl.minimum((computed + length + BLOCK_SIZE - 1) // BLOCK_SIZE, width)
+    for first in range(0, num_blocks, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        block = tl.load(table + column, mask=column < tl.minimum(num_blocks, width), other=0)
-        block = tl.where(column < num_blocks, block, first_block)
-        tl.store(block_tables + span * out_stride + column, block, mask=column < width)
+        block = tl.load(table + column, mask=column < num_blocks, other=0)
+        tl.store(block_tables + span * out_stride + column, block, mask=column < num_blocks)

@@ -32,6 +32,17 @@ def test_equals_reference(spans):
     _check(*make_batch(spans))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 40}], ids=str)
+def test_table_columns_beyond_a_context_are_not_read(options):
+    """`prepare_inputs` leaves them as they are, and such an address would be outside of all memory."""
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=(4, 2))
+    expected = paged_attention.reference(queries, cache, batch, SCALE, **options)
+    num_blocks = -(-batch.context_lengths // cache.shape[2])
+    batch.block_tables[torch.arange(batch.block_tables.shape[1]) >= num_blocks[:, None]] = 1 << 40
+    found = interpreted_kernel(paged_attention)(queries, cache, batch, SCALE, **options)
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
+
+
 def test_float16():
     _check(*make_batch(RAGGED_SPANS["mixed"], dtype=torch.float16))
 

@@ -22,6 +22,7 @@ def _state():
 
 def _run(form, rows, lengths):
     state, out = _state(), StepInputs.empty(sum(lengths), len(rows), 14, CPU)
+    out.block_tables.fill_(-1)
     query_starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     form(torch.tensor(rows), query_starts, state, BLOCK_SIZE, out)
     return out
@@ -33,7 +34,7 @@ def test_reference():
     # The tables count down: row 3 from 120, row 1 from 60.
     assert out.addresses.tolist() == [118 * 8 + 4, 60 * 8 + 7, 59 * 8, 59 * 8 + 1]
     assert out.context_lengths.tolist() == [21, 10]
-    assert out.block_tables.tolist() == [[120, 119, 118] + [120] * 11, [60, 59] + [60] * 12]
+    assert out.block_tables.tolist() == [[120, 119, 118] + [-1] * 11, [60, 59] + [-1] * 12]
 
 
 def test_kernel_equals_reference():
