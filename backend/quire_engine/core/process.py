@@ -44,24 +44,16 @@ def log_memory(engine: Engine) -> None:
     memory, config = engine.memory, engine.config
     shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
     element_bytes = DTYPE_BYTES[memory.dtype]
-    lora_bytes = (
-        config.max_loras * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element_bytes)
-        if config.enable_lora
-        else 0
-    )
     kv_element_bytes = element_bytes if config.kv_cache_dtype == "auto" else 1
-    bytes_by_part = {
-        "weights": (
-            memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size,
-            memory.weights_bytes,
-        ),
-        "lora": (lora_bytes, memory.lora_bytes),
-        "kv": (
-            memory.num_blocks * memory_sizing.kv_block_bytes(shape, memory.block_size, kv_element_bytes),
-            memory.kv_bytes,
-        ),
-    }
-    for part, (planned_bytes, measured_bytes) in bytes_by_part.items():
+    num_slots = config.max_loras if config.enable_lora else 0
+    weights = memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size
+    lora = num_slots * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element_bytes)
+    kv = memory.num_blocks * memory_sizing.kv_block_bytes(shape, memory.block_size, kv_element_bytes)
+    for part, planned_bytes, measured_bytes in (
+        ("weights", weights, memory.weights_bytes),
+        ("lora", lora, memory.lora_bytes),
+        ("kv", kv, memory.kv_bytes),
+    ):
         logger.info(
             "memory part=%s planned_gib=%.3f measured_gib=%.3f", part, planned_bytes / _GIB, measured_bytes / _GIB
         )
