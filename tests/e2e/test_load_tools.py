@@ -28,7 +28,8 @@ def perf_analyzer(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-q", "-d", folder]
     done = subprocess.run([*pip, WHEEL], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"no perf_analyzer: pip download {WHEEL} failed: {done.stderr.strip().splitlines()[-1]}")
+        reason = done.stderr.strip().splitlines()[-1]
+        pytest.skip(f"pip cannot download perf_analyzer: {reason}; set PIP_INDEX_URL to an index that has {WHEEL}")
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         program = Path(archive.extract(PROGRAM, folder))

@@ -237,6 +237,40 @@ def test_failed_replacement_keeps_the_previous_version_serving(pod, folders):
     pod.wait(lambda: pod.adapter("a")["state"] == "Ready" and serves(pod), 10, "as before")
 
 
+def test_lost_request_does_not_keep_the_stub_of_a_removed_adapter(pod, folders):
+    """Release 24.10 loses some requests whose gRPC stream is cancelled on the last response, and waits for them."""
+
+    async def cancel_on_last_response():
+        request = {"model_name": "b", "inputs": [grpc_text("x"), grpc_flag("stream", True)]}
+        request |= {"parameters": {"max_tokens": 4}, "enable_empty_final_response": False}
+
+        async def requests():
+            yield request
+
+        async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
+            stream, num_responses = client.stream_infer(requests()), 0
+            async for _ in stream:
+                num_responses += 1
+                if num_responses == 4:
+                    break
+            stream.cancel()
+
+    async def scenario():
+        for _ in range(3):
+            await asyncio.gather(*(cancel_on_last_response() for _ in range(24)))
+
+    stub, server = pod.stub("b"), pod.pid("server")
+    asyncio.run(scenario())
+    pod.wait(lambda: pod.num_open_requests() == 0, 5, "free of requests")
+    generation = pod.status()["generation"]
+    assert pod.put_adapters(catalog(generation + 1, a=folders["a"])).status == 202
+    pod.wait(lambda: not is_alive(stub), 10, "without the stub")
+    print("\nthe server had lost a request:", "killing stub of an unloaded model" in pod.log.read_text())
+    assert pod.put_adapters(pod.initial_catalog | {"generation": generation + 2}).status == 202
+    pod.wait(lambda: serves(pod), 10, "serving again")
+    assert pod.pid("server") == server
+
+
 # Shutdown
 
 
@@ -340,37 +374,3 @@ def test_ipv6(host, displayed, tmp_path, folders, monkeypatch):
         for port in ("http", "grpc"):
             socket.create_connection(("::1", pod.ports[port]), 5).close()
         assert pod.stop() == 0
-
-
-def test_lost_request_does_not_keep_the_stub_of_a_removed_adapter(tmp_path, folders):
-    """Release 24.10 loses some requests whose gRPC stream is cancelled on the last response, and waits for them."""
-    with running_supervisor(tmp_path / "pod", catalog(1, a=folders["a"], b=folders["b"])) as pod:
-
-        async def cancel_on_last_response():
-            request = {"model_name": "b", "inputs": [grpc_text("x"), grpc_flag("stream", True)]}
-            request |= {"parameters": {"max_tokens": 4}, "enable_empty_final_response": False}
-
-            async def requests():
-                yield request
-
-            async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
-                stream, num_responses = client.stream_infer(requests()), 0
-                async for _ in stream:
-                    num_responses += 1
-                    if num_responses == 4:
-                        break
-                stream.cancel()
-
-        async def scenario():
-            for _ in range(3):
-                await asyncio.gather(*(cancel_on_last_response() for _ in range(24)))
-
-        stub, server = pod.stub("b"), pod.pid("server")
-        asyncio.run(scenario())
-        pod.wait(lambda: pod.num_open_requests() == 0, 5, "free of requests")
-        assert pod.put_adapters(catalog(2, a=folders["a"])).status == 202
-        pod.wait(lambda: not is_alive(stub), 10, "without the stub")
-        print("\nthe server had lost a request:", "killing stub of an unloaded model" in pod.log.read_text())
-        assert pod.put_adapters(catalog(3, a=folders["a"], b=folders["b"])).status == 202
-        pod.wait(lambda: serves(pod), 10, "serving again")
-        assert pod.pid("server") == server
