@@ -23,7 +23,10 @@ from quire_spec import constants
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())
-PORTS = [constants.HTTP_PORT, constants.GRPC_PORT, constants.SERVER_METRICS_PORT, constants.HEALTH_PORT]
+PORTS = [
+    *(constants.HTTP_PORT, constants.GRPC_PORT, constants.SERVER_METRICS_PORT, constants.HEALTH_PORT),
+    constants.OPENAI_PORT,
+]
 
 
 def stages(file):
@@ -143,7 +146,7 @@ def test_gpu_image_does_not_install_the_server_from_pypi(tmp_path):
     for lines in needs.values():
         assert {"torch", "numpy", "aiohttp", "pyyaml", "tokenizers"} <= {re.match(r"[\w-]+", line)[0] for line in lines}
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(needs["cpu"]) == {line for extra in ("engine", "server", "operator") for line in extras[extra]}
+    assert set(needs["cpu"]) == {line for extra in ("engine", "server", "openai", "operator") for line in extras[extra]}
     assert not any(line.startswith("nvidia-pytriton") for line in needs["gpu"])
     assert not any(line.startswith("numpy") and "<2" in line for line in needs["gpu"])
 
