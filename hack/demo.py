@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import tritonclient.grpc as grpcclient
 from nodocker_cluster.ports import free_ports, is_free
 
@@ -39,6 +40,7 @@ class Ports:
     grpc: int
     metrics: int
     health: int
+    openai: int
 
 
 TextPiece = tuple[str, int]
@@ -57,12 +59,12 @@ class TableRow:
 
 def default_or_free_ports() -> Ports:
     """Return the usual ports if they are free, otherwise others."""
-    return Ports(*(port if is_free(port) else free_ports(1)[0] for port in (8000, 8001, 8002, 8003)))
+    return Ports(*(port if is_free(port) else free_ports(1)[0] for port in (8000, 8001, 8002, 8003, 8004)))
 
 
 def serve(ports: Ports) -> subprocess.Popen[bytes]:
     """Start `quire serve` with the example; it shares this process's output."""
-    flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health")]
+    flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health", "openai")]
     command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(EXAMPLE), *flags]
     print_now(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
     return subprocess.Popen(command)
@@ -131,6 +133,18 @@ def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any
                 return
 
 
+def openai_stream(ports: Ports, model: str, prompt: str, **parameters: Any) -> Iterator[TextPiece]:
+    """POST /v1/completions with OpenAI's client: yield pieces of text as they arrive."""
+    options, num_tokens = {"include_usage": True, "continuous_usage_stats": True}, 0
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{ports.openai}/v1", api_key="none") as client:
+        for chunk in client.completions.create(
+            model=model, prompt=prompt, stream=True, stream_options=options, **parameters
+        ):
+            if chunk.choices and chunk.usage is not None:
+                yield chunk.choices[0].text, chunk.usage.completion_tokens - num_tokens
+                num_tokens = chunk.usage.completion_tokens
+
+
 def print_stream(heading: str, pieces: Iterator[TextPiece]) -> TableRow:
     """Print a stream under a heading, and measure it."""
     started = time.monotonic()
@@ -185,6 +199,10 @@ def run_requests(ports: Ports) -> list[TableRow]:
         print_stream(
             "base with lora_name=pirate, HTTP stream",
             http_stream(ports, "tales", story_request | {"lora_name": "pirate"}),
+        ),
+        print_stream(
+            "adapter `pirate`, OpenAI API with its own client",
+            openai_stream(ports, "pirate", STORY, max_tokens=80, temperature=0),
         ),
         run_concurrent_streams(ports, ["tales", "pirate", "sql"], 24),
     ]

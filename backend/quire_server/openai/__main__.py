@@ -27,7 +27,7 @@ from quire_server.openai.text_client import TextClient
 from quire_spec import constants
 from quire_spec.net.addresses import is_ipv6
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("quire_server.openai")
 
 _GRACE_S = 5
 """Time for open responses to end after SIGTERM. The supervisor has drained the text process before."""
