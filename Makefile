@@ -14,7 +14,7 @@ test test-fast e2e: export OMP_WAIT_POLICY ?= passive
 SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
+.PHONY: help demo demo-env dev-env doctor test test-fast test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
@@ -22,7 +22,7 @@ CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: demo-env ## demo: a real server, the tiny model, two adapters, requests over HTTP and gRPC
+demo: demo-env ## demo: a real server, the tiny model, two adapters, requests over HTTP, gRPC and the OpenAI API
 	@$(BIN)/python hack/demo.py
 
 test: dev-env ## all tests that this machine can run, and a line for each skipped one
@@ -30,6 +30,9 @@ test: dev-env ## all tests that this machine can run, and a line for each skippe
 
 test-fast: dev-env ## the tests that start no server (seconds)
 	@$(BIN)/python -m pytest -q -m "not server"
+
+test-clients: dev-env ## the current openai package against quire serve, from an environment of its own
+	@PYTHONPATH=tests:hack $(BIN)/python tests/clients/run.py
 
 bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
@@ -92,4 +95,4 @@ dev-env:
 	@$(PYTHON) hack/bootstrap.py --for dev --venv $(VENV)
 
 clean: ## remove the environment and all caches
-	@rm -rf $(VENV) $(EMULATED) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EMULATED) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
