@@ -14,7 +14,7 @@ from support.fake_kubelet import COMPLETED, FakeContainer
 from support.fake_model_server import FakeModelServer
 
 from quire_operator.cli import main
-from quire_operator.controller.observe import plan_service
+from quire_operator.controller import plan_service
 from quire_operator.plan import build_plan, planner
 from quire_operator.render import model_storage, pod_template
 

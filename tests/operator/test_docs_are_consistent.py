@@ -18,7 +18,7 @@ from quire_operator.api import crd
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.cli import main
 from quire_operator.controller.metrics import ControllerMetrics
-from quire_operator.controller.status.conditions import ConditionReason, ConditionType
+from quire_operator.controller.status.conditions import ConditionType, Reason
 from quire_operator.controller.status.events import EventReason
 from quire_operator.plan.errors import UnplannableReason
 from quire_operator.plan.gpu import resolve_gpu
@@ -40,7 +40,7 @@ GUARANTEES = (ROOT / "docs/operator-guarantees.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 FIELDS = {".".join(part for part in path if part not in ("[]", "*")): node for path, node in walk(OPENAPI) if path}
 CHART_VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-REASONS = {str(reason) for reason in chain(ConditionReason, FitReason, UnplannableReason, EventReason)}
+REASONS = {str(reason) for reason in chain(Reason, FitReason, UnplannableReason, EventReason)}
 REASON_SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^##|\Z)", TROUBLESHOOTING, re.MULTILINE | re.DOTALL))
 REASON_ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
@@ -198,7 +198,7 @@ def test_every_reason_is_explained_exactly_once():
     assert [name for name in REASON_SECTIONS if name in set(ConditionType)] == [str(name) for name in ConditionType]
     explained = [row[0] for kind in (*ConditionType, "Events") for row in REASON_ROW.findall(REASON_SECTIONS[kind])]
     assert sorted(explained) == sorted(REASONS)
-    assert {str(result) for result in DownloadReason} <= {str(reason) for reason in ConditionReason}
+    assert {str(result) for result in DownloadReason} <= {str(reason) for reason in Reason}
 
 
 def test_every_reason_has_a_meaning_a_fix_and_a_command():

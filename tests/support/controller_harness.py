@@ -153,6 +153,7 @@ class ControllerHarness:
         controller.metrics.record_write = record_harness_write  # type: ignore[method-assign]
         controller.reconciler._deps.record_write = record_harness_write
         controller.reconciler._deps.applier._record_write = record_harness_write
+        controller.reconciler._deps.status_writer._record_write = record_harness_write
 
     def _controller_settings(self) -> ControllerSettings:
         return ControllerSettings(namespaces=(self.namespace,), **{"resync_s": 3600.0, **self.settings})

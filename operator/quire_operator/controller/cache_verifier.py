@@ -8,7 +8,7 @@ LLMService that is still cached is evicted.
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire_operator.controller.metrics import ControllerMetrics
 from quire_operator.controller.object_cache import LABEL_SELECTOR, ObjectCache
@@ -38,25 +38,6 @@ class CacheDiverged(Internal):
     """The cache differs from the API server, and stays so; restart the operator."""
 
 
-class VerifierSettings(Protocol):
-    """The part of ControllerSettings that is used here."""
-
-    @property
-    def verify_interval_s(self) -> float:
-        """Time between comparisons."""
-        ...
-
-    @property
-    def verify_grace_s(self) -> float:
-        """How long a difference must last."""
-        ...
-
-    @property
-    def namespaces(self) -> tuple[str, ...]:
-        """The namespaces that are watched; empty: all."""
-        ...
-
-
 class CacheVerifier:
     """Compares one cache with the API server."""
 
@@ -66,50 +47,46 @@ class CacheVerifier:
         cache: ObjectCache,
         reflectors: Sequence[Reflector],
         metrics: ControllerMetrics,
-        settings: VerifierSettings,
+        namespaces: Sequence[str] = (),
     ) -> None:
+        """`namespaces` are those that are watched; empty: all."""
         self._client, self._cache, self._reflectors, self._metrics = client, cache, reflectors, metrics
-        self._settings = settings
+        self._namespaces = namespaces
 
-    async def run(self) -> None:
+    async def run(self, interval_s: float, grace_s: float) -> None:
         """Compare for ever; ends by cancellation or with CacheDiverged."""
         while True:
-            await asyncio.sleep(self._settings.verify_interval_s)
-            await self.verify()
+            await asyncio.sleep(interval_s)
+            await self.verify(grace_s)
 
-    async def verify(self) -> None:
-        """Compare all kinds once, except those that the API server cannot list now.
+    async def verify(self, grace_s: float) -> None:
+        """Compare all kinds once, except those that the API server cannot list now. A difference must last `grace_s`.
 
         Raises:
             CacheDiverged: objects of some kind stay missing or too old.
         """
-        namespaces: tuple[str | None, ...] = self._settings.namespaces or (None,)
-        targets = [(resources.LLM_SERVICE, namespace, "") for namespace in namespaces]
-        targets += [
-            (reflector.resource, reflector.namespace, LABEL_SELECTOR)
-            for reflector in self._reflectors
-            if reflector.synced.is_set()
-        ]
+        synced = [reflector for reflector in self._reflectors if reflector.synced.is_set()]
+        targets = [(resources.LLM_SERVICE, namespace, "") for namespace in self._namespaces or (None,)]
+        targets += [(reflector.resource, reflector.namespace, LABEL_SELECTOR) for reflector in synced]
         for resource, namespace, labels in targets:
             try:
-                await self._verify_kind(resource, namespace, labels)
+                await self._verify_kind(resource, namespace, labels, grace_s)
             except ApiError as error:
                 self._metrics.verifications.labels("unknown").inc()
                 logger.warning("cache was not verified kind=%s error=%s", resource.kind, error)
 
-    async def _verify_kind(self, resource: Resource, namespace: str | None, labels: str) -> None:
+    async def _verify_kind(self, resource: Resource, namespace: str | None, labels: str, grace_s: float) -> None:
         stale = await self._stale_objects(resource, namespace, labels)
         if stale:
-            await asyncio.sleep(self._settings.verify_grace_s)
+            await asyncio.sleep(grace_s)
             stale &= await self._stale_objects(resource, namespace, labels, {each.name for each in stale})
         if resource is resources.LLM_SERVICE:
             stale -= self._evict_deleted_services(stale)
         self._metrics.verifications.labels("diverged" if stale else "same").inc()
         if stale:
             examples = ", ".join("/".join(each.name) for each in sorted(stale)[:5])
-            raise CacheDiverged(
-                f"the watch of {resource.plural} is stale: {len(stale)} objects differ from the list: {examples}"
-            )
+            difference = f"{len(stale)} objects differ from the list: {examples}"
+            raise CacheDiverged(f"the watch of {resource.plural} is stale: {difference}")
 
     def _evict_deleted_services(self, stale: set[_StaleObject]) -> set[_StaleObject]:
         """Remove services that are no longer listed from the cache, and return them.
@@ -135,19 +112,13 @@ class CacheVerifier:
             (e.namespace, e.name): e for e in self._cache.objects_of_kind(resource) if namespace in (None, e.namespace)
         }
         result = set()
-        for object_name in (set(listed) | set(cached)) if only is None else only:
+        names = listed.keys() | cached.keys()
+        for object_name in names if only is None else names & only:
             entry, meta = cached.get(object_name), listed.get(object_name)
-            if entry is None and meta is None:
-                continue
+            version = entry.resource_version if entry else ""
             is_same_object = entry is not None and meta is not None and entry.uid == meta["uid"]
-            if (
-                is_same_object
-                and entry is not None
-                and meta is not None
-                and _is_at_least(entry.resource_version, meta["resourceVersion"])
-            ):
-                continue
-            result.add(_StaleObject(object_name, entry.resource_version if entry else "", meta is not None))
+            if not (is_same_object and meta and _is_at_least(version, meta["resourceVersion"])):
+                result.add(_StaleObject(object_name, version, meta is not None))
         return result
 
 

@@ -19,11 +19,12 @@ from quire_operator.controller.dependencies import RESYNC_S, ReconcilerDeps
 from quire_operator.controller.metrics import ControllerMetrics
 from quire_operator.controller.object_cache import LABEL_SELECTOR, ObjectCache, ServiceKey
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore
-from quire_operator.controller.observe.plan_service import PlanService
 from quire_operator.controller.observe.pod_admin_client import PodAdminClient
 from quire_operator.controller.observe.pod_warnings import PodWarnings
 from quire_operator.controller.observe.secret_store import SECRET_TTL_S, SecretStore
+from quire_operator.controller.plan_service import PlanService
 from quire_operator.controller.reconciler import Reconciler
+from quire_operator.controller.status_writer import StatusWriter
 from quire_operator.controller.work_queue import MAX_DELAY_S, WorkQueue
 from quire_operator.kube import discovery, resources
 from quire_operator.kube.api_client import ApiClient
@@ -76,7 +77,9 @@ class Controller:
         self._discovery = Discovery(client)
         secrets = SecretStore(client, settings.secret_ttl_s)
         pod_warnings = PodWarnings(client)
-        checkpoint_store = CheckpointStore(client, self.cache, pod_warnings, self.queue.add, self.metrics.record_write)
+        record_write = self.metrics.record_write
+        checkpoint_store = CheckpointStore(client, self.cache, pod_warnings, self.queue.add, record_write)
+        status_writer = StatusWriter(client, self.cache, record_write)
         deps = ReconcilerDeps(
             client=client,
             cache=self.cache,
@@ -84,12 +87,13 @@ class Controller:
             checkpoints=checkpoint_store,
             plan_service=PlanService(client, checkpoint_store, settings.images),
             discovery=self._discovery,
-            applier=Applier(client, self.cache, secrets, self.metrics.record_write),
+            applier=Applier(client, self.cache, secrets, status_writer.check_newest, record_write),
             pod_admin=self._pod_admin,
             pod_warnings=pod_warnings,
+            status_writer=status_writer,
+            record_write=record_write,
             operator_peer=settings.operator_peer,
             resync_s=settings.resync_s,
-            record_write=self.metrics.record_write,
         )
         self.reconciler = Reconciler(deps)
         self.reflectors: list[Reflector] = []
@@ -122,22 +126,17 @@ class Controller:
 
     async def _run_tasks(self) -> None:
         available_kinds = await self._wait_for_discovery()
-        await self._start_reflectors(
-            [
-                resource
-                for resource in WATCHED_RESOURCES
-                if resource not in OPTIONAL_RESOURCES or resource in available_kinds
-            ]
-        )
+        unavailable_kinds = set(OPTIONAL_RESOURCES) - available_kinds
+        await self._start_reflectors([kind for kind in WATCHED_RESOURCES if kind not in unavailable_kinds])
         for heartbeat in self.heartbeats:
             heartbeat.reset()  # the API server may have been unavailable for long
         self.started.set()
-        logger.info(
-            "started workers=%d namespaces=%s", self.settings.workers, ",".join(self.settings.namespaces) or "all"
-        )
-        for _ in range(self.settings.workers):
+        settings = self.settings
+        logger.info("started workers=%d namespaces=%s", settings.workers, ",".join(settings.namespaces) or "all")
+        for _ in range(settings.workers):
             self._spawn(self._run_worker())
-        self._spawn(CacheVerifier(self.client, self.cache, self.reflectors, self.metrics, self.settings).run())
+        verifier = CacheVerifier(self.client, self.cache, self.reflectors, self.metrics, settings.namespaces)
+        self._spawn(verifier.run(settings.verify_interval_s, settings.verify_grace_s))
         await self._watch_new_kinds(set(available_kinds))
 
     async def _wait_for_discovery(self) -> frozenset[Resource]:
@@ -188,33 +187,31 @@ class Controller:
             started_at, num_applied_before = time.monotonic(), self.reconciler.num_applied(key)
             try:
                 result = await self.reconciler.reconcile(key)
-            except ApiError as error:
-                made_progress = self.reconciler.num_applied(key) > num_applied_before
-                max_delay_s = _OUTAGE_RETRY_S if isinstance(error, ApiServerUnavailable) else MAX_DELAY_S
-                delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, made_progress, max_delay_s)
-                self._record_reconcile("error", started_at, type(error).__name__)
-                logger.warning("reconcile failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
-                continue
             except Exception as error:
-                # A defect in the pass of one service must not end the worker.
-                delay_s = self.queue.add_rate_limited(key)
-                self._record_reconcile("error", started_at, type(error).__name__)
-                logger.exception("reconcile raised service=%s/%s wait_s=%.1f", *key, delay_s)
-                continue
-            if result is None:
-                self.queue.done(key)
-                self.queue.forget(key)
-            elif result.backoff:
-                self.queue.add_rate_limited(key, result.requeue_after_s)
+                result_label = "error"
+                self.metrics.reconcile_errors.labels(type(error).__name__).inc()
+                if isinstance(error, ApiError):
+                    made_progress = self.reconciler.num_applied(key) > num_applied_before
+                    max_delay_s = _OUTAGE_RETRY_S if isinstance(error, ApiServerUnavailable) else MAX_DELAY_S
+                    delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, made_progress, max_delay_s)
+                    logger.warning("reconcile failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
+                else:
+                    # A defect in the pass of one service must not end the worker.
+                    delay_s = self.queue.add_rate_limited(key)
+                    logger.exception("reconcile raised service=%s/%s wait_s=%.1f", *key, delay_s)
             else:
-                self.queue.done(key, result.requeue_after_s)
-            self._record_reconcile("gone" if result is None else "retry" if result.backoff else "ok", started_at)
-
-    def _record_reconcile(self, result: str, started_at: float, reason: str = "") -> None:
-        self.metrics.reconciles.labels(result).inc()
-        self.metrics.reconcile_seconds.observe(time.monotonic() - started_at)
-        if reason:
-            self.metrics.reconcile_errors.labels(reason).inc()
+                if result is None:
+                    result_label = "gone"
+                    self.queue.done(key)
+                    self.queue.forget(key)
+                elif result.backoff:
+                    result_label = "retry"
+                    self.queue.add_rate_limited(key, result.requeue_after_s)
+                else:
+                    result_label = "ok"
+                    self.queue.done(key, result.requeue_after_s)
+            self.metrics.reconciles.labels(result_label).inc()
+            self.metrics.reconcile_seconds.observe(time.monotonic() - started_at)
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -242,10 +239,8 @@ class Controller:
             return ""
         for heartbeat in self.heartbeats:
             if heartbeat.silent_s > self.settings.watch_timeouts.stale_after_s:
-                return (
-                    f"the watch of {heartbeat.resource.plural} is stale: "
-                    f"no response from the API server for {heartbeat.silent_s:.0f} s"
-                )
+                reason = f"no response from the API server for {heartbeat.silent_s:.0f} s"
+                return f"the watch of {heartbeat.resource.plural} is stale: {reason}"
         return ""
 
     def stuck_service(self) -> str:

@@ -2,16 +2,17 @@
 """The collaborators of the reconciler, in one value."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quire_operator.controller.apply.applier import Applier
 from quire_operator.controller.object_cache import ObjectCache
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore
-from quire_operator.controller.observe.plan_service import PlanService
 from quire_operator.controller.observe.pod_admin_client import PodAdminClient
 from quire_operator.controller.observe.pod_warnings import PodWarnings
 from quire_operator.controller.observe.secret_store import SecretStore
+from quire_operator.controller.plan_service import PlanService
+from quire_operator.controller.status_writer import StatusWriter
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.resources import Resource
@@ -33,7 +34,8 @@ class ReconcilerDeps:
     applier: Applier
     pod_admin: PodAdminClient
     pod_warnings: PodWarnings
+    status_writer: StatusWriter
+    record_write: Callable[[Resource, str], None]
     operator_peer: Mapping[str, Any] | None = None
     """The operator as a NetworkPolicy peer."""
     resync_s: float = RESYNC_S
-    record_write: Callable[[Resource, str], None] = field(default=lambda kind, verb: None)

@@ -109,7 +109,7 @@ async def log_in(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     return kopf.AiohttpSession(
         server=config.server,
         default_namespace=config.namespace,
-        aiohttp_session=_create_session(config, memo.auth_headers, operator.service_heartbeats),
+        aiohttp_session=create_session(config, memo.auth_headers, operator.service_heartbeats),
     )
 
 
@@ -211,15 +211,24 @@ def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
     return trace_config
 
 
-def _create_session(
+def create_session(
     config: ClusterConfig, auth_headers: dict[str, str], heartbeats: Sequence[WatchHeartbeat]
 ) -> aiohttp.ClientSession:
-    ssl_context = config.ssl_context if config.ssl_context is not None else False
+    """Return kopf's HTTP session for the API server."""
+
+    async def set_server_name(
+        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        # kopf's requests cannot give it, and a session has no default for it.
+        request.server_hostname = config.tls_server_name
+        return await handler(request)
+
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=ssl_context, limit=0),
+        connector=aiohttp.TCPConnector(ssl=config.ssl_context or False, limit=0),
         headers=auth_headers,
         proxy=config.proxy_url,
         trace_configs=[trace_watches(heartbeats)],
+        middlewares=[set_server_name],
     )
 
 

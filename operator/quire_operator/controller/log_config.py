@@ -6,7 +6,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-_QUIET_LOGGERS = ("aiohttp.access", "httpx", "kopf.objects", "kopf.activities")
+_QUIET_LOGGERS = ("aiohttp.access", "kopf.objects", "kopf.activities")
 """They log each event of each object."""
 
 

@@ -53,6 +53,11 @@ class CachedObject:
         """The service to which the object belongs."""
         return (self.namespace, self.service_name)
 
+    @property
+    def state(self) -> tuple[str, str, bool]:
+        """What must differ for a change to be worth a pass."""
+        return (self.uid, self.full_digest, self.deleting)
+
     def body(self) -> dict[str, Any]:
         """Return a new copy of the trimmed object."""
         body: dict[str, Any] = orjson.loads(self.raw_json)
@@ -70,9 +75,7 @@ def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObjec
         }
     spec_json = _to_json_bytes({**{k: v for k, v in trimmed.items() if k != "status"}, "metadata": stable_metadata})
     status_json = _to_json_bytes(trimmed.get("status"))
-    service_name = (
-        meta["name"] if resource is resources.LLM_SERVICE else (meta.get("labels") or {}).get(object_names.INSTANCE, "")
-    )
+    instance_label = (meta.get("labels") or {}).get(object_names.INSTANCE, "")
     spec_digest = _digest(spec_json)
     return CachedObject(
         resource,
@@ -81,7 +84,7 @@ def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObjec
         meta["uid"],
         meta["resourceVersion"],
         controller_uid(body),
-        service_name,
+        meta["name"] if resource is resources.LLM_SERVICE else instance_label,
         spec_digest,
         _digest(spec_digest.encode() + status_json),
         "deletionTimestamp" in meta,
@@ -108,6 +111,11 @@ class ObjectCache:
         """Return one object, or None."""
         return self._objects.get((resource.kind, namespace, name))
 
+    def get_body(self, resource: Resource, namespace: str, name: str) -> dict[str, Any] | None:
+        """Return a copy of one object's body, or None."""
+        entry = self.get(resource, namespace, name)
+        return entry.body() if entry else None
+
     def children_of(self, key: ServiceKey, *only_resources: Resource) -> Iterator[CachedObject]:
         """Yield the objects of a service, of these kinds or of all, in no particular order."""
         kind_names = {resource.kind for resource in only_resources}
@@ -128,23 +136,20 @@ class ObjectCache:
         for body in bodies:
             self.upsert(resource, body)
 
-    def upsert(self, resource: Resource, body: Mapping[str, Any]) -> None:
-        """Store an object from a watch or a response to a write, unless the cached version is newer."""
+    def upsert(self, resource: Resource, body: Mapping[str, Any]) -> CachedObject:
+        """Store an object from a watch or a response to a write, unless the cached version is newer; return it."""
         entry = to_cached_object(resource, body)
         object_id = (resource.kind, entry.namespace, entry.name)
         cached = self._objects.get(object_id)
         if cached and cached.uid == entry.uid and _is_older(entry.resource_version, cached.resource_version):
-            return
+            return entry
         if cached and cached.key != entry.key:
             self._evict(cached)
         self._objects[object_id] = entry
         self._ids_by_service.setdefault(entry.key, set()).add(object_id)
-        if cached is None or (cached.uid, cached.full_digest, cached.deleting) != (
-            entry.uid,
-            entry.full_digest,
-            entry.deleting,
-        ):
+        if cached is None or cached.state != entry.state:
             self._on_change(entry.key)
+        return entry
 
     def remove(self, resource: Resource, body: Mapping[str, Any]) -> None:
         """Remove a deleted object."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that one operator process runs beside kopf: API client, controller, and the port for health and metrics.
+"""The parts of an operator process other than kopf: API client, controller, and the port for health and metrics.
 
 It owns the order of start and stop. It does not import kopf. kopf_handlers.py starts it in kopf's startup handler,
 hands it the LLMServices that kopf watches, asks it in the liveness probes, and closes it in the cleanup handler.
@@ -60,9 +60,8 @@ class OperatorProcess:
         self.settings = replace(options.settings, operator_peer=_network_policy_peer(self.cluster_config))
         self.client = options.make_client(self.cluster_config)
         self.controller = Controller(self.client, self.settings)
-        self.service_heartbeats = [
-            WatchHeartbeat(resources.LLM_SERVICE, namespace) for namespace in self.settings.namespaces or (None,)
-        ]
+        namespaces = self.settings.namespaces or (None,)
+        self.service_heartbeats = [WatchHeartbeat(resources.LLM_SERVICE, namespace) for namespace in namespaces]
         self.controller.heartbeats += self.service_heartbeats
         self.failure: BaseException | None = None
         """Why a part failed for good."""

@@ -6,32 +6,31 @@ from the state it left. It writes nothing if nothing differs. The controller's w
 """
 
 import asyncio
-import functools
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
-from quire_operator.controller.apply import child_objects
 from quire_operator.controller.apply.applier import ApplyResult
-from quire_operator.controller.apply.child_objects import ChildContext, ChildObjects, LiveObjects
+from quire_operator.controller.apply.child_objects import ChildObjects, LiveObjects, build_child_objects, unknown_fields
 from quire_operator.controller.dependencies import ReconcilerDeps
-from quire_operator.controller.desired_service import ParsedService, uid_and_generation
 from quire_operator.controller.object_cache import CachedObject, ServiceKey
-from quire_operator.controller.observe.plan_service import stored_plan
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S
+from quire_operator.controller.parsed_service import ParsedService, uid_and_generation
+from quire_operator.controller.plan_service import stored_plan
 from quire_operator.controller.state_observer import StateObserver
 from quire_operator.controller.status.model_cache import download_jobs, is_terminating, job_condition, predates_claim
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
 from quire_operator.controller.status.status import build_status
-from quire_operator.controller.status_writer import StaleService, StatusWriter
+from quire_operator.controller.status_writer import StaleService
 from quire_operator.controller.template_revision import TemplateRevision
 from quire_operator.kube import resources
 from quire_operator.kube.errors import ObjectNotFound
 from quire_operator.render import object_names
+from quire_operator.render.context import RenderContext
 from quire_operator.render.engine_config import UnsupportedByEngine
 from quire_spec.errors import ConfigError
 
@@ -73,8 +72,7 @@ class Reconciler:
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
-        self._status_writer = StatusWriter(deps)
-        self._observer = StateObserver(deps, self._status_writer)
+        self._observer = StateObserver(deps)
         self._states: dict[ServiceKey, ServiceState] = {}
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult | None:
@@ -98,20 +96,12 @@ class Reconciler:
             state.desired = ParsedService.from_body(body)
         desired = state.desired
         try:
-            planning, apply_result = await self._converge(key, desired, previous, state)
-            observed = await self._observer.observe(
-                key, desired, state.children, state.applied_generation, apply_result
-            )
-            new_status = build_status(
-                desired.service,
-                desired.generation,
-                planning,
-                observed,
-                previous,
-                datetime.now(UTC).replace(microsecond=0),
-            )
+            planning, apply_result = await self._converge(desired, previous, state)
+            generation, now = desired.generation, datetime.now(UTC).replace(microsecond=0)
+            observed = await self._observer.observe(desired, state.children, state.applied_generation, apply_result)
+            new_status = build_status(desired.service, generation, planning, observed, previous, now)
             if new_status != previous:
-                await self._status_writer.write_status(entry, previous, new_status)
+                await self._deps.status_writer.write_status(desired, entry.resource_version, previous, new_status)
         except StaleService:
             logger.info("service has changed during the pass service=%s/%s generation=%d", *key, desired.generation)
             return ReconcileResult(0.0)
@@ -128,7 +118,7 @@ class Reconciler:
         return self._deps.applier.num_applied(key)
 
     async def _converge(
-        self, key: ServiceKey, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
+        self, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
     ) -> tuple[PlanningResult, ApplyResult]:
         """Plan and apply; if planning fails, the objects stay as they are."""
         previous_plan = stored_plan(previous)
@@ -137,64 +127,53 @@ class Reconciler:
             return PlanningResult(plan=previous_plan, spec_error=desired.spec_error), ApplyResult()
         if service.spec.paused:
             return PlanningResult(plan=previous_plan), ApplyResult()
-        deps = self._deps
-        context = ChildContext(
-            desired.uid,
-            await deps.secrets.admin_key(key, desired.uid),
-            await deps.secrets.credentials(service),
-            await deps.discovery.available_kinds(),
-            deps.operator_peer,
+        deps, key = self._deps, desired.key
+        context = RenderContext(
+            admin_key=await deps.secrets.admin_key(key, desired.uid),
+            available_kinds=frozenset(resource.kind for resource in await deps.discovery.available_kinds()),
+            credentials=await deps.secrets.credentials(service),
+            operator_peer=deps.operator_peer,
+            owner_uid=desired.uid,
         )
         revision = TemplateRevision.from_deployment(self._live_objects(key, service).deployment)
-        planning = await deps.plan_service.plan_for(
-            service, desired.uid, desired.spec_digest, previous_plan, revision, context.credentials
-        )
+        planning = await deps.plan_service.plan_for(desired, previous_plan, revision, context.credentials)
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
             return planning, ApplyResult()
         # Also if nothing differs: a failed Job does not change any more.
         await self._retry_downloads(key, self._live_objects(key, service))
         inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
-        live_objects, child_versions = self._live_objects(key, service), self._child_versions(key)
+        live_objects, child_versions = self._live_objects(key, service), _object_versions(deps.cache.children_of(key))
         if state.last_inputs is not None and state.last_inputs == (inputs, child_versions):
             return planning, ApplyResult()
         state.last_inputs = None
         try:
-            children = child_objects.build_child_objects(
-                service, desired.spec_digest, planning.plan, context, live_objects
-            )
+            children = build_child_objects(service, desired.pods_digest, planning.plan, context, live_objects)
         except (ConfigError, UnsupportedByEngine) as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error)), ApplyResult()
-        apply_result = await self._apply(key, desired, children, state)
+        apply_result = await self._apply(desired, children, state)
         if apply_result.complete:
             inputs = (*inputs[:3], await self._secret_versions(key))
             # The versions that this pass read and wrote: concurrent changes are left to the next pass.
-            state.last_inputs = (
-                inputs,
-                child_versions
-                | {_kind_and_name(entry): _object_version(entry) for entry in apply_result.written_objects},
-            )
+            state.last_inputs = (inputs, child_versions | _object_versions(apply_result.written_objects))
         return planning, apply_result
 
-    async def _apply(
-        self, key: ServiceKey, desired: ParsedService, children: ChildObjects, state: ServiceState
-    ) -> ApplyResult:
+    async def _apply(self, desired: ParsedService, children: ChildObjects, state: ServiceState) -> ApplyResult:
         deps = self._deps
-        check_newest = functools.partial(self._status_writer.check_newest, key, desired.uid, desired.generation)
         try:
-            apply_result = await deps.applier.apply(key, desired.uid, children.manifests, check_newest)
+            apply_result = await deps.applier.apply(desired, children.manifests)
         except ObjectNotFound:
             # A kind was uninstalled; refresh discovery, so that the next pass leaves it out.
             await deps.discovery.available_kinds(force_refresh=True)
             raise
         assert desired.service is not None, "manifests were rendered"
-        unknown_fields = child_objects.unknown_fields(
-            desired.service, deps.client.unsupported_fields[resources.DEPLOYMENT]
-        )
+        unsupported_fields = deps.client.unsupported_fields[resources.DEPLOYMENT]
         # Without the manifests: a thousand services' would be 50 MB.
-        state.children = replace(children, manifests=(), unknown_fields=unknown_fields)
+        state.children = replace(
+            children, manifests=(), unknown_fields=unknown_fields(desired.service, unsupported_fields)
+        )
         if not apply_result.required_complete:
             return apply_result
-        await deps.applier.prune(key, desired.uid, children.retained, check_newest)
+        await deps.applier.prune(desired, children.retained)
         if not children.waiting_for_download:
             state.applied_generation = desired.generation
         return apply_result
@@ -210,24 +189,16 @@ class Reconciler:
 
     def _live_objects(self, key: ServiceKey, service: LLMService) -> LiveObjects:
         cache = self._deps.cache
-        deployment = cache.get(resources.DEPLOYMENT, *key)
-        claim = cache.get(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(service.name))
-        jobs = {entry.name: entry.body() for entry in download_jobs(cache.children_of(key, resources.JOB), service)}
-        return LiveObjects(deployment.body() if deployment else None, claim.body() if claim else None, jobs)
-
-    def _child_versions(self, key: ServiceKey) -> dict[Any, Any]:
-        """Return the versions of the child objects by kind and name."""
-        entries = (entry for entry in self._deps.cache.children_of(key) if entry.resource is not resources.LLM_SERVICE)
-        return {_kind_and_name(entry): _object_version(entry) for entry in entries}
+        return LiveObjects(
+            cache.get_body(resources.DEPLOYMENT, *key),
+            cache.get_body(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(service.name)),
+            download_jobs(cache.children_of(key, resources.JOB), service),
+        )
 
     async def _secret_versions(self, key: ServiceKey) -> tuple[str, ...]:
-        cached_secrets = [
-            await self._deps.secrets.get(key[0], name)
-            for name in (object_names.admin_secret(key[1]), object_names.credentials_secret(key[1]))
-        ]
-        return tuple(
-            str((secret.body or {}).get("metadata", {}).get("resourceVersion", "")) for secret in cached_secrets
-        )
+        names = (object_names.admin_secret(key[1]), object_names.credentials_secret(key[1]))
+        bodies = [(await self._deps.secrets.get(key[0], name)).body or {} for name in names]
+        return tuple(str(body.get("metadata", {}).get("resourceVersion", "")) for body in bodies)
 
     def _requeue_result(
         self,
@@ -245,22 +216,22 @@ class Reconciler:
             state.not_ready_since = now
         if apply_result.forbidden or planning.needs_backoff:
             return ReconcileResult(0.0, backoff=True)
-        requeue_after_s = self._deps.resync_s * random.uniform(0.8, 1.2)
         not_ready_s = now - (state.not_ready_since or now)
         poll_s = min(max(_POLL_S, not_ready_s / 30), _MAX_POLL_S)
+        delays_s = [self._deps.resync_s * random.uniform(0.8, 1.2)]
         if any(pod.ip and pod.started_at for pod in observed.pods):
-            requeue_after_s = min(requeue_after_s, _READY_POLL_S * random.uniform(0.8, 1.2) if ready else poll_s)
+            delays_s.append(_READY_POLL_S * random.uniform(0.8, 1.2) if ready else poll_s)
         if apply_result.pending_deletion:
             # Secrets are not watched.
-            requeue_after_s = min(requeue_after_s, poll_s)
+            delays_s.append(poll_s)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
-            requeue_after_s = min(requeue_after_s, _DOWNLOAD_POLL_S)
+            delays_s.append(_DOWNLOAD_POLL_S)
         if (retry_in_s := _seconds_until_retry(observed.job)) is not None:
             # No event comes when the delay is over. Not at once: a paused service does not retry.
-            requeue_after_s = min(requeue_after_s, max(retry_in_s, poll_s))
+            delays_s.append(max(retry_in_s, poll_s))
         if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
-            requeue_after_s = min(requeue_after_s, EVENT_POLL_S)
-        return ReconcileResult(requeue_after_s)
+            delays_s.append(EVENT_POLL_S)
+        return ReconcileResult(min(delays_s))
 
 
 def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
@@ -272,12 +243,13 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
     return max(0.0, _FAILED_DOWNLOAD_RETRY_S - elapsed.total_seconds())
 
 
-def _kind_and_name(entry: CachedObject) -> tuple[str, str]:
-    return entry.resource.kind, entry.name
-
-
-def _object_version(entry: CachedObject) -> tuple[Any, ...]:
-    """Return the version of an object as others depend on it: with a Job's status, and of a pod only its uid."""
-    if entry.resource in (resources.POD, resources.REPLICA_SET):
-        return (entry.uid,)
-    return entry.uid, entry.full_digest if entry.resource is resources.JOB else entry.spec_digest, entry.deleting
+def _object_versions(entries: Iterable[CachedObject]) -> dict[tuple[str, str], tuple[Any, ...]]:
+    """Return child objects' versions as others depend on them: with a Job's status, and of a pod only its uid."""
+    versions: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for entry in entries:
+        if entry.resource in (resources.POD, resources.REPLICA_SET):
+            versions[entry.resource.kind, entry.name] = (entry.uid,)
+        elif entry.resource is not resources.LLM_SERVICE:
+            digest = entry.full_digest if entry.resource is resources.JOB else entry.spec_digest
+            versions[entry.resource.kind, entry.name] = (entry.uid, digest, entry.deleting)
+    return versions

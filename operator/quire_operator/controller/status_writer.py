@@ -3,16 +3,18 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from quire_operator.controller.dependencies import ReconcilerDeps
-from quire_operator.controller.desired_service import ParsedService, uid_and_generation
-from quire_operator.controller.object_cache import CachedObject, ServiceKey
+from quire_operator.controller.object_cache import ObjectCache
+from quire_operator.controller.parsed_service import ParsedService, uid_and_generation
 from quire_operator.controller.status.events import ServiceEvent, build_events
 from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import ApiError, ObjectNotFound, WriteConflict
+from quire_operator.kube.resources import Resource
+from quire_operator.render.manifests import service_reference
 
 logger = logging.getLogger(__name__)
 
@@ -24,90 +26,76 @@ class StaleService(Exception):
 class StatusWriter:
     """Reads and writes LLMServices, not their children."""
 
-    def __init__(self, deps: ReconcilerDeps) -> None:
-        self._deps = deps
+    def __init__(self, client: ApiClient, cache: ObjectCache, record_write: Callable[[Resource, str], None]) -> None:
+        self._client, self._cache, self._record_write = client, cache, record_write
 
-    async def write_status(self, entry: CachedObject, previous: Mapping[str, Any], status: dict[str, Any]) -> None:
+    async def write_status(
+        self, desired: ParsedService, resource_version: str, previous: Mapping[str, Any], status: dict[str, Any]
+    ) -> None:
         """Replace the status, and create events for the changes.
 
         Raises:
             StaleService: the service has a later version, was replaced, or was deleted.
             ApiError: the status was not written. Events that cannot be written are logged only.
         """
-        deps = self._deps
-        manifest = {
-            "apiVersion": resources.LLM_SERVICE.api_version,
-            "kind": resources.LLM_SERVICE.kind,
-            # Preconditions: a new service of the same name or a later generation must not get this status, and a
-            # status written since `previous` was read must not be lost.
-            "metadata": {
-                "name": entry.name,
-                "namespace": entry.namespace,
-                "uid": entry.uid,
-                "generation": status["observedGeneration"],
-                "resourceVersion": entry.resource_version,
-            },
-            "status": status,
-        }
+        namespace, name = desired.key
+        # Preconditions: a new service of the same name or a later generation must not get this status, and a status
+        # written since `previous` was read must not be lost.
+        preconditions = {"uid": desired.uid, "generation": desired.generation, "resourceVersion": resource_version}
+        metadata = {"name": name, "namespace": namespace, **preconditions}
         try:
-            body = await deps.client.set_status(resources.LLM_SERVICE, manifest)
+            manifest = {**service_reference(name), "metadata": metadata, "status": status}
+            body = await self._client.set_status(resources.LLM_SERVICE, manifest)
         except (ObjectNotFound, WriteConflict):
             # The service may have been deleted or recreated: kopf reports no deletion that it missed.
-            await self.check_newest((entry.namespace, entry.name), entry.uid, status["observedGeneration"])
+            await self.check_newest(desired)
             # Or it was written meanwhile: by this request, if its first response was lost and it was sent again.
-            cached = deps.cache.get(resources.LLM_SERVICE, entry.namespace, entry.name)
+            cached = self._cache.get(resources.LLM_SERVICE, namespace, name)
             if cached is None or cached.body().get("status") != status:
                 raise StaleService from None
         else:
-            deps.cache.upsert(resources.LLM_SERVICE, body)
-        deps.record_write(resources.LLM_SERVICE, "status")
+            self._cache.upsert(resources.LLM_SERVICE, body)
+        self._record_write(resources.LLM_SERVICE, "status")
         for event in build_events(previous, status):
             try:
-                await deps.client.create(resources.EVENT, _event_manifest(entry, event))
-                deps.record_write(resources.EVENT, "create")
+                await self._client.create(resources.EVENT, _event_manifest(desired, event))
+                self._record_write(resources.EVENT, "create")
             except ApiError as error:
                 logger.warning("could not write event reason=%s error=%s", event.reason, error)
 
-    async def is_newest(self, key: ServiceKey, desired: ParsedService) -> bool:
+    async def is_newest(self, desired: ParsedService) -> bool:
         """Whether the API server has no later generation; reads the service and updates the cache."""
-        body = await self._fetch(key, desired.uid)
-        return body is not None and uid_and_generation(body) == (desired.uid, desired.generation)
+        return await self._fetch(desired) == (desired.uid, desired.generation)
 
-    async def check_newest(self, key: ServiceKey, uid: str, generation: int) -> None:
+    async def check_newest(self, desired: ParsedService) -> None:
         """Check the generation before a write: a pass over a stale service would undo the objects of the new one.
 
         Raises:
             StaleService: the API server has a later generation, another service, or none. The cache is updated.
         """
-        body = await self._fetch(key, uid)
-        newest = ("", 0) if body is None else uid_and_generation(body)
-        if newest[0] != uid or newest[1] > generation:
+        uid, generation = await self._fetch(desired)
+        if uid != desired.uid or generation > desired.generation:
             raise StaleService
 
-    async def _fetch(self, key: ServiceKey, uid: str) -> dict[str, Any] | None:
-        """Read the service and update the cache; None: it was deleted."""
-        body = await self._deps.client.list_one(resources.LLM_SERVICE, *key)
-        if body is None or body["metadata"]["uid"] != uid:
-            tombstone = {"metadata": {"namespace": key[0], "name": key[1], "uid": uid}}
-            self._deps.cache.remove(resources.LLM_SERVICE, tombstone)
-        if body is not None:
-            self._deps.cache.upsert(resources.LLM_SERVICE, body)
-        return body
+    async def _fetch(self, desired: ParsedService) -> tuple[str, int]:
+        """Read the service and update the cache; return its uid and generation, ("", 0) if it was deleted."""
+        body = await self._client.list_one(resources.LLM_SERVICE, *desired.key)
+        if body is None or body["metadata"]["uid"] != desired.uid:
+            tombstone = {"namespace": desired.key[0], "name": desired.key[1], "uid": desired.uid}
+            self._cache.remove(resources.LLM_SERVICE, {"metadata": tombstone})
+        if body is None:
+            return "", 0
+        self._cache.upsert(resources.LLM_SERVICE, body)
+        return uid_and_generation(body)
 
 
-def _event_manifest(entry: CachedObject, event: ServiceEvent) -> dict[str, Any]:
-    regarding = {
-        "apiVersion": resources.LLM_SERVICE.api_version,
-        "kind": resources.LLM_SERVICE.kind,
-        "name": entry.name,
-        "namespace": entry.namespace,
-        "uid": entry.uid,
-    }
+def _event_manifest(desired: ParsedService, event: ServiceEvent) -> dict[str, Any]:
+    namespace, name = desired.key
     return {
         "apiVersion": resources.EVENT.api_version,
         "kind": resources.EVENT.kind,
         # The usual form of event names; a generateName must not end in a dot.
-        "metadata": {"name": f"{entry.name}.{time.time_ns():x}", "namespace": entry.namespace},
+        "metadata": {"name": f"{name}.{time.time_ns():x}", "namespace": namespace},
         "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         "reportingController": f"{resources.LLM_SERVICE.group}/operator",
         "reportingInstance": "quire-operator",
@@ -115,5 +103,5 @@ def _event_manifest(entry: CachedObject, event: ServiceEvent) -> dict[str, Any]:
         "reason": event.reason,
         "type": event.type,
         "note": event.message,
-        "regarding": regarding,
+        "regarding": {**service_reference(name), "namespace": namespace, "uid": desired.uid},
     }

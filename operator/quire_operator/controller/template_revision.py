@@ -17,27 +17,26 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
+from quire_operator.render.manifests import Manifest
 from quire_spec import constants as spec_names
 
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
-
-Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateRevision:
     """Inputs and result of rendering a Deployment's pods."""
 
-    spec_digest: str
-    """spec_digest() of the service."""
-    plan_hash: str
+    pods_digest: str
+    """pods_digest() of the service."""
+    inputs_hash: str
     """Plan.inputsHash."""
     template: Manifest
     engine_configmap: Manifest
     """The ConfigMap with engine.json, without owner and namespace."""
 
     @classmethod
-    def from_manifests(cls, spec_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
+    def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
         """Build a revision from rendered manifests."""
         by_kind: dict[str, list[Manifest]] = {}
         for manifest in manifests:
@@ -47,7 +46,12 @@ class TemplateRevision:
         mounted = mounted_configmaps(template["spec"])
         engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in mounted)
         meta = {key: engine["metadata"][key] for key in ("name", "labels")}
-        return cls(spec_digest, plan.inputsHash, template, {**engine, "metadata": meta})
+        return cls(pods_digest, plan.inputsHash, template, {**engine, "metadata": meta})
+
+    @property
+    def inputs(self) -> tuple[str, str]:
+        """Return the digests of what the pods were rendered from."""
+        return self.pods_digest, self.inputs_hash
 
     @classmethod
     def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:
@@ -65,41 +69,25 @@ class TemplateRevision:
     @property
     def annotation_value(self) -> str:
         """Return the annotation's value; the same content gives the same value."""
-        return compress(
-            {
-                "spec": self.spec_digest,
-                "plan": self.plan_hash,
-                "template": self.template,
-                "engine": self.engine_configmap,
-            }
-        )
+        inputs = {"spec": self.pods_digest, "plan": self.inputs_hash}
+        return compress({**inputs, "template": self.template, "engine": self.engine_configmap})
 
     def apply_to(self, manifests: Iterable[Manifest]) -> list[Manifest]:
         """Return the manifests with this revision's pod template and ConfigMap."""
         result = []
         for manifest in manifests:
+            meta = manifest["metadata"]
             if manifest["kind"] == "Deployment":
-                meta = manifest["metadata"]
-                annotations = {
-                    **meta.get("annotations", {}),
-                    object_names.PLAN_ANNOTATION: self.plan_hash,
-                    PODS_ANNOTATION: self.annotation_value,
-                }
-                manifest = {
-                    **manifest,
-                    "metadata": {**meta, "annotations": annotations},
-                    "spec": {**manifest["spec"], "template": self.template},
-                }
+                own = {object_names.PLAN_ANNOTATION: self.inputs_hash, PODS_ANNOTATION: self.annotation_value}
+                meta = {**meta, "annotations": {**meta.get("annotations", {}), **own}}
+                manifest = {**manifest, "metadata": meta, "spec": {**manifest["spec"], "template": self.template}}
             elif manifest["kind"] == "ConfigMap" and manifest.get("immutable"):
-                manifest = {
-                    **self.engine_configmap,
-                    "metadata": {**manifest["metadata"], **self.engine_configmap["metadata"]},
-                }
+                manifest = {**self.engine_configmap, "metadata": {**meta, **self.engine_configmap["metadata"]}}
             result.append(manifest)
         return result
 
 
-def spec_digest(body: Mapping[str, Any], service: LLMService) -> str:
+def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     """Return the digest of the spec fields that determine the pods, of a body that crd.validate completed.
 
     Values equal to the schema's default are left out, so that a field added by a later release does not change it.

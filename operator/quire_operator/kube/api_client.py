@@ -143,7 +143,7 @@ class ApiClient(ApiSession):
         timeout_s: float,
         response_timeout_s: float = 30.0,
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Return the lines of a watch from a resource version on, as `stream`; the server ends it after `timeout_s`."""
+        """Watch from a resource version on: yield the lines, as `stream` does, until `timeout_s` is over."""
         params = {
             "watch": "true",
             "allowWatchBookmarks": "true",

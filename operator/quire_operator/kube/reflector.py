@@ -40,7 +40,7 @@ class ObjectStore(Protocol):
         """Replace all objects of the namespace (None: of all)."""
         ...
 
-    def upsert(self, resource: Resource, body: dict[str, Any]) -> None:
+    def upsert(self, resource: Resource, body: dict[str, Any]) -> object:
         """Store an object that is new or has changed."""
         ...
 

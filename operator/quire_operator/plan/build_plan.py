@@ -35,7 +35,7 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
     shm = None if inputs.shared_memory is None else to_quantity(round_up_mib(inputs.shared_memory))
     default_image = images["CPU" if gpu is None else "GPU"]
     return Plan(
-        inputsHash=inputs.digest,
+        inputsHash=inputs.inputs_hash,
         plannerVersion=VERSION,
         gpu=None if gpu is None else PlannedGpu(gpu.product, gpu.visible_bytes // MIB, count, gpu.memory_source),
         dtype=_planned_value(engine.dtype, *_default_dtype(inputs)),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the planner, and their digest. A stored plan is valid while the digest of its inputs is the same.
+"""Inputs of the planner, and their hash. A stored plan is valid while the hash of its inputs is the same.
 
-The digest covers values that a user or a cluster changes, but nothing that a release of Quire changes, because an
+The hash covers values that a user or a cluster changes, but nothing that a release of Quire changes, because an
 upgrade of the operator must not restart pods. Therefore only fields that are set are included, and a new optional field
-does not change existing digests.
+does not change existing hashes.
 """
 
 import hashlib
@@ -61,12 +61,12 @@ class PlannerInputs:
         )
 
     @property
-    def digest(self) -> str:
-        """Digest of the fields that are set, as sha256:...."""
-        text = json.dumps(drop_nulls(self._digest_fields()), sort_keys=True, separators=(",", ":"))
+    def inputs_hash(self) -> str:
+        """Hash of the fields that are set (sha256:...); Plan.inputsHash in status.plan."""
+        text = json.dumps(drop_nulls(self._hashed_fields()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
-    def _digest_fields(self) -> dict[str, Any]:
+    def _hashed_fields(self) -> dict[str, Any]:
         engine, gpu = self.engine, self.gpu
         return {
             "config": self.model.config_digest,
@@ -78,7 +78,7 @@ class PlannerInputs:
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {
                 **{name: getattr(engine, name) for name in _PLANNED_ENGINE_FIELDS},
-                # Absent for the default, so that plans made before this field existed keep their digest.
+                # Absent for the default, so that plans made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
             },
         }

@@ -40,7 +40,7 @@ def reuse_or_make_plan(
 
     A new release of the operator changes neither values nor image, unless `replan` (rollout.updatePolicy: Auto).
     """
-    if stored is not None and stored.inputsHash == inputs.digest:
+    if stored is not None and stored.inputsHash == inputs.inputs_hash:
         is_current = stored.plannerVersion == VERSION and stored.image.value in (inputs.image, *images.values())
         if is_current or not replan:
             return stored

@@ -120,7 +120,7 @@ def outputs(document):
     except ConfigError as error:
         return str(error)
     text = json.dumps([plan.to_json(), list(objects.manifests), upgraded is plan], sort_keys=True)
-    return text.replace(inputs.digest, "")
+    return text.replace(inputs.inputs_hash, "")
 
 
 TEXTS = {

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from quire_operator.controller.cache_verifier import CacheDiverged, CacheVerifier
-from quire_operator.controller.controller import ControllerSettings
 from quire_operator.controller.metrics import ControllerMetrics
 from quire_operator.controller.object_cache import LABEL_SELECTOR, ObjectCache
 from quire_operator.kube.api_client import ObjectList
@@ -46,13 +45,12 @@ def cache():
     return ObjectCache()
 
 
-def verifier(listed, cache, *watched, verify_grace_s=0.0, **settings):
+def verifier(listed, cache, *watched, namespaces=()):
     """A Verifier of these kinds and LLMServices."""
-    settings = ControllerSettings(verify_grace_s=verify_grace_s, **settings)
     synced = asyncio.Event()
     synced.set()
     watches = [SimpleNamespace(resource=kind, namespace=None, synced=synced) for kind in watched or (POD,)]
-    made = CacheVerifier(listed, cache, watches, ControllerMetrics(), settings)
+    made = CacheVerifier(listed, cache, watches, ControllerMetrics(), namespaces)
     made.results = lambda: {
         sample.labels["result"]: sample.value
         for metric in made._metrics.verifications.collect()
@@ -68,14 +66,14 @@ async def test_the_same(cache):
         cache.upsert(POD, body(name))
     cache.upsert(LLM_SERVICE, body("s"))
     found = verifier(listed, cache)
-    await found.verify()
+    await found.verify(0.0)
     assert found.results() == {"same": 2} and listed.asked == [(LLM_SERVICE, None), (POD, None)]
 
 
 async def test_newer_in_the_cache_than_in_the_list_is_no_fault(cache):
     cache.upsert(POD, body(version="10"))
     found = verifier(Listed({POD: [body(version="9")]}), cache)
-    await found.verify()
+    await found.verify(0.0)
     assert found.results() == {"same": 2}
 
 
@@ -95,14 +93,14 @@ async def test_behind_for_good(cache, cached, listed):
         cache.upsert(POD, each)
     found = verifier(Listed({POD: listed}), cache)
     with pytest.raises(CacheDiverged, match="the watch of pods is stale: 1 objects differ from the list: n/s-0"):
-        await found.verify()
+        await found.verify(0.0)
     assert found.results() == {"same": 1, "diverged": 1}
 
 
 async def catches_up(cache, listed, arrive):
     """Verify while something arrives in the grace time; the results."""
-    found = verifier(listed, cache, verify_grace_s=0.05)
-    verifying = asyncio.create_task(found.verify())
+    found = verifier(listed, cache)
+    verifying = asyncio.create_task(found.verify(0.05))
     while (POD, None) not in listed.asked:
         await asyncio.sleep(0)
     await asyncio.sleep(0.01)
@@ -148,7 +146,7 @@ async def test_services_are_compared_in_the_namespaces_that_are_served(cache):
     listed = Listed({LLM_SERVICE: [body("s")]})
     found = verifier(listed, cache, namespaces=("n", "m"))
     with pytest.raises(CacheDiverged, match="llmservices is stale"):
-        await found.verify()
+        await found.verify(0.0)
     assert listed.asked[0] == (LLM_SERVICE, "n")
 
 
@@ -158,7 +156,7 @@ async def test_evicts_a_service_that_was_deleted_without_an_event():
     cache.upsert(LLM_SERVICE, body("s"))
     evicted.clear()
     found = verifier(Listed(), cache)
-    await found.verify()
+    await found.verify(0.0)
     assert evicted == [("n", "s")] and cache.get(LLM_SERVICE, "n", "s") is None
     assert found.results() == {"same": 2}
 
@@ -167,13 +165,13 @@ async def test_a_kind_that_cannot_be_listed_keeps_no_other_from_being_compared(c
     """For example because its CRD was deleted."""
     listed = Listed({POD_MONITOR: ObjectNotFound("GET podmonitors: 404", 404), POD: [body()]})
     with pytest.raises(CacheDiverged, match="pods"):
-        await verifier(listed, cache, POD_MONITOR, POD).verify()
+        await verifier(listed, cache, POD_MONITOR, POD).verify(0.0)
     assert "cache was not verified kind=PodMonitor error=GET podmonitors: 404" in caplog.text
 
 
 async def test_it_looks_again_and_again_and_ends_with_what_it_finds(cache):
     listed = Listed()
-    running = asyncio.create_task(verifier(listed, cache, verify_interval_s=0.01).run())
+    running = asyncio.create_task(verifier(listed, cache).run(0.01, 0.0))
     async with asyncio.timeout(5):
         while listed.asked.count((POD, None)) < 3:
             await asyncio.sleep(0.01)

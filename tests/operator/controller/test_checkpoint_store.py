@@ -12,8 +12,9 @@ from support.planning import llm_service
 
 from quire_operator.controller.object_cache import ObjectCache
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore
-from quire_operator.controller.observe.plan_service import PlanService
 from quire_operator.controller.observe.pod_warnings import PodWarnings, latest_warning
+from quire_operator.controller.parsed_service import ParsedService
+from quire_operator.controller.plan_service import PlanService
 from quire_operator.kube import resources
 from quire_operator.render import model_reader_job
 from quire_spec.errors import ConfigError, Unavailable
@@ -95,7 +96,8 @@ def test_what_the_events_of_a_pod_complain_of(case):
 async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
     asked = llm_service("device: CPU\nmodel: {source: {path: models/tiny}}")
     planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None), {})  # type: ignore[arg-type]
-    verdict = await planning.plan_for(asked, "u1", "digest", None, None, {})
+    desired = ParsedService(("team", asked.name), "u1", 1, asked, "digest", "")
+    verdict = await planning.plan_for(desired, None, None, {})
     assert "'models/tiny' is a folder of one machine, and pods do not have it" in verdict.spec_error
     assert "use pvc" in verdict.spec_error
 

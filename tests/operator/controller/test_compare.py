@@ -11,7 +11,7 @@ from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.apply.compare import is_up_to_date
 from quire_operator.controller.compressed_json import compress
-from quire_operator.controller.template_revision import PODS_ANNOTATION, TemplateRevision, spec_digest
+from quire_operator.controller.template_revision import PODS_ANNOTATION, TemplateRevision, pods_digest
 from quire_operator.render import object_names
 from quire_operator.render.context import RenderContext
 from quire_operator.render.objects import render_objects
@@ -66,7 +66,7 @@ def digest(**spec):
         "metadata": {"name": "s"},
         "spec": {"device": "CPU", "model": {"source": {"pvc": {"claimName": "m", "path": "x"}}}, **spec},
     }
-    return spec_digest(*read(document))
+    return pods_digest(*read(document))
 
 
 @pytest.mark.parametrize(

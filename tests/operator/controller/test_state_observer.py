@@ -5,9 +5,9 @@ import random
 from types import SimpleNamespace
 
 from quire_operator.controller.apply.applier import ApplyResult
-from quire_operator.controller.desired_service import ParsedService
 from quire_operator.controller.object_cache import ObjectCache
 from quire_operator.controller.observe.pod_warnings import PodWarnings
+from quire_operator.controller.parsed_service import ParsedService
 from quire_operator.controller.state_observer import StateObserver
 from quire_operator.kube import resources
 from quire_operator.render import object_names
@@ -32,6 +32,6 @@ async def test_pods_have_an_order_of_their_own():
         for name in rng.sample(pods, len(pods)):
             cache.upsert(resources.POD, pod(name))
         parts = SimpleNamespace(cache=cache, pod_warnings=PodWarnings(None))
-        observer = StateObserver(parts, None)
-        seen = await observer.observe(("team", "tales"), ParsedService("u", 1, None, "", "x"), None, 1, ApplyResult())
+        desired = ParsedService(("team", "tales"), "u", 1, None, "", "x")
+        seen = await StateObserver(parts).observe(desired, None, 1, ApplyResult())
         assert [each.name for each in seen.pods] == pods

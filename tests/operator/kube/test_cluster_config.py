@@ -15,6 +15,7 @@ from aiohttp import web
 from nodocker_cluster.pki import CertificateAuthority
 from support.fake_sources import FakeProxy, start_server
 
+from quire_operator.controller.kopf_handlers import create_session
 from quire_operator.kube import cluster_config as logins
 from quire_operator.kube import exec_plugin as plugins
 from quire_operator.kube.api_client import ApiClient
@@ -277,6 +278,9 @@ async def test_a_server_under_another_name_and_behind_a_proxy_is_reached(tmp_pat
         assert await client.request("GET", "/a") == {"items": [], "metadata": {}}
         async with client.stream("/a", {"watch": "true"}) as lines:
             assert [line async for line in lines] == [b'{"type": "BOOKMARK"}']
+    config = ClusterConfig.from_kubeconfig(file)
+    async with create_session(config, {}, []) as session, session.get(f"{config.server}/a") as response:
+        assert (await response.json())["items"] == [], "kopf's session"
     assert set(proxy.targets) == {f"127.0.0.1:{server.port}"}
     proxy.credentials = "user:other"
     async with ApiClient(ClusterConfig.from_kubeconfig(file)) as client:

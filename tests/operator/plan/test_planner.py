@@ -90,7 +90,7 @@ def test_more_memory_never_gives_a_worse_plan(model, less, more, count, engine, 
 def check(inputs, plan):
     """Check the invariants of every plan."""
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert plan.inputsHash == inputs.digest
+    assert plan.inputsHash == inputs.inputs_hash
     assert plan.kvTokens >= plan.maxModelLen.value
     assert plan.maxNumBatchedTokens.value >= plan.maxNumSeqs.value
     assert plan.blockSize.value in capabilities.BLOCK_SIZES
@@ -140,7 +140,7 @@ def test_plan_contains_origin_and_reason_of_each_value():
 def test_digest_does_not_change_between_releases():
     """Stored plans contain the digest. If it changed, an upgrade would plan all services again and restart them."""
     inputs = planner_inputs("8b", L4, "lora: {maxLoaded: 8}\nengine: {maxModelLen: 8192}")
-    assert inputs.digest == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
+    assert inputs.inputs_hash == "sha256:1cd7f8c70d5618eaf0635b14750afc06b853860bdb6eb649b66162018c87b0e3"
 
 
 def test_stored_plan_is_kept_until_inputs_change():
@@ -155,7 +155,8 @@ def test_stored_plan_is_kept_until_inputs_change():
 
 @pytest.mark.parametrize("text", ["engine: {prefixCaching: false}", "replicas: 4", "adapters: []", "paused: true"])
 def test_digest_ignores_fields_that_do_not_affect_the_plan(text):
-    assert planner_inputs("8b", L4, f"lora: {{maxLoaded: 0}}\n{text}").digest == planner_inputs("8b", L4).digest
+    inputs = planner_inputs("8b", L4, f"lora: {{maxLoaded: 0}}\n{text}")
+    assert inputs.inputs_hash == planner_inputs("8b", L4).inputs_hash
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_digest_ignores_fields_that_do_not_affect_the_plan(text):
 )  # fmt: skip
 def test_digest_contains_fields_that_affect_the_plan(text):
     base = "" if text.startswith("lora") else "lora: {maxLoaded: 0}\n"
-    assert planner_inputs("8b", L4, base + text).digest != planner_inputs("8b", L4).digest
+    assert planner_inputs("8b", L4, base + text).inputs_hash != planner_inputs("8b", L4).inputs_hash
 
 
 def unplannable(model, gpu, text):

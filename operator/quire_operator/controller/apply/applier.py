@@ -13,28 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_operator.controller.apply.compare import is_up_to_date
-from quire_operator.controller.object_cache import (
-    CachedObject,
-    ObjectCache,
-    ServiceKey,
-    controller_uid,
-    to_cached_object,
-)
+from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey, controller_uid
 from quire_operator.controller.observe.secret_store import SecretStore
+from quire_operator.controller.parsed_service import ParsedService
 from quire_operator.controller.template_revision import mounted_configmaps
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import Forbidden, InvalidObject, WriteConflict
 from quire_operator.kube.resources import Resource, resource_for
 from quire_operator.render import object_names
+from quire_operator.render.manifests import Manifest
 from quire_spec import constants as spec_names
 
-Manifest = dict[str, Any]
 ExistingObject = Mapping[str, Any] | CachedObject | None
 """The existing object of a manifest: a cached object, the body of a Secret, or None."""
 
-FreshnessCheck = Callable[[], Awaitable[None]]
-"""Raises StaleService if the manifests were rendered from a stale service."""
+FreshnessCheck = Callable[[ParsedService], Awaitable[None]]
+"""Raises StaleService if the API server has a later generation of the service, or none."""
 
 APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
 """Annotation with the digest of the applied manifest; a later release finds fields that it no longer sets."""
@@ -91,15 +86,8 @@ class ApplyResult:
         return not (self.conflict or self.rejections or self.pending_deletion)
 
 
-@dataclass(frozen=True, slots=True)
-class _AppliedObject:
-    """An object that was up to date after an apply."""
-
-    manifest_digest: str
-    """Digest of the manifest."""
-    uid: str
-    spec_digest: str
-    """CachedObject.spec_digest of the object."""
+_AppliedVersion = tuple[str, str, str]
+"""An object that was up to date after an apply: digest of its manifest, its uid, its CachedObject.spec_digest."""
 
 
 class Applier:
@@ -110,16 +98,16 @@ class Applier:
         client: ApiClient,
         cache: ObjectCache,
         secrets: SecretStore,
-        record_write: Callable[[Resource, str], None] = lambda k, v: None,
+        check_newest: FreshnessCheck,
+        record_write: Callable[[Resource, str], None],
     ) -> None:
-        """`record_write` is called for each write with the resource and the verb."""
-        self._client, self._cache, self._secrets, self._record_write = client, cache, secrets, record_write
-        self._applied: dict[ServiceKey, dict[tuple[str, str], _AppliedObject]] = {}
+        """`check_newest` is awaited before the first write; `record_write` gets the resource and the verb of each."""
+        self._client, self._cache, self._secrets = client, cache, secrets
+        self._check_newest, self._record_write = check_newest, record_write
+        self._applied: dict[ServiceKey, dict[tuple[str, str], _AppliedVersion]] = {}
 
-    async def apply(
-        self, key: ServiceKey, uid: str, manifests: Iterable[Manifest], check_newest: FreshnessCheck
-    ) -> ApplyResult:
-        """Apply all manifests that differ; `uid` is the service's, `check_newest` is awaited before the first write.
+    async def apply(self, desired: ParsedService, manifests: Iterable[Manifest]) -> ApplyResult:
+        """Apply all manifests that differ.
 
         Raises:
             ApiError: the API server does not respond, or an object was changed concurrently; the rest is not applied.
@@ -127,55 +115,53 @@ class Applier:
         """
         result = ApplyResult()
         try:
-            pairs = await self._lookup_all(key, uid, manifests, check_newest, result)
+            pairs = await self._lookup_all(desired, manifests, result)
         except OwnershipConflict as error:
             result.conflict = str(error)
             return result
         except PendingDeletion as error:
             result.pending_deletion = str(error)
             return result
-        outdated = [each for each in pairs if not self._is_applied(key, *each)]
+        outdated = [pair for pair in pairs if not self._is_applied(desired.key, *pair)]
         if outdated:
-            await check_newest()
+            await self._check_newest(desired)
         for wave in _apply_order(outdated):
-            results = await _gather(self._apply_manifest(key, manifest, existing) for manifest, existing in wave)
-            rejections = [error for error in results if isinstance(error, InvalidObject | Forbidden)]
-            if failures := [each for each in results if isinstance(each, BaseException) and each not in rejections]:
-                raise failures[0]
-            result.written_objects += [each for each in results if isinstance(each, CachedObject)]
-            for (manifest, _), outcome in zip(wave, results, strict=True):
+            num_rejections = len(result.rejections)
+            outcomes = await _gather(self._apply_manifest(desired.key, *pair) for pair in wave)
+            for (manifest, _), outcome in zip(wave, outcomes, strict=True):
                 if isinstance(outcome, InvalidObject | Forbidden):
                     result.add_rejection(outcome, resource_for(manifest))
-            if rejections:
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                elif outcome is not None:
+                    result.written_objects.append(outcome)
+            if len(result.rejections) > num_rejections:
                 break
         return result
 
-    async def prune(
-        self, key: ServiceKey, uid: str, retained: Set[tuple[str, str]], check_newest: FreshnessCheck
-    ) -> None:
+    async def prune(self, desired: ParsedService, retained: Set[tuple[str, str]]) -> None:
         """Delete the objects of a service except `retained` (kind and name). Raises the same errors as `apply`.
 
         ConfigMaps that a ReplicaSet or a pod still mounts are kept: an old pod that restarts needs its own.
         """
         mounted: set[str] = set()
-        for entry in self._cache.children_of(key, resources.POD, resources.REPLICA_SET):
+        for entry in self._cache.children_of(desired.key, resources.POD, resources.REPLICA_SET):
             spec = entry.body().get("spec", {})
-            mounted |= mounted_configmaps(
-                spec if entry.resource is resources.POD else spec.get("template", {}).get("spec", {})
-            )
+            is_pod = entry.resource is resources.POD
+            mounted |= mounted_configmaps(spec if is_pod else spec.get("template", {}).get("spec", {}))
         obsolete = [
             entry
-            for entry in self._cache.children_of(key, *resources.CHILD_RESOURCES)
-            if entry.controller_uid == uid
+            for entry in self._cache.children_of(desired.key, *resources.CHILD_RESOURCES)
+            if entry.controller_uid == desired.uid
             and not entry.deleting
             and (entry.resource.kind, entry.name) not in retained
             and not (entry.resource is resources.CONFIG_MAP and entry.name in mounted)
         ]
         if obsolete:
-            await check_newest()
+            await self._check_newest(desired)
         for entry in obsolete:
             await self._delete(entry.resource, entry.namespace, entry.name, entry.uid)
-        await self._prune_credentials(key, uid, retained, check_newest)
+        await self._prune_credentials(desired, retained)
 
     def num_applied(self, key: ServiceKey) -> int:
         """Return the number of objects of a service that are up to date. An increase means progress."""
@@ -186,12 +172,7 @@ class Applier:
         self._applied.pop(key, None)
 
     async def _lookup_all(
-        self,
-        key: ServiceKey,
-        uid: str,
-        manifests: Iterable[Manifest],
-        check_newest: FreshnessCheck,
-        result: ApplyResult,
+        self, desired: ParsedService, manifests: Iterable[Manifest], result: ApplyResult
     ) -> list[tuple[Manifest, ExistingObject]]:
         """Return each manifest with the object that exists.
 
@@ -201,131 +182,110 @@ class Applier:
         removed in one pass. Otherwise each pass would remove one object, with a growing wait between the passes.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
-        existing: list[Any] = await _gather(self._lookup(key, uid, manifest, check_newest) for manifest in annotated)
         pairs, errors = [], []
-        for manifest, item in zip(annotated, existing, strict=True):
-            if isinstance(item, Forbidden) and resource_for(manifest) in resources.OPTIONAL_RESOURCES:
-                result.add_rejection(item, resource_for(manifest))
-            elif isinstance(item, BaseException):
-                errors.append(item)
+        existing_objects = await _gather(self._lookup(desired, manifest) for manifest in annotated)
+        for manifest, existing in zip(annotated, existing_objects, strict=True):
+            if isinstance(existing, Forbidden) and resource_for(manifest) in resources.OPTIONAL_RESOURCES:
+                result.add_rejection(existing, resource_for(manifest))
+            elif isinstance(existing, BaseException):
+                errors.append(existing)
             else:
-                pairs.append((manifest, item))
+                pairs.append((manifest, existing))
         if errors:
             raise next((error for error in errors if not isinstance(error, PendingDeletion)), errors[0])
         return pairs
 
-    async def _lookup(
-        self, key: ServiceKey, uid: str, manifest: Manifest, check_newest: FreshnessCheck
-    ) -> ExistingObject:
+    async def _lookup(self, desired: ParsedService, manifest: Manifest) -> ExistingObject:
         """Return the object of a manifest, if it exists.
 
         Raises:
             OwnershipConflict: it has another owner.
             PendingDeletion: it is being deleted.
         """
-        resource, name = resource_for(manifest), manifest["metadata"]["name"]
+        resource, namespace, name = resource_for(manifest), desired.key[0], manifest["metadata"]["name"]
         if resource is resources.SECRET:
-            body = (await self._secrets.get(key[0], name)).body
+            body = (await self._secrets.get(namespace, name)).body
         else:
-            entry = self._cache.get(resource, key[0], name)
-            if entry is not None and entry.key == key and entry.controller_uid in (uid, ""):
+            entry = self._cache.get(resource, namespace, name)
+            if entry is not None and entry.key == desired.key and entry.controller_uid in (desired.uid, ""):
                 if entry.deleting:
-                    raise PendingDeletion(
-                        f"{resource.kind} {key[0]}/{name} is being deleted; it is created again afterwards"
-                    )
+                    object_text = f"{resource.kind} {namespace}/{name}"
+                    raise PendingDeletion(f"{object_text} is being deleted; it is created again afterwards")
                 return entry
-            body = await self._client.get_or_none(resource, key[0], name)
+            body = await self._client.get_or_none(resource, namespace, name)
         if body is not None:
-            await self._check_owner(key, uid, resource, body, check_newest)
+            await self._check_owner(desired, resource, body)
             if resource is not resources.SECRET:
-                self._cache.upsert(resource, body)
-                return to_cached_object(resource, body)
+                return self._cache.upsert(resource, body)
         return body
 
-    async def _check_owner(
-        self, key: ServiceKey, uid: str, resource: Resource, body: Mapping[str, Any], check_newest: FreshnessCheck
-    ) -> None:
-        meta = body["metadata"]
+    async def _check_owner(self, desired: ParsedService, resource: Resource, body: Mapping[str, Any]) -> None:
+        meta, (namespace, service_name) = body["metadata"], desired.key
         labels = meta.get("labels") or {}
-        is_labeled = (
-            labels.get(object_names.MANAGED_BY) == object_names.MANAGER and labels.get(object_names.INSTANCE) == key[1]
-        )
-        owner = controller_uid(body)
+        is_managed = labels.get(object_names.MANAGED_BY) == object_names.MANAGER
+        is_labeled = is_managed and labels.get(object_names.INSTANCE) == service_name
+        owner_uid = controller_uid(body)
         # An object without our labels, which the watch does not see, still belongs to the service that controls it.
-        if owner == uid or (is_labeled and not owner):
+        if owner_uid == desired.uid or (is_labeled and not owner_uid):
             return
-        owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner]
-        if (
-            is_labeled
-            and owners
-            and owners[0].get("kind") == resources.LLM_SERVICE.kind
-            and owners[0].get("name") == key[1]
-        ):
+        owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner_uid]
+        owner_names = [(o.get("kind"), o.get("name")) for o in owners]
+        if is_labeled and owner_names[:1] == [(resources.LLM_SERVICE.kind, service_name)]:
             # Of a deleted service of the same name, whose objects only the garbage collector would delete; unless the
             # cached service is the stale one.
-            await check_newest()
-            await self._delete(resource, key[0], meta["name"], meta["uid"])
-            raise PendingDeletion(f"{resource.kind} {key[0]}/{meta['name']} has a deleted owner; it is deleted first")
-        ownership = f"belongs to {owners[0].get('kind')} {owners[0].get('name')!r}" if owners else "has another owner"
+            await self._check_newest(desired)
+            await self._delete(resource, namespace, meta["name"], meta["uid"])
+            object_text = f"{resource.kind} {namespace}/{meta['name']}"
+            raise PendingDeletion(f"{object_text} has a deleted owner; it is deleted first")
+        owner = f"belongs to {owner_names[0][0]} {owner_names[0][1]!r}" if owners else "has another owner"
         raise OwnershipConflict(
-            f"{resource.kind} {meta['name']!r} in namespace {key[0]!r} {ownership} and is not changed; delete it, or "
-            "give the "
-            f"{resources.LLM_SERVICE.kind} another name"
+            f"{resource.kind} {meta['name']!r} in namespace {namespace!r} {owner} and is not changed; delete it, or "
+            f"give the {resources.LLM_SERVICE.kind} another name"
         )
 
     def _is_applied(self, key: ServiceKey, manifest: Manifest, existing: ExistingObject) -> bool:
         """Whether the existing object is as the manifest."""
         if isinstance(existing, CachedObject):
-            object_id = _kind_and_name(manifest)
-            recorded, current = self._applied.get(key, {}).get(object_id), _applied_object(manifest, existing)
-            if up_to_date := recorded == current if recorded is not None else is_up_to_date(manifest, existing.body()):
-                self._record_applied(key, object_id, current)
-            return up_to_date
+            recorded = self._applied.get(key, {}).get(_kind_and_name(manifest))
+            if recorded is not None:
+                return recorded == _applied_version(manifest, existing)
+            if is_applied := is_up_to_date(manifest, existing.body()):
+                self._record_applied(key, manifest, existing)
+            return is_applied
         # A Secret, with exactly the keys of the manifest.
-        return (
-            existing is not None
-            and is_up_to_date(manifest, existing)
-            and set(manifest["data"]) == set(existing.get("data") or ())
-        )
+        has_same_keys = existing is not None and set(manifest["data"]) == set(existing.get("data") or ())
+        return has_same_keys and is_up_to_date(manifest, existing)
 
     async def _apply_manifest(
         self, key: ServiceKey, manifest: Manifest, existing: ExistingObject
     ) -> CachedObject | None:
         """Apply a manifest and return the object; None for a Secret."""
-        resource = resource_for(manifest)
-        if resource is resources.SECRET:
+        if resource_for(manifest) is resources.SECRET:
             await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
             return None
         assert existing is None or isinstance(existing, CachedObject)
-        written = to_cached_object(
-            resource, await self._server_side_apply(resource, manifest, existing.uid if existing else None)
-        )
-        self._record_applied(key, _kind_and_name(manifest), _applied_object(manifest, written))
+        body = await self._server_side_apply(manifest, existing.uid if existing else None)
+        written = self._cache.upsert(resource_for(manifest), body)
+        self._record_applied(key, manifest, written)
         return written
 
-    async def _server_side_apply(self, resource: Resource, manifest: Manifest, uid: str | None) -> dict[str, Any]:
-        precondition = {"uid": uid} if uid else {}
+    async def _server_side_apply(self, manifest: Manifest, uid: str | None) -> dict[str, Any]:
+        resource, precondition = resource_for(manifest), {"uid": uid} if uid else {}
         body = await self._client.apply(resource, {**manifest, "metadata": {**manifest["metadata"], **precondition}})
         self._record_write(resource, "apply")
-        if resource is not resources.SECRET:
-            self._cache.upsert(resource, body)
         return body
 
     async def _write_secret(self, key: ServiceKey, manifest: Manifest, existing: Mapping[str, Any] | None) -> None:
-        """Write a Secret. A new admin key is created, not applied: if two operators run for a moment, only the first
-        key must reach the pods."""
+        """Write a Secret. A new admin key is created, not applied: it must not replace one that pods already have."""
         name = manifest["metadata"]["name"]
-        is_new_key = name == object_names.admin_secret(key[1]) and (
-            existing is None or self._secrets.is_key_superseded(key, existing)
-        )
+        is_superseded = existing is None or self._secrets.is_key_superseded(key, existing)
+        is_new_key = is_superseded and name == object_names.admin_secret(key[1])
         try:
             if is_new_key:
                 body = await self._client.create(resources.SECRET, manifest)
                 self._record_write(resources.SECRET, "create")
             else:
-                body = await self._server_side_apply(
-                    resources.SECRET, manifest, existing["metadata"]["uid"] if existing else None
-                )
+                body = await self._server_side_apply(manifest, existing["metadata"]["uid"] if existing else None)
         except WriteConflict:
             if is_new_key:
                 self._secrets.forget_service(key)
@@ -339,27 +299,25 @@ class Applier:
         if resource is resources.SECRET:
             self._secrets.update(namespace, name, None)
 
-    async def _prune_credentials(
-        self, key: ServiceKey, uid: str, retained: Set[tuple[str, str]], check_newest: FreshnessCheck
-    ) -> None:
-        name = object_names.credentials_secret(key[1])
+    async def _prune_credentials(self, desired: ParsedService, retained: Set[tuple[str, str]]) -> None:
+        namespace, name = desired.key[0], object_names.credentials_secret(desired.key[1])
         if (resources.SECRET.kind, name) in retained:
             return
-        body = (await self._secrets.get(key[0], name)).body
-        if body is not None and controller_uid(body) == uid:
-            await check_newest()
-            await self._delete(resources.SECRET, key[0], name, body["metadata"]["uid"])
+        body = (await self._secrets.get(namespace, name)).body
+        if body is not None and controller_uid(body) == desired.uid:
+            await self._check_newest(desired)
+            await self._delete(resources.SECRET, namespace, name, body["metadata"]["uid"])
 
-    def _record_applied(self, key: ServiceKey, object_id: tuple[str, str], applied: _AppliedObject) -> None:
-        self._applied.setdefault(key, {})[object_id] = applied
+    def _record_applied(self, key: ServiceKey, manifest: Manifest, applied: CachedObject) -> None:
+        self._applied.setdefault(key, {})[_kind_and_name(manifest)] = _applied_version(manifest, applied)
 
 
 def _kind_and_name(manifest: Manifest) -> tuple[str, str]:
-    return resource_for(manifest).kind, manifest["metadata"]["name"]
+    return manifest["kind"], manifest["metadata"]["name"]
 
 
-def _applied_object(manifest: Manifest, entry: CachedObject) -> _AppliedObject:
-    return _AppliedObject(manifest["metadata"]["annotations"][APPLIED_DIGEST_ANNOTATION], entry.uid, entry.spec_digest)
+def _applied_version(manifest: Manifest, applied: CachedObject) -> _AppliedVersion:
+    return manifest["metadata"]["annotations"][APPLIED_DIGEST_ANNOTATION], applied.uid, applied.spec_digest
 
 
 def _apply_order(pairs: Iterable[tuple[Manifest, ExistingObject]]) -> list[list[tuple[Manifest, ExistingObject]]]:
@@ -380,9 +338,6 @@ def _with_applied_digest(manifest: Manifest) -> Manifest:
     if manifest["kind"] == resources.SECRET.kind:
         return manifest
     text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()
-    meta = manifest["metadata"]
-    annotations = {
-        **meta.get("annotations", {}),
-        APPLIED_DIGEST_ANNOTATION: hashlib.blake2b(text, digest_size=12).hexdigest(),
-    }
+    meta, digest = manifest["metadata"], hashlib.blake2b(text, digest_size=12).hexdigest()
+    annotations = {**meta.get("annotations", {}), APPLIED_DIGEST_ANNOTATION: digest}
     return {**manifest, "metadata": {**meta, "annotations": annotations}}

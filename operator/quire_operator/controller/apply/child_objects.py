@@ -13,29 +13,17 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
 from quire_operator.controller.template_revision import TemplateRevision
 from quire_operator.kube.old_api_servers import remove_fields
-from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, Resource, resource_for
+from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, resource_for
 from quire_operator.plan.plan import Plan
-from quire_operator.render.context import OPTIONAL_KINDS, RenderContext
+from quire_operator.render.context import RenderContext
+from quire_operator.render.manifests import Manifest
 from quire_operator.render.objects import render_objects
 
-Manifest = dict[str, Any]
 Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
 """Path of spec.podTemplate in a Deployment."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
 """Kinds that every service has by default (Auto): a cluster without them is not worth a warning."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChildContext:
-    """Inputs of child objects besides the service and its plan."""
-
-    uid: str
-    admin_key: str
-    credentials: Mapping[str, Mapping[str, str]]
-    available_kinds: frozenset[Resource]
-    operator_peer: Mapping[str, Any] | None = None
-    """The operator as a NetworkPolicy peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +58,13 @@ class ChildObjects:
 
 
 def build_child_objects(
-    service: LLMService, spec_digest: str, plan: Plan, context: ChildContext, live_objects: LiveObjects
+    service: LLMService, pods_digest: str, plan: Plan, context: RenderContext, live_objects: LiveObjects
 ) -> ChildObjects:
-    """Build the manifests to apply; `spec_digest` is the service's. Raises as `render_objects`."""
-    available_kinds = {resource.kind for resource in context.available_kinds}
-    render_context = RenderContext(
-        admin_key=context.admin_key,
-        available_kinds=frozenset(available_kinds & set(OPTIONAL_KINDS)),
-        credentials=context.credentials,
-        operator_peer=context.operator_peer,
-        owner_uid=context.uid,
-    )
-    rendered = render_objects(service, plan, render_context)
-    missing_kinds = [
-        m["kind"]
-        for m in rendered.manifests
-        if resource_for(m) in OPTIONAL_RESOURCES and resource_for(m) not in context.available_kinds
-    ]
-    manifests = [m for m in rendered.manifests if m["kind"] not in missing_kinds]
+    """Build the manifests to apply; `pods_digest` is the service's. Raises the same errors as `render_objects`."""
+    rendered = render_objects(service, plan, context)
+    unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
+    manifests = [m for m in rendered.manifests if m["kind"] not in unavailable]
+    missing_kinds = [m["kind"] for m in rendered.manifests if m["kind"] in unavailable]
     job = next((m for m in manifests if resource_for(m) is JOB), None)
     finished_job = _finished_job(job, live_objects)
     if finished_job is not None:
@@ -96,46 +73,30 @@ def build_child_objects(
     elif job is not None and is_terminating(live_objects.claim):
         # Both are created after the claim is deleted; the other objects need not wait.
         manifests = [m for m in manifests if resource_for(m) not in (PERSISTENT_VOLUME_CLAIM, JOB)]
-    revision = TemplateRevision.from_manifests(spec_digest, plan, manifests)
+    revision = TemplateRevision.from_manifests(pods_digest, plan, manifests)
     live_revision = TemplateRevision.from_deployment(live_objects.deployment)
     is_serving = live_revision is not None and (live_objects.deployment or {}).get("spec", {}).get("replicas", 1) > 0
     model_ready = job is None or finished_job is not None
-    is_same_revision = live_revision is not None and (live_revision.spec_digest, live_revision.plan_hash) == (
-        revision.spec_digest,
-        revision.plan_hash,
-    )
+    is_same_revision = live_revision is not None and live_revision.inputs == revision.inputs
     waiting_for_download = is_serving and not model_ready and not is_same_revision
     if live_revision is not None and (
         waiting_for_download or (is_same_revision and service.spec.rollout.updatePolicy != "Auto")
     ):
         revision = live_revision
     replicas = service.spec.replicas if model_ready or is_serving else 0
-    final_manifests = [
-        _with_live_values(service, manifest, replicas, live_objects) for manifest in revision.apply_to(manifests)
-    ]
+    manifests = [_with_live_values(service, m, replicas, live_objects) for m in revision.apply_to(manifests)]
     job_name = finished_job if job is None or finished_job is not None else str(job["metadata"]["name"])
-    unavailable_kinds = tuple(
-        kind for kind in (*rendered.unavailable_kinds, *missing_kinds) if kind not in _DEFAULT_KINDS
-    )
-    return ChildObjects(tuple(final_manifests), unavailable_kinds, job_name, waiting_for_download)
+    reported = tuple(k for k in (*rendered.unavailable_kinds, *missing_kinds) if k not in _DEFAULT_KINDS)
+    return ChildObjects(tuple(manifests), reported, job_name, waiting_for_download)
 
 
 def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the fields of spec.podTemplate that the API server does not know. Fields that the operator adds itself are
     left out."""
     pod_template = service.spec.podTemplate
-    relative_paths = (
-        path[len(_POD_TEMPLATE_PATH) :]
-        for path in unsupported_fields
-        if path[: len(_POD_TEMPLATE_PATH)] == _POD_TEMPLATE_PATH
-    )
-    return tuple(
-        sorted(
-            ".".join(("spec.podTemplate", *path))
-            for path in relative_paths
-            if remove_fields(pod_template, {path}) != pod_template
-        )
-    )
+    paths = [path[2:] for path in unsupported_fields if path[:2] == _POD_TEMPLATE_PATH]
+    used_paths = [path for path in paths if remove_fields(pod_template, {path}) != pod_template]
+    return tuple(sorted(".".join(("spec.podTemplate", *path)) for path in used_paths))
 
 
 def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects) -> Manifest:
@@ -161,9 +122,5 @@ def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: 
 
 def _finished_job(job: Manifest | None, live_objects: LiveObjects) -> str | None:
     """Return the name of a Job that has downloaded the same model."""
-    if job is None:
-        return None
-    return next(
-        (name for name, body in (live_objects.download_jobs or {}).items() if job_succeeded(body, live_objects.claim)),
-        None,
-    )
+    jobs = live_objects.download_jobs if job is not None and live_objects.download_jobs else {}
+    return next((name for name, body in jobs.items() if job_succeeded(body, live_objects.claim)), None)

@@ -15,6 +15,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import decompress
 from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey, controller_uid
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S, PodWarnings
+from quire_operator.controller.status.model_cache import job_condition
 from quire_operator.controller.status.observed_state import parse_pod
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
@@ -23,12 +24,16 @@ from quire_operator.kube.resources import Resource
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.checkpoint_files import read_source_checkpoint
 from quire_operator.render import model_reader_job, object_names
+from quire_operator.render.manifests import owner_reference
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.adapter_catalog import PvcSource, SecretRef
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 SecretValues = Mapping[str, Mapping[str, str]]
 """Values of Secrets by name and key."""
+
+SourceKey = tuple[str, str]
+"""Namespace, and a source as JSON."""
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
@@ -59,10 +64,10 @@ class CheckpointStore:
         """`requeue` adds a service to the queue after so many seconds; `record_write` is called for each write."""
         self._client, self._cache, self._requeue, self._record_write = client, cache, requeue, record_write
         self._pod_warnings = pod_warnings
-        self._checkpoints: OrderedDict[tuple[str, str], CheckpointInfo] = OrderedDict()
-        self._backoff: dict[tuple[str, str], tuple[float, ConfigError | Unavailable]] = {}
+        self._checkpoints: OrderedDict[SourceKey, CheckpointInfo] = OrderedDict()
+        self._backoff: dict[SourceKey, tuple[float, ConfigError | Unavailable]] = {}
         """Sources that are temporarily not read: the time of the next read, and the error of the last one."""
-        self._waiting_services: dict[tuple[str, str], set[ServiceKey]] = {}
+        self._waiting_services: dict[SourceKey, set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
     async def get(self, service: LLMService, uid: str, secrets: SecretValues, image: str) -> CheckpointInfo:
@@ -74,10 +79,10 @@ class CheckpointStore:
             Unavailable, NotFound: the source does not respond, or denies access.
             ApiError: the API server rejected a Job.
         """
-        source = service.spec.model.source
-        source_key = (service.namespace or "", json.dumps(drop_nulls(to_json(source)), sort_keys=True))
+        source, namespace = service.spec.model.source, service.namespace or ""
+        source_key = (namespace, json.dumps(drop_nulls(to_json(source)), sort_keys=True))
         if source_key not in self._checkpoints:
-            self._raise_if_backing_off(source_key, (service.namespace or "", service.name))
+            self._raise_if_backing_off(source_key, (namespace, service.name))
             if source.pvc is not None:
                 checkpoint = await self._read_from_claim(source_key, service, uid, source.pvc, image)
             else:
@@ -88,7 +93,7 @@ class CheckpointStore:
         self._checkpoints.move_to_end(source_key)
         return self._checkpoints[source_key]
 
-    def _raise_if_backing_off(self, source_key: tuple[str, str], key: ServiceKey) -> None:
+    def _raise_if_backing_off(self, source_key: SourceKey, key: ServiceKey) -> None:
         """Raise the last error of a source that is backing off, and requeue the service for its end."""
         now = asyncio.get_running_loop().time()
         self._backoff = {other: backoff for other, backoff in self._backoff.items() if backoff[0] > now}
@@ -97,13 +102,11 @@ class CheckpointStore:
             self._requeue(key, retry_at - now)
             raise type(error)(str(error))
 
-    def _back_off(self, source_key: tuple[str, str], seconds: float, error: ConfigError | Unavailable) -> None:
+    def _back_off(self, source_key: SourceKey, seconds: float, error: ConfigError | Unavailable) -> None:
         # A copy: the error itself references the frames of its traceback.
         self._backoff[source_key] = asyncio.get_running_loop().time() + seconds, type(error)(str(error))
 
-    async def _read_remote(
-        self, source_key: tuple[str, str], service: LLMService, secrets: SecretValues
-    ) -> CheckpointInfo:
+    async def _read_remote(self, source_key: SourceKey, service: LLMService, secrets: SecretValues) -> CheckpointInfo:
         async with self._read_semaphore:
             try:
                 return await _read_from_source(service, secrets)
@@ -113,7 +116,7 @@ class CheckpointStore:
                 raise
 
     async def _read_from_claim(
-        self, source_key: tuple[str, str], service: LLMService, uid: str, source: PvcSource, image: str
+        self, source_key: SourceKey, service: LLMService, uid: str, source: PvcSource, image: str
     ) -> CheckpointInfo:
         key = (service.namespace or "", service.name)
         manifest = model_reader_job.job(service, source, image)
@@ -140,41 +143,33 @@ class CheckpointStore:
         return checkpoint
 
     async def _start_reader_job(self, manifest: dict[str, Any], service: LLMService, uid: str) -> None:
-        owner = {
-            "apiVersion": resources.LLM_SERVICE.api_version,
-            "kind": resources.LLM_SERVICE.kind,
-            "name": service.name,
-        }
-        owner_reference = {**owner, "uid": uid, "controller": True}
-        manifest["metadata"]["ownerReferences"] = [owner_reference]
-        job = await self._client.get_or_none(resources.JOB, service.namespace, manifest["metadata"]["name"])
+        name = manifest["metadata"]["name"]
+        manifest["metadata"]["ownerReferences"] = [owner_reference(service.name, uid)]
+        job = await self._client.get_or_none(resources.JOB, service.namespace, name)
         if job is None:
             try:
                 # Created, not applied: several services may need it at once, and the first one owns it.
                 job = await self._client.create(resources.JOB, manifest)
             except WriteConflict as error:
                 self._requeue((service.namespace or "", service.name), _JOB_POLL_S)
-                raise NotReadYet(f"Job {manifest['metadata']['name']} is being started for another service") from error
+                raise NotReadYet(f"Job {name} is being started for another service") from error
             self._record_write(resources.JOB, "create")
         elif job["metadata"].get("labels", {}).get(object_names.COMPONENT) != model_reader_job.READER_COMPONENT:
-            raise ConfigError(
-                f"Job {manifest['metadata']['name']} has another owner ({controller_uid(job)}); delete it"
-            )
+            raise ConfigError(f"Job {name} has another owner ({controller_uid(job)}); delete it")
         self._cache.upsert(resources.JOB, job)
 
-    def _requeue_waiting(self, source_key: tuple[str, str]) -> None:
+    def _requeue_waiting(self, source_key: SourceKey) -> None:
         """Requeue all services that wait for a Job."""
         for key in self._waiting_services.pop(source_key, set()):
             self._requeue(key, 0.0)
 
     async def _termination_messages(self, entry: CachedObject, job_name: str) -> list[tuple[int, str]]:
         """Return exit codes and termination messages of the Job's pods."""
-        messages = _termination_messages(self._job_pods(entry.key, job_name))
-        if not messages and any(_has_condition(entry.body(), how) for how in ("Complete", "Failed")):
+        messages, job = _termination_messages(self._job_pods(entry.key, job_name)), entry.body()
+        if not messages and (job_condition(job, "Complete") or job_condition(job, "Failed")):
             # The watch of pods may lag behind that of Jobs.
-            messages = _termination_messages(
-                (await self._client.list(resources.POD, entry.key[0], label_selector=f"job-name={job_name}")).items
-            )
+            pods = await self._client.list(resources.POD, entry.key[0], label_selector=f"job-name={job_name}")
+            messages = _termination_messages(pods.items)
         return messages
 
     async def _describe_pod_problem(self, waiting_service: ServiceKey, job_service: ServiceKey, job_name: str) -> str:
@@ -188,10 +183,7 @@ class CheckpointStore:
         if any(pod.creating for pod in pods):
             # An event of a pod does not requeue the service.
             self._requeue(waiting_service, EVENT_POLL_S)
-        for pod in pods:
-            if pod.waiting:
-                return f"; its pod waits: {pod.waiting}"
-        return ""
+        return next((f"; its pod waits: {pod.waiting}" for pod in pods if pod.waiting), "")
 
     def _job_pods(self, key: ServiceKey, job_name: str) -> list[dict[str, Any]]:
         bodies = [entry.body() for entry in self._cache.children_of(key, resources.POD)]
@@ -208,11 +200,6 @@ def _termination_messages(pods: Iterable[Mapping[str, Any]]) -> list[tuple[int, 
     return [(state.get("exitCode", 1), state.get("message", "")) for state in states]
 
 
-def _has_condition(job: Mapping[str, Any], condition_type: str) -> bool:
-    conditions = job.get("status", {}).get("conditions") or ()
-    return any(c["type"] == condition_type and c["status"] == "True" for c in conditions)
-
-
 def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSource) -> CheckpointInfo | None:
     """Return the result of a Job; None: it still runs.
 
@@ -227,23 +214,16 @@ def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source
     for code, message in messages:
         if code == 2:
             raise ConfigError(f"{source_field}: {message}")
-    conditions = job.get("status", {}).get("conditions") or ()
-    for condition in conditions:
-        if condition["type"] == "Failed" and condition["status"] == "True":
-            detail = next((message for _, message in messages if message), condition.get("message", ""))
-            if condition.get("reason") == "DeadlineExceeded" and not messages:
-                # No node had room, or the claim could not be mounted: its content is unknown.
-                raise Unavailable(
-                    f"{source_field}: no pod of the Job that reads config.json finished in time ({detail})"
-                )
-            raise ConfigError(
-                f"{source_field}: the Job that reads config.json failed: {detail or condition.get('reason')}"
-            )
-    if _has_condition(job, "Complete"):
+    if failed := job_condition(job, "Failed"):
+        detail = next((message for _, message in messages if message), failed.get("message", ""))
+        if failed.get("reason") == "DeadlineExceeded" and not messages:
+            # No node had room, or the claim could not be mounted: its content is unknown.
+            raise Unavailable(f"{source_field}: no pod of the Job that reads config.json finished in time ({detail})")
+        raise ConfigError(f"{source_field}: the Job that reads config.json failed: {detail or failed.get('reason')}")
+    if job_condition(job, "Complete"):
         if not messages:
-            raise Unavailable(
-                f"{source_field}: the pod of the Job that read config.json was deleted before its result was read"
-            )
+            job_text = "the pod of the Job that read config.json"
+            raise Unavailable(f"{source_field}: {job_text} was deleted before its result was read")
         raise ConfigError(f"{source_field}: the Job that reads config.json ended without a result; check the image")
     return None
 
@@ -253,9 +233,8 @@ def _parse_checkpoint(message: str) -> CheckpointInfo:
         document = decompress(message)
         config, index, header = document["config"], document["index"], document["header"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the Job that reads config.json returned {message[:80]!r}; check that the image is a Quire image"
-        ) from error
+        text = f"the Job that reads config.json returned {message[:80]!r}"
+        raise ConfigError(f"{text}; check that the image is a Quire image") from error
     return CheckpointInfo.from_files(config, index, header)
 
 

@@ -140,13 +140,11 @@ class PodAdminClient:
             # A visit that got its turn when the time was almost over does not count.
             timed_out = time.monotonic() - acquired_at > timeout_s / 2
             # The same text for both timeouts: a status that changed with each pass would be written with each.
-            message = (
-                f"no response within {self._total_timeout_s:g} s"
-                if timed_out
-                else "not visited: too many pods do not respond"
-            )
-            if timed_out and not is_unresponsive:
-                self._mark_unresponsive(pod)
+            message = "not visited: too many pods do not respond"
+            if timed_out:
+                message = f"no response within {self._total_timeout_s:g} s"
+                if not is_unresponsive:
+                    self._mark_unresponsive(pod)
         except (aiohttp.ClientError, OSError) as error:
             message = str(error) or type(error).__name__
         except _Rejected as rejection:
@@ -178,9 +176,8 @@ class CatalogPush:
 
     @classmethod
     def from_catalog(cls, catalog: AdapterCatalog, replace_newer: bool) -> "CatalogPush":
-        return cls(
-            catalog.version, json.dumps(drop_nulls(catalog.to_json()), separators=(",", ":")).encode(), replace_newer
-        )
+        body = json.dumps(drop_nulls(catalog.to_json()), separators=(",", ":")).encode()
+        return cls(catalog.version, body, replace_newer)
 
     def replaced_digest(self, report: PodStatus) -> str:
         """Return the digest of the newer catalog that this one replaces; empty: none."""
@@ -223,7 +220,7 @@ class _AdminPort:
         return await self._get_status(), VisitResult.PUSHED, ""
 
     async def get_progress(self) -> tuple[DownloadProgress, VisitResult, str]:
-        """Read the download progress; raises as `visit`."""
+        """Read the download progress. Raises the same errors as `visit`."""
         async with self._request("GET", PROGRESS_PATH) as response:
             text = await _read_body(response)
         progress = DownloadProgress.parse(text.decode(errors="replace")) if response.status == 200 else None
@@ -253,12 +250,10 @@ class _AdminPort:
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         # A redirect would send the key to its target.
+        all_headers = {**self._headers, **(headers or {})}
+        url = self._base_url + path
         async with self._session.request(
-            method,
-            self._base_url + path,
-            data=body,
-            headers={**self._headers, **(headers or {})},
-            allow_redirects=False,
+            method, url, data=body, headers=all_headers, allow_redirects=False
         ) as response:
             yield response
 

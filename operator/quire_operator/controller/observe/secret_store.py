@@ -19,7 +19,6 @@ from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.render import object_names
 from quire_operator.render.configmaps import secret_refs
-from quire_spec.documents.adapter_catalog import SecretRef
 
 SECRET_TTL_S = 300.0
 """A changed Secret reaches the pods within this time plus the kubelet's minute."""
@@ -74,13 +73,11 @@ class SecretStore:
         """
         values_by_secret: dict[str, dict[str, str]] = {}
         for ref in secret_refs(service):
-            referenced = _referenced_values(ref, await self.get(service.namespace or "", ref.name))
-            if referenced or (
-                referenced := _referenced_values(
-                    ref, await self.get(service.namespace or "", ref.name, MISSING_SECRET_TTL_S)
-                )
-            ):
-                values_by_secret.setdefault(ref.name, {}).update(referenced)
+            for max_age_s in (math.inf, MISSING_SECRET_TTL_S):
+                values = (await self.get(service.namespace or "", ref.name, max_age_s)).values
+                if used_values := {key: value for key, value in values.items() if ref.key in (None, key)}:
+                    values_by_secret.setdefault(ref.name, {}).update(used_values)
+                    break
         return values_by_secret
 
     async def admin_key(self, key: ServiceKey, uid: str) -> str:
@@ -101,9 +98,7 @@ class SecretStore:
 
     def is_key_superseded(self, key: ServiceKey, existing: Mapping[str, Any]) -> bool:
         """Whether `existing` contains a key, so that the key generated here must not be used."""
-        return key in self._unwritten_keys and bool(
-            CachedSecret(0.0, existing).values.get(object_names.ADMIN_KEY_FIELD)
-        )
+        return key in self._unwritten_keys and object_names.ADMIN_KEY_FIELD in CachedSecret(0.0, existing).values
 
     def update(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
         """Store the response to a write; None: deleted."""
@@ -117,17 +112,12 @@ class SecretStore:
         """Drop the keys and Secrets of a service that was deleted, or whose Secret was created concurrently."""
         self._admin_keys.pop(key, None)
         self._unwritten_keys.discard(key)
-        for name in (object_names.admin_secret(key[1]), object_names.credentials_secret(key[1])):
-            self._cached_secrets.pop((key[0], name), None)
+        self.invalidate(key[0], object_names.admin_secret(key[1]))
+        self.invalidate(key[0], object_names.credentials_secret(key[1]))
 
     def _store(self, namespace: str, name: str, cached: CachedSecret) -> None:
         """Store a Secret and evict expired ones, which may belong to deleted services."""
-        self._cached_secrets.pop((namespace, name), None)
+        self.invalidate(namespace, name)
         self._cached_secrets[namespace, name] = cached
         while cached.read_at - next(iter(self._cached_secrets.values())).read_at > self._ttl_s:
             del self._cached_secrets[next(iter(self._cached_secrets))]
-
-
-def _referenced_values(ref: SecretRef, cached: CachedSecret) -> dict[str, str]:
-    """Return the values of a Secret that a source uses."""
-    return {key: value for key, value in cached.values.items() if ref.key in (None, key)}

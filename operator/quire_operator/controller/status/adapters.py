@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire_operator.controller.status.conditions import Condition, ConditionReason, ConditionType, to_single_line
+from quire_operator.controller.status.conditions import Condition, ConditionType, Reason, to_single_line
 from quire_operator.controller.status.observed_state import PodState
 from quire_spec.constants import MAX_MODEL_NAME, MODEL_NAME
 from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
@@ -98,32 +98,32 @@ def _is_name(name: str) -> bool:
 def _condition(
     entries: list[dict[str, Any]], num_ready: int, version: CatalogVersion, ready_pods: Sequence[PodState]
 ) -> Condition:
-    def make(is_true: bool | None, reason: ConditionReason, message: str) -> Condition:
+    def make(is_true: bool | None, reason: Reason, message: str) -> Condition:
         return Condition(ConditionType.ADAPTERS_READY, is_true, reason, message)
 
     if not ready_pods:
         if not entries:
-            return make(True, ConditionReason.NO_ADAPTERS, "spec.adapters is empty")
-        return make(None, ConditionReason.NO_READY_PODS, "no pod is ready")
+            return make(True, Reason.NO_ADAPTERS, "spec.adapters is empty")
+        return make(None, Reason.NO_READY_PODS, "no pod is ready")
     if unreachable := [pod for pod in ready_pods if pod.report is None]:
-        return make(None, ConditionReason.PODS_UNREACHABLE, _describe_unreachable(unreachable))
+        return make(None, Reason.PODS_UNREACHABLE, _describe_unreachable(unreachable))
     ready_pods_text = f"all {len(ready_pods)} ready pods" if len(ready_pods) > 1 else "the one ready pod"
     counts = f"{num_ready} of {len(entries)} adapters are on {ready_pods_text}"
     failed = [entry for entry in entries if entry["state"] == "Failed"]
     if failed:
         causes = "; ".join(f"{entry['name']}: {entry['message']}" for entry in failed[:3] if "message" in entry)
         more = f" (and {len(failed) - 3} more)" if len(failed) > 3 else ""
-        return make(False, ConditionReason.LOAD_FAILED, f"{counts}; {causes}{more}")
+        return make(False, Reason.LOAD_FAILED, f"{counts}; {causes}{more}")
     stale = [pod for pod in ready_pods if pod.report and not has_catalog(pod.report, version)]
     if stale:
-        return make(False, ConditionReason.LOADING, f"{counts}; {_describe_stale_pods(stale, version)}")
+        return make(False, Reason.LOADING, f"{counts}; {_describe_stale_pods(stale, version)}")
     if num_ready < len(entries):
         waiting = [entry["name"] for entry in entries if not _is_ready_everywhere(entry)]
         more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
-        return make(False, ConditionReason.LOADING, f"{counts}; on their way: {', '.join(waiting[:5])}{more}")
+        return make(False, Reason.LOADING, f"{counts}; on their way: {', '.join(waiting[:5])}{more}")
     if not entries:
-        return make(True, ConditionReason.NO_ADAPTERS, "spec.adapters is empty")
-    return make(True, ConditionReason.ALL_LOADED, counts)
+        return make(True, Reason.NO_ADAPTERS, "spec.adapters is empty")
+    return make(True, Reason.ALL_LOADED, counts)
 
 
 def _describe_unreachable(unreachable: Sequence[PodState]) -> str:

@@ -29,7 +29,7 @@ class ConditionType(StrEnum):
     ADAPTERS_READY = "AdaptersReady"
 
 
-class ConditionReason(StrEnum):
+class Reason(StrEnum):
     """Reasons of conditions. Planned also has the reasons of the plan package."""
 
     # Ready
@@ -85,7 +85,7 @@ class Condition:
     is_true: bool | None
     """None: unknown."""
     reason: str
-    """A ConditionReason, or a reason of the plan package."""
+    """A Reason, or a reason of the plan package."""
     message: str
 
     @property

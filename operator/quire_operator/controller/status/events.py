@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from quire_operator.controller.status.conditions import ConditionReason, ConditionType, to_single_line
+from quire_operator.controller.status.conditions import ConditionType, Reason, to_single_line
 from quire_operator.controller.status.status import MAX_KV_TOKEN_DRIFT, kv_token_drift
 
 MAX_MESSAGE = 1024
@@ -19,22 +19,22 @@ _MAX_ADAPTERS = 10
 """Maximum events about adapters in one change; a catalog has up to 1,024 adapters."""
 _SILENT_REASONS = frozenset(
     {
-        ConditionReason.ACCEPTED,
-        ConditionReason.PLANNING,
-        ConditionReason.ON_CLAIM,
-        ConditionReason.NO_ADAPTERS,
-        ConditionReason.LOADING,
-        ConditionReason.NO_READY_PODS,
+        Reason.ACCEPTED,
+        Reason.PLANNING,
+        Reason.ON_CLAIM,
+        Reason.NO_ADAPTERS,
+        Reason.LOADING,
+        Reason.NO_READY_PODS,
     }
 )
 """Reasons that make no event: another event reports the same, or the result will."""
-_SILENT_INITIAL_REASONS = frozenset({ConditionReason.UPDATING})
+_SILENT_INITIAL_REASONS = frozenset({Reason.UPDATING})
 """Reasons that make no event for a new service: the Deployment has events about its pods."""
 _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, ConditionType.MODEL_CACHED)
 
 
 class EventReason(StrEnum):
-    """Event reasons besides condition reasons."""
+    """Reasons of events other than the reasons of conditions."""
 
     REPLANNED = "Replanned"
     PLAN_DIFFERS = "PlanDiffers"
@@ -57,12 +57,8 @@ class ServiceEvent:
 
 def build_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> list[ServiceEvent]:
     """Return the events for the transitions between two statuses."""
-    previous_conditions, current_conditions = _conditions_by_type(previous), _conditions_by_type(status)
-    return [
-        *_condition_events(previous_conditions, current_conditions),
-        *_plan_events(previous, status),
-        *_adapter_events(previous, status),
-    ]
+    condition_events = _condition_events(_conditions_by_type(previous), _conditions_by_type(status))
+    return [*condition_events, *_plan_events(previous, status), *_adapter_events(previous, status)]
 
 
 def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ServiceEvent]:
@@ -82,7 +78,7 @@ def _is_reported_elsewhere(kind: ConditionType, new: Mapping[str, Any], after: M
     """Whether another condition's event has the same cause: Ready and Progressing repeat the reasons of others."""
     if kind is ConditionType.READY:
         # Adapters have events of their own.
-        return bool(new["status"] != "True" and new["reason"] != ConditionReason.PODS_UNREACHABLE)
+        return bool(new["status"] != "True" and new["reason"] != Reason.PODS_UNREACHABLE)
     if kind in (ConditionType.PLANNED, ConditionType.MODEL_CACHED) and new["status"] == "Unknown":
         return bool(new["reason"] == after[ConditionType.CONFIG_VALID.value]["reason"])
     if kind is ConditionType.PROGRESSING:
@@ -93,16 +89,16 @@ def _is_reported_elsewhere(kind: ConditionType, new: Mapping[str, Any], after: M
 def _is_warning(kind: ConditionType, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     reason = new["reason"]
     if kind in (ConditionType.READY, ConditionType.AVAILABLE):
-        return bool(new["status"] != "True" and reason != ConditionReason.SCALED_TO_ZERO)
+        return bool(new["status"] != "True" and reason != Reason.SCALED_TO_ZERO)
     if kind is ConditionType.PROGRESSING:
         return reason not in (
-            ConditionReason.ROLLOUT_COMPLETE,
-            ConditionReason.UPDATING,
-            ConditionReason.PAUSED,
-            ConditionReason.PODS_NOT_READY,
+            Reason.ROLLOUT_COMPLETE,
+            Reason.UPDATING,
+            Reason.PAUSED,
+            Reason.PODS_NOT_READY,
         )
-    waiting_reasons = (ConditionReason.DOWNLOADING, ConditionReason.DOWNLOAD_PENDING)
-    omission_reasons = (ConditionReason.KINDS_LEFT_OUT, ConditionReason.FIELDS_LEFT_OUT)
+    waiting_reasons = (Reason.DOWNLOADING, Reason.DOWNLOAD_PENDING)
+    omission_reasons = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT)
     return reason in omission_reasons or (new["status"] != "True" and reason not in waiting_reasons)
 
 
@@ -114,25 +110,16 @@ def _plan_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iter
         yield _make_event(
             False, EventReason.REPLANNED, f"the spec, the model or the GPUs changed: {_format_plan_sizes(new)}"
         )
-    current_drift, previous_drift = (
-        kv_token_drift(new),
-        kv_token_drift(old) if old.get("inputsHash") == new["inputsHash"] else None,
-    )
-    if (
-        current_drift is not None
-        and abs(current_drift) > MAX_KV_TOKEN_DRIFT
-        and not (previous_drift is not None and abs(previous_drift) > MAX_KV_TOKEN_DRIFT)
-    ):
-        measured = new["measured"]["kvTokens"]
-        comparison = "fewer" if current_drift < 0 else "more"
-        yield _make_event(
-            True,
-            EventReason.PLAN_DIFFERS,
-            f"the engine has room for {measured} KV tokens, {abs(current_drift):.0%} {comparison} than the "
-            f"{new['kvTokens']} planned; "
-            f"{'something else is in the memory of the GPU, or ' if new.get('gpu') else ''}the plan is wrong for this "
-            "model",
+    drift = kv_token_drift(new) or 0.0
+    previous_drift = (kv_token_drift(old) or 0.0) if old.get("inputsHash") == new["inputsHash"] else 0.0
+    if abs(drift) > MAX_KV_TOKEN_DRIFT >= abs(previous_drift):
+        comparison = f"{abs(drift):.0%} {'fewer' if drift < 0 else 'more'} than the {new['kvTokens']} planned"
+        gpu_cause = "something else is in the memory of the GPU, or " if new.get("gpu") else ""
+        message = (
+            f"the engine has room for {new['measured']['kvTokens']} KV tokens, {comparison}; {gpu_cause}the plan is "
+            "wrong for this model"
         )
+        yield _make_event(True, EventReason.PLAN_DIFFERS, message)
 
 
 def _adapter_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ServiceEvent]:

@@ -8,7 +8,7 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.object_cache import CachedObject
 from quire_operator.controller.status import download_progress
-from quire_operator.controller.status.conditions import Condition, ConditionReason, ConditionType
+from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
 from quire_operator.controller.status.observed_state import Body, ObservedState, PlanningResult, PodState
 from quire_operator.render import download_job, model_storage, object_names
 from quire_spec.documents.adapter_catalog import Source
@@ -29,7 +29,7 @@ def evaluate_model_cache(
     if planning.spec_error:
         # Nothing is applied, and the observed objects may have another source.
         message = "not judged: the spec cannot be used, see ConfigValid"
-        return Condition(ConditionType.MODEL_CACHED, None, ConditionReason.INVALID, message), dict(previous_cache) or {
+        return Condition(ConditionType.MODEL_CACHED, None, Reason.INVALID, message), dict(previous_cache) or {
             "state": "Pending"
         }
     is_planned = planning.plan is not None and not (planning.unplannable or planning.waiting_for)
@@ -37,7 +37,7 @@ def evaluate_model_cache(
     if mode == "PVC":
         if observed.job is None and not is_planned:
             message = "the model is downloaded once there is a plan, see Planned"
-            return _condition(False, ConditionReason.DOWNLOAD_PENDING, message), _cache_fields("Pending", None)
+            return _condition(False, Reason.DOWNLOAD_PENDING, message), _cache_fields("Pending", None)
         progress_fields = download_progress.to_fields(
             _current_progress(observed.job_pods), planned_bytes, previous_cache, now
         )
@@ -51,16 +51,16 @@ def evaluate_model_cache(
     claim = service.spec.model.source.pvc
     if claim and not is_planned:
         message = f"not known of claim {claim.claimName!r} while there is no plan, see Planned"
-        return Condition(ConditionType.MODEL_CACHED, None, ConditionReason.ON_CLAIM, message), {"state": "Pending"}
+        return Condition(ConditionType.MODEL_CACHED, None, Reason.ON_CLAIM, message), {"state": "Pending"}
     location = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
-    return _condition(True, ConditionReason.ON_CLAIM, location), {"state": "Ready"}
+    return _condition(True, Reason.ON_CLAIM, location), {"state": "Ready"}
 
 
-def download_jobs(jobs: Iterable[CachedObject], service: LLMService) -> list[CachedObject]:
-    """Yield the Jobs that download the service's model and are not being deleted."""
-    target = download_job.download_target(service)
-    labels = ((entry, entry.body()["metadata"].get("labels", {})) for entry in jobs if not entry.deleting)
-    return [entry for entry, job_labels in labels if job_labels.get(object_names.DOWNLOAD_TARGET_LABEL) == target]
+def download_jobs(jobs: Iterable[CachedObject], service: LLMService) -> dict[str, Body]:
+    """Return the Jobs that download the service's model and are not being deleted, by name."""
+    label = (object_names.DOWNLOAD_TARGET_LABEL, download_job.download_target(service))
+    bodies = {entry.name: entry.body() for entry in jobs if not entry.deleting}
+    return {name: body for name, body in bodies.items() if label in body["metadata"].get("labels", {}).items()}
 
 
 def job_succeeded(job: Body | None, claim: Body | None) -> bool:
@@ -95,7 +95,7 @@ def _evaluate_job_download(
         cache = (dict(previous_cache) if previous_cache.get("state") == "Ready" else {}) | _cache_fields(
             "Ready", succeeded[-1] if succeeded else None
         )
-        return _condition(True, ConditionReason.DOWNLOADED, _describe_cache(cache)), cache
+        return _condition(True, Reason.DOWNLOADED, _describe_cache(cache)), cache
     if failed_condition := job_condition(observed.job, "Failed"):
         reason, message = _explain_failure(service, pods, last_result)
         description = f"{message}; the Job gave up ({failed_condition.get('reason') or 'Failed'})"
@@ -109,12 +109,12 @@ def _evaluate_job_download(
         message = (
             f"pod {running[-1].name} downloads {_describe_source(service.spec.model.source)}{progress_text}{last_error}"
         )
-        return _condition(False, ConditionReason.DOWNLOADING, message), _cache_fields(
+        return _condition(False, Reason.DOWNLOADING, message), _cache_fields(
             "Downloading", last_result
         ) | progress_fields
-    return _condition(
-        False, ConditionReason.DOWNLOAD_PENDING, _explain_waiting(observed, pods, last_result)
-    ), _cache_fields("Pending", last_result)
+    return _condition(False, Reason.DOWNLOAD_PENDING, _explain_waiting(observed, pods, last_result)), _cache_fields(
+        "Pending", last_result
+    )
 
 
 def _evaluate_pod_downloads(
@@ -137,10 +137,10 @@ def _evaluate_pod_downloads(
         progress_text = (
             f"; a pod does: {description}" if (description := download_progress.describe(progress_fields)) else ""
         )
-        return _condition(True, ConditionReason.IN_PODS, message + progress_text), _cache_fields(
+        return _condition(True, Reason.IN_PODS, message + progress_text), _cache_fields(
             "Downloading", None
         ) | progress_fields
-    return _condition(True, ConditionReason.IN_PODS, message), _cache_fields(
+    return _condition(True, Reason.IN_PODS, message), _cache_fields(
         "Ready" if succeeded else "Pending", succeeded[0] if succeeded else None
     )
 
@@ -153,7 +153,7 @@ def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
 
 def _explain_failure(
     service: LLMService, pods: list[PodState], last_result: DownloadResult | None
-) -> tuple[ConditionReason, str]:
+) -> tuple[Reason, str]:
     """Return why a download failed; for denied access with the Secret."""
     if last_result is None:
         terminated = pods[-1].terminated if pods else None
@@ -162,12 +162,12 @@ def _explain_failure(
             if terminated
             else "no pod of it is left"
         )
-        return ConditionReason.DOWNLOAD_FAILED, f"{_describe_source(service.spec.model.source)}: {details}"
+        return Reason.DOWNLOAD_FAILED, f"{_describe_source(service.spec.model.source)}: {details}"
     return _explain_result(service, last_result.result, last_result.message)
 
 
-def _explain_result(service: LLMService, result: DownloadReason, message: str) -> tuple[ConditionReason, str]:
-    reason = ConditionReason(result.value)
+def _explain_result(service: LLMService, result: DownloadReason, message: str) -> tuple[Reason, str]:
+    reason = Reason(result.value)
     if result is DownloadReason.AUTH_FAILED:
         return reason, f"{message}; {_secret_hint(service.spec.model.source)}"
     return reason, message
@@ -244,5 +244,5 @@ def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | 
     return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
 
 
-def _condition(is_true: bool, reason: ConditionReason, message: str) -> Condition:
+def _condition(is_true: bool, reason: Reason, message: str) -> Condition:
     return Condition(ConditionType.MODEL_CACHED, is_true, reason, message)

@@ -127,7 +127,7 @@ class PlanningResult:
     waiting_for: str = ""
     """What planning waits for; empty: nothing."""
     read_error: DownloadReason | None = None
-    """Why the model could not be read, beside `waiting_for`; None: it was read, or not tried."""
+    """Why the model could not be read, if `waiting_for` is set because of that; None: it was read, or not tried."""
     needs_backoff: bool = False
     """No event reports the end of waiting: retry with backoff."""
 
@@ -173,7 +173,7 @@ def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 _CREATING_REASONS = ("ContainerCreating", "PodInitializing")
-"""Return what the containers wait for, each reason once."""
+"""Reasons of containers that wait for volumes, the network or an earlier container."""
 
 
 def _container_statuses(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -194,7 +194,7 @@ def _is_creating(state: Mapping[str, Any]) -> bool:
 
 
 def _terminated_containers(state: Mapping[str, Any]) -> Iterator[TerminatedContainer]:
-    """Return terminations of containers, failed ones first."""
+    """Return an iterator over the terminations of containers, failed ones first."""
     terminated = [
         TerminatedContainer(c["name"], end.get("exitCode", 0), end.get("reason", ""), end.get("message", ""))
         for c in _container_statuses(state)

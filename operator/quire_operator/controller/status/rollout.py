@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire_operator.controller.status.conditions import Condition, ConditionReason, ConditionType
+from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 
 _MAX_POD_MESSAGE = 400
@@ -18,7 +18,7 @@ _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
 class PodProblem:
     """Why a pod is not ready."""
 
-    reason: ConditionReason
+    reason: Reason
     message: str
 
 
@@ -30,7 +30,7 @@ class RolloutState:
     """Number of desired pods."""
     is_complete: bool
     """All desired pods have this generation and are ready, and there are no others."""
-    reason: ConditionReason
+    reason: Reason
     """Why the rollout is not complete, or RolloutComplete."""
     message: str
     in_progress: bool
@@ -54,11 +54,11 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
     if num_ready:
         desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
         return Condition(
-            ConditionType.AVAILABLE, True, ConditionReason.MINIMUM_REPLICAS, f"{num_ready}{desired_text} pods serve"
+            ConditionType.AVAILABLE, True, Reason.MINIMUM_REPLICAS, f"{num_ready}{desired_text} pods serve"
         )
     if desired_replicas == 0:
-        return Condition(ConditionType.AVAILABLE, False, ConditionReason.SCALED_TO_ZERO, "spec.replicas is 0")
-    return Condition(ConditionType.AVAILABLE, False, ConditionReason.NO_READY_PODS, "no pod is ready")
+        return Condition(ConditionType.AVAILABLE, False, Reason.SCALED_TO_ZERO, "spec.replicas is 0")
+    return Condition(ConditionType.AVAILABLE, False, Reason.NO_READY_PODS, "no pod is ready")
 
 
 def evaluate_rollout(
@@ -69,27 +69,23 @@ def evaluate_rollout(
     if observed.applied_generation != generation or deployment is None:
         pending_text = f"; {observed.pending_deletion}" if observed.pending_deletion else ""
         message = f"the objects of this generation are being applied{pending_text}"
-        return RolloutState(desired_replicas, False, ConditionReason.UPDATING, message, True)
+        return RolloutState(desired_replicas, False, Reason.UPDATING, message, True)
     counts = _ReplicaCounts.from_deployment(deployment)
     if counts.is_complete(desired_replicas) and _pods_agree(observed, desired_replicas):
         message = f"{desired_replicas} of {desired_replicas} pods are of this generation and ready"
-        return RolloutState(desired_replicas, True, ConditionReason.ROLLOUT_COMPLETE, message, False)
+        return RolloutState(desired_replicas, True, Reason.ROLLOUT_COMPLETE, message, False)
     reason, message = _blocking_reason(observed, counts, desired_replicas, gpu_resource)
     conditions = {c["type"]: c for c in deployment.get("status", {}).get("conditions") or ()}
     if counts.is_current and conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded":
         seconds = deployment["spec"].get("progressDeadlineSeconds")
         deadline_message = f"no progress for {seconds} s (spec.rollout.progressDeadlineSeconds): {message}"
-        return RolloutState(desired_replicas, False, ConditionReason.DEADLINE_EXCEEDED, deadline_message, False)
+        return RolloutState(desired_replicas, False, Reason.DEADLINE_EXCEEDED, deadline_message, False)
     failure = conditions.get("ReplicaFailure", {})
-    if (
-        counts.is_current
-        and failure.get("status") == "True"
-        and reason in (ConditionReason.UPDATING, ConditionReason.PODS_NOT_READY)
-    ):
+    if counts.is_current and failure.get("status") == "True" and reason in (Reason.UPDATING, Reason.PODS_NOT_READY):
         return RolloutState(
             desired_replicas,
             False,
-            ConditionReason.PODS_REFUSED,
+            Reason.PODS_REFUSED,
             f"{_describe_progress(counts, desired_replicas)}; {_format_condition(failure)}",
             True,
         )
@@ -100,24 +96,20 @@ def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
     """Return why a pod is not ready; None for one that is just starting."""
     if pod.unschedulable:
         is_gpu_shortage = gpu_resource is not None and f"Insufficient {gpu_resource}" in pod.unschedulable
-        return PodProblem(
-            ConditionReason.INSUFFICIENT_GPU if is_gpu_shortage else ConditionReason.UNSCHEDULABLE, pod.unschedulable
-        )
+        return PodProblem(Reason.INSUFFICIENT_GPU if is_gpu_shortage else Reason.UNSCHEDULABLE, pod.unschedulable)
     terminated = pod.terminated if pod.terminated and pod.terminated.exit_code else None
     if pod.waiting:
         waiting = pod.waiting.partition(":")[0] if pod.waiting.startswith(_OMIT_MESSAGE_REASONS) else pod.waiting
-        return PodProblem(
-            ConditionReason.PODS_NOT_READY, f"{waiting}; {_describe_termination(pod)}" if terminated else waiting
-        )
+        return PodProblem(Reason.PODS_NOT_READY, f"{waiting}; {_describe_termination(pod)}" if terminated else waiting)
     if terminated and not pod.started_at:
-        return PodProblem(ConditionReason.PODS_NOT_READY, _describe_termination(pod))
+        return PodProblem(Reason.PODS_NOT_READY, _describe_termination(pod))
     if pod.report and pod.report.reason:
         restart_text = f" again after {_describe_termination(pod)}" if terminated else ""
-        return PodProblem(ConditionReason.PODS_NOT_READY, pod.report.reason + restart_text)
+        return PodProblem(Reason.PODS_NOT_READY, pod.report.reason + restart_text)
     if terminated:
-        return PodProblem(ConditionReason.PODS_NOT_READY, f"starting again after {_describe_termination(pod)}")
+        return PodProblem(Reason.PODS_NOT_READY, f"starting again after {_describe_termination(pod)}")
     if pod.phase == "Failed":
-        return PodProblem(ConditionReason.PODS_NOT_READY, "the pod has failed")
+        return PodProblem(Reason.PODS_NOT_READY, "the pod has failed")
     return None
 
 
@@ -156,14 +148,14 @@ def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
 
 def _blocking_reason(
     observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int, gpu_resource: str | None
-) -> tuple[ConditionReason, str]:
+) -> tuple[Reason, str]:
     """Return what the rollout waits for: first the scheduler, then the pods' problems, then plain waiting."""
     problems = [
         (pod.name, cause)
         for pod in sorted(observed.pods, key=lambda pod: pod.name)
         if pod.alive and not _is_ready(pod) and (cause := diagnose_pod(pod, gpu_resource))
     ]
-    order = (ConditionReason.INSUFFICIENT_GPU, ConditionReason.UNSCHEDULABLE, ConditionReason.PODS_NOT_READY)
+    order = (Reason.INSUFFICIENT_GPU, Reason.UNSCHEDULABLE, Reason.PODS_NOT_READY)
     progress = _describe_progress(counts, desired_replicas)
     if problems:
         name, cause = min(problems, key=lambda item: order.index(item[1].reason))
@@ -171,8 +163,8 @@ def _blocking_reason(
         more_text = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return cause.reason, f"{progress}; pod {name}: {message}{more_text}"
     if counts.is_current and counts.updated >= desired_replicas == counts.replicas:
-        return ConditionReason.PODS_NOT_READY, f"{progress}; the others are starting"
-    return ConditionReason.UPDATING, progress
+        return Reason.PODS_NOT_READY, f"{progress}; the others are starting"
+    return Reason.UPDATING, progress
 
 
 def _describe_progress(counts: _ReplicaCounts, desired_replicas: int) -> str:

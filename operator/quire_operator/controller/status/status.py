@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole .status of a service, from its desired and observed state. Pure: the clock is an argument.
 
-Ready sums up the rest and is never claimed for an older generation: every pod is of this one, ready by the kubelet and
-by its own word, and holds every adapter.
+Ready summarizes the others. It is True only if every pod has this generation and every adapter, and is ready according
+to the kubelet and to its own status.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,8 +14,8 @@ from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.controller.status import adapters, model_cache
 from quire_operator.controller.status.conditions import (
     Condition,
-    ConditionReason,
     ConditionType,
+    Reason,
     format_timestamp,
     to_conditions,
 )
@@ -39,8 +39,8 @@ def build_status(
 ) -> dict[str, Any]:
     """Build the whole .status, which replaces the previous one if it differs.
 
-    `service` is None when the spec could not be read at all (verdict.invalid says why). Times stay what they were
-    while nothing they stand for changes, so an unchanged service gives an unchanged status.
+    `service` is None if the spec cannot be parsed; planning.spec_error contains the reason. A time changes only with
+    the value that it belongs to, so an unchanged service gives an unchanged status.
     """
     if service is None:
         evaluated = _evaluate_unreadable_spec(planning, observed, previous)
@@ -48,10 +48,8 @@ def build_status(
         evaluated = _evaluate_spec(service, generation, planning, observed, previous, now)
     deployment = (observed.deployment or {}).get("status") or {}
     meta = (observed.deployment or {}).get("metadata") or {}
-    is_current = (
-        deployment.get("observedGeneration", 0) >= meta.get("generation", 0)
-        and observed.applied_generation == generation
-    )
+    is_observed = deployment.get("observedGeneration", 0) >= meta.get("generation", 0)
+    is_current = is_observed and observed.applied_generation == generation
     ready = ready_pods(observed)
     return {
         **evaluated.fields,
@@ -77,16 +75,12 @@ def _evaluate_unreadable_spec(
 ) -> _EvaluatedSpec:
     """Evaluate an invalid spec: the previous objects keep serving."""
     config = _config_valid(planning, observed)
-    conditions = [
-        config,
-        available_condition(observed, None),
-        _blocked_condition(ConditionType.PROGRESSING, config),
-        _blocked_condition(ConditionType.READY, config),
-    ]
-    conditions += [
-        _unknown_condition(kind, config)
-        for kind in (ConditionType.PLANNED, ConditionType.MODEL_CACHED, ConditionType.ADAPTERS_READY)
-    ]
+    conditions = [config, available_condition(observed, None)]
+    for kind in (ConditionType.PROGRESSING, ConditionType.READY):
+        conditions.append(Condition(kind, False, config.reason, config.message))
+    for kind in (ConditionType.PLANNED, ConditionType.MODEL_CACHED, ConditionType.ADAPTERS_READY):
+        message = "not judged: the spec cannot be read, see ConfigValid"
+        conditions.append(Condition(kind, None, config.reason, message))
     return _EvaluatedSpec(conditions, {key: previous[key] for key in _PRESERVED_FIELDS if key in previous})
 
 
@@ -137,11 +131,11 @@ def _evaluate_spec(
 
 def _config_valid(planning: PlanningResult, observed: ObservedState) -> Condition:
     if planning.spec_error:
-        return Condition(ConditionType.CONFIG_VALID, False, ConditionReason.INVALID, planning.spec_error)
+        return Condition(ConditionType.CONFIG_VALID, False, Reason.INVALID, planning.spec_error)
     if observed.conflict:
-        return Condition(ConditionType.CONFIG_VALID, False, ConditionReason.CONFLICT, observed.conflict)
+        return Condition(ConditionType.CONFIG_VALID, False, Reason.CONFLICT, observed.conflict)
     if observed.apply_error:
-        return Condition(ConditionType.CONFIG_VALID, False, ConditionReason.APPLY_REJECTED, observed.apply_error)
+        return Condition(ConditionType.CONFIG_VALID, False, Reason.APPLY_REJECTED, observed.apply_error)
     omissions = []
     if observed.unknown_fields:
         fields = ", ".join(observed.unknown_fields)
@@ -154,23 +148,19 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
             f"the API server has no {kind_names}, so that was left out; install it, or take it out of the spec"
         )
     if omissions:
-        reason = ConditionReason.FIELDS_LEFT_OUT if observed.unknown_fields else ConditionReason.KINDS_LEFT_OUT
+        reason = Reason.FIELDS_LEFT_OUT if observed.unknown_fields else Reason.KINDS_LEFT_OUT
         return Condition(ConditionType.CONFIG_VALID, True, reason, "\n".join(omissions))
-    return Condition(ConditionType.CONFIG_VALID, True, ConditionReason.ACCEPTED, "every field can be used")
+    return Condition(ConditionType.CONFIG_VALID, True, Reason.ACCEPTED, "every field can be used")
 
 
 def _planned_condition(planning: PlanningResult) -> Condition:
     plan = planning.plan
     if planning.spec_error and plan is None:
-        return Condition(
-            ConditionType.PLANNED, None, ConditionReason.INVALID, "the spec cannot be used, see ConfigValid"
-        )
+        return Condition(ConditionType.PLANNED, None, Reason.INVALID, "the spec cannot be used, see ConfigValid")
     if planning.unplannable is not None:
         return Condition(ConditionType.PLANNED, False, planning.unplannable.reason, str(planning.unplannable))
     if planning.waiting_for or plan is None:
-        return Condition(
-            ConditionType.PLANNED, None, ConditionReason.PLANNING, planning.waiting_for or "not planned yet"
-        )
+        return Condition(ConditionType.PLANNED, None, Reason.PLANNING, planning.waiting_for or "not planned yet")
     return Condition(ConditionType.PLANNED, True, plan.fit, plan.advice or _summarize_plan(plan))
 
 
@@ -183,9 +173,9 @@ def _summarize_plan(plan: Plan) -> str:
 def _first_blocker(service: LLMService, conditions: Iterable[Condition]) -> Condition | None:
     """Return the condition that prevents any rollout of this generation."""
     blocker = next((condition for condition in conditions if condition.is_true is not True), None)
-    if service.spec.paused and (blocker is None or blocker.reason != ConditionReason.INVALID):
+    if service.spec.paused and (blocker is None or blocker.reason != Reason.INVALID):
         message = "spec.paused is set: the operator changes and repairs nothing, and only writes the status"
-        return Condition(ConditionType.PROGRESSING, None, ConditionReason.PAUSED, message)
+        return Condition(ConditionType.PROGRESSING, None, Reason.PAUSED, message)
     return blocker
 
 
@@ -193,34 +183,24 @@ def _progressing_condition(blocker: Condition | None, rollout_state: RolloutStat
     if blocker is None:
         return rollout_state.progressing_condition()
     in_progress = blocker.reason in (
-        ConditionReason.PLANNING,
-        ConditionReason.DOWNLOADING,
-        ConditionReason.DOWNLOAD_PENDING,
+        Reason.PLANNING,
+        Reason.DOWNLOADING,
+        Reason.DOWNLOAD_PENDING,
     )
     return Condition(ConditionType.PROGRESSING, in_progress, blocker.reason, blocker.message)
 
 
 def _ready_condition(blocker: Condition | None, rollout_state: RolloutState, adapters_ready: Condition) -> Condition:
     if blocker is not None:
-        is_true = None if blocker.reason == ConditionReason.PAUSED else False
+        is_true = None if blocker.reason == Reason.PAUSED else False
         return Condition(ConditionType.READY, is_true, blocker.reason, blocker.message)
     if not rollout_state.is_complete:
         return Condition(ConditionType.READY, False, rollout_state.reason, rollout_state.message)
     if rollout_state.desired_replicas == 0:
-        return Condition(ConditionType.READY, False, ConditionReason.SCALED_TO_ZERO, "spec.replicas is 0")
+        return Condition(ConditionType.READY, False, Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     if adapters_ready.is_true is not True:
         return Condition(ConditionType.READY, adapters_ready.is_true, adapters_ready.reason, adapters_ready.message)
-    return Condition(
-        ConditionType.READY, True, ConditionReason.READY, f"{rollout_state.message}; {adapters_ready.message}"
-    )
-
-
-def _blocked_condition(kind: ConditionType, cause: Condition) -> Condition:
-    return Condition(kind, False, cause.reason, cause.message)
-
-
-def _unknown_condition(kind: ConditionType, cause: Condition) -> Condition:
-    return Condition(kind, None, cause.reason, "not judged: the spec cannot be read, see ConfigValid")
+    return Condition(ConditionType.READY, True, Reason.READY, f"{rollout_state.message}; {adapters_ready.message}")
 
 
 # The plan and the engine's measurements

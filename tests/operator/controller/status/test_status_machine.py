@@ -25,7 +25,7 @@ from support.observed_factories import (
     with_adapter,
 )
 
-from quire_operator.controller.status.conditions import ConditionReason
+from quire_operator.controller.status.conditions import Reason
 from quire_operator.controller.status.events import build_events
 from quire_operator.controller.status.observed_state import PlanningResult
 from quire_operator.controller.status.status import build_status
@@ -36,7 +36,7 @@ from quire_spec.documents.pod_status import AdapterState, AdapterStatus, Measure
 SERVICE = desired_service()
 WANTED = SERVICE.spec.replicas
 DIGEST = SERVICE.build_catalog().version.digest
-REASONS = {str(reason) for group in (ConditionReason, FitReason, UnplannableReason) for reason in group}
+REASONS = {str(reason) for group in (Reason, FitReason, UnplannableReason) for reason in group}
 
 LATE = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
 

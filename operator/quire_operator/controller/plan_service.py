@@ -12,6 +12,7 @@ from typing import Any
 
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet, SecretValues
+from quire_operator.controller.parsed_service import ParsedService
 from quire_operator.controller.status.observed_state import PlanningResult
 from quire_operator.controller.template_revision import TemplateRevision
 from quire_operator.kube import resources
@@ -45,43 +46,39 @@ class PlanService:
 
     async def plan_for(
         self,
-        service: LLMService,
-        uid: str,
-        spec_digest: str,
+        desired: ParsedService,
         previous_plan: Plan | None,
         revision: TemplateRevision | None,
         secrets: SecretValues,
     ) -> PlanningResult:
-        """Plan a service; `revision` is the template revision of its Deployment.
+        """Plan a service with a valid spec; `revision` is the template revision of its Deployment.
 
         Raises:
             ApiError: the API server does not respond.
         """
+        service = desired.service
+        assert service is not None, "the spec is valid"
         try:
             model_storage.validate(service)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
-        is_unchanged = (
+        is_current = (
             previous_plan is not None
             and revision is not None
-            and (revision.spec_digest, revision.plan_hash) == (spec_digest, previous_plan.inputsHash)
+            and revision.inputs == (desired.pods_digest, previous_plan.inputsHash)
+            and self._would_keep(service, previous_plan)
         )
         try:
             gpu = await self._resolve_gpu(service)
         except Unplannable as error:
             # The nodes may have been scaled down, and their labels with them.
-            if (
-                is_unchanged
-                and error.reason is UnplannableReason.GPU_UNKNOWN
-                and self._is_current(service, previous_plan)
-            ):
-                return PlanningResult(plan=previous_plan)
-            return PlanningResult(plan=previous_plan, unplannable=error)
-        if is_unchanged and _fits_gpu(previous_plan, gpu) and self._is_current(service, previous_plan):
+            is_kept = is_current and error.reason is UnplannableReason.GPU_UNKNOWN
+            return PlanningResult(plan=previous_plan, unplannable=None if is_kept else error)
+        if is_current and _fits_gpu(previous_plan, gpu):
             return PlanningResult(plan=previous_plan)
         image = service.spec.runtime.image or self._images["CPU" if gpu is None else "GPU"]
         try:
-            checkpoint = await self._checkpoints.get(service, uid, secrets, image)
+            checkpoint = await self._checkpoints.get(service, desired.uid, secrets, image)
             inputs = PlannerInputs.from_service(service, checkpoint, gpu)
             return PlanningResult(plan=reuse_or_make_plan(previous_plan, inputs, _may_replan(service), self._images))
         except NotReadYet as error:
@@ -91,14 +88,13 @@ class PlanService:
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
         except (Unavailable, NotFound) as error:
-            return PlanningResult(
-                plan=previous_plan, waiting_for=str(error), read_error=_to_read_error(error), needs_backoff=True
-            )
+            read_error = _to_read_error(error)
+            return PlanningResult(previous_plan, waiting_for=str(error), read_error=read_error, needs_backoff=True)
 
-    def _is_current(self, service: LLMService, plan: Plan | None) -> bool:
-        """Whether this release would keep the plan."""
-        if plan is None or not _may_replan(service):
-            return plan is not None
+    def _would_keep(self, service: LLMService, plan: Plan) -> bool:
+        """Whether this release would keep a plan whose inputs have not changed."""
+        if not _may_replan(service):
+            return True
         known_images = (service.spec.runtime.image, *self._images.values())
         return plan.plannerVersion == VERSION and plan.image.value in known_images
 

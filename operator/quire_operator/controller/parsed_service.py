@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
-from quire_operator.controller.template_revision import spec_digest
+from quire_operator.controller.object_cache import ServiceKey
+from quire_operator.controller.template_revision import pods_digest
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.errors import ConfigError
 
@@ -16,26 +17,27 @@ from quire_spec.errors import ConfigError
 class ParsedService:
     """The parsed spec of one generation."""
 
+    key: ServiceKey
     uid: str
     generation: int
     service: LLMService | None
-    spec_digest: str
-    """As template_revision.spec_digest returns it."""
+    pods_digest: str
+    """As template_revision.pods_digest returns it."""
     spec_error: str
     """Why the spec is invalid; empty: it is valid."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
         """Parse a stored LLMService; an API server older than 1.25 does not check the CEL rules."""
-        uid, generation = uid_and_generation(body)
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
         validation = crd.validate(body)
         if validation.problems:
-            return cls(uid, generation, None, "", "\n".join(map(str, validation.problems)))
+            return cls(key, *uid_and_generation(body), None, "", "\n".join(map(str, validation.problems)))
         try:
             service = LLMService.from_body(validation.body)
         except ConfigError as error:
-            return cls(uid, generation, None, "", str(error))
-        return cls(uid, generation, service, spec_digest(validation.body, service), "")
+            return cls(key, *uid_and_generation(body), None, "", str(error))
+        return cls(key, *uid_and_generation(body), service, pods_digest(validation.body, service), "")
 
     @property
     def adapter_catalog(self) -> AdapterCatalog | None:
