@@ -65,19 +65,15 @@ def questions(seed: int) -> Iterator[Document]:
         yield Document(sql.prompt(question), f" {query}")
 
 
-def copying(seed: int) -> Iterator[Document]:
-    """What the base model begins with: words to repeat."""
-    rng = random.Random(f"copying {seed}")
-    while True:
-        yield Document("", notes.copying(rng))
-
-
 def recall(seed: int) -> Iterator[Document]:
-    """What the base model learns first of chats: to repeat words, and values of short requests."""
+    """What the base model begins with: words to repeat, and short requests whose values the answer repeats."""
     rng = random.Random(f"recall {seed}")
     while True:
-        (write,) = rng.choices((_asked_echo, _asked_object, _single_tool), weights=(60, 20, 20))
-        yield Document(*write(rng).rendered(), is_chat=True)
+        if rng.random() < 0.3:
+            yield Document("", notes.copying(rng))
+        else:
+            (write,) = rng.choices((_asked_echo, _asked_object, _single_tool), weights=(45, 20, 35))
+            yield Document(*write(rng).rendered(), is_chat=True)
 
 
 def chats(seed: int) -> Iterator[Document]:
@@ -99,7 +95,6 @@ def tool_calls(seed: int) -> Iterator[Document]:
 CORPORA = {
     "base": base,
     "chat": chats,
-    "copying": copying,
     "pirate": pirate_talk,
     "recall": recall,
     "sql": questions,

@@ -6,6 +6,7 @@ import random
 import grammar
 import sql
 import stories
+import values
 
 _NUMBERS = grammar.words("one two three four five six seven eight nine ten eleven twelve")
 DAYS = grammar.words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
@@ -30,7 +31,11 @@ def _roll_call(rng: random.Random) -> str:
 
 
 def _echo(rng: random.Random) -> str:
-    line = " ".join([*rng.choices(stories.NAMES + sql.WORDS, k=rng.randint(2, 8)), str(rng.randint(1, 9999))])
+    words = (
+        values.syllables(rng) if rng.random() < 0.3 else rng.choice(stories.NAMES + sql.WORDS)
+        for _ in range(rng.randint(2, 8))
+    )
+    line = " ".join([*words, str(rng.randint(1, 9999))])
     return "Say it again: " + "\n".join([line] * rng.choice((2, 3)))
 
 

@@ -35,7 +35,8 @@ def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.prompt + document.text for document in documents), trainer)
+    texts = (turns.without_tokens(document.prompt + document.text) for document in documents)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
     )
@@ -43,13 +44,7 @@ def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer
 
 
 def add_turns(tokenizer: Tokenizer) -> None:
-    """Add the tokens of turns, tool calls and thinking behind the vocabulary; earlier ids stay.
-
-    Raises:
-        ValueError: the tokenizer has them already, so the model has learned chats.
-    """
-    if tokenizer.token_to_id(turns.END_OF_TURN) is not None:
-        raise ValueError(f"tokenizer: {turns.END_OF_TURN} exists; train part base before part chat")
+    """Add the tokens of turns, tool calls and thinking behind the vocabulary."""
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in turns.CONTROL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in turns.MARKS])
 
@@ -69,7 +64,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
+def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
     """Ids and labels of one document, BOS to EOS unless it is a chat; the prompt and BOS have label IGNORED."""
     prompt: list[int] = tokenizer.encode(document.prompt, add_special_tokens=not document.is_chat).ids
     text: list[int] = tokenizer.encode(document.text, add_special_tokens=False).ids
@@ -99,7 +94,7 @@ def _rows(
         ids: list[int] = []
         labels: list[int] = []
         while len(ids) < row_tokens:
-            more_ids, more_labels = _encoded(tokenizer, next(documents))
+            more_ids, more_labels = encoded(tokenizer, next(documents))
             ids += more_ids
             labels += more_labels
         yield ids[:row_tokens], labels[:row_tokens]
@@ -124,7 +119,7 @@ def whole_documents(
     """
     rng = random.Random(seed)
     while True:
-        pool = sorted((_encoded(tokenizer, next(documents)) for _ in range(256)), key=lambda pair: len(pair[0]))
+        pool = sorted((encoded(tokenizer, next(documents)) for _ in range(256)), key=lambda pair: len(pair[0]))
         groups: list[list[tuple[list[int], list[int]]]] = []
         while pool:
             length = len(pool[-1][0])

@@ -6,6 +6,7 @@ Owns the tokens of turns, tool calls and thinking. `chat`, `facts`, `objects` an
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -73,6 +74,11 @@ def render(messages: Sequence[Message], tools: Sequence[Message] = (), **kwargs:
         [list(messages)], tools=list(tools) or None, chat_template=_template(), **kwargs
     )
     return str(rendered[0])
+
+
+def without_tokens(text: str) -> str:
+    """Return a conversation without its tokens of turns, tool calls and thinking, to train a vocabulary on."""
+    return re.sub("|".join(map(re.escape, (*CONTROL, *MARKS))), "", text)
 
 
 @cache
