@@ -64,6 +64,8 @@ async def test_hub_errors(tmp_path, hub):
             await f.fetch(source())
         with pytest.raises(Unavailable, match="no such repository"):
             await f.fetch(source("org/other", None, mine))
+        with pytest.raises(Unavailable, match="has no key 'other'"):
+            await f.fetch(source(secret=SecretRef("hf", "other")))
         with pytest.raises(NotFound, match="revision"):
             await f.fetch(source("org/sql-lora", "v9", mine))
         with pytest.raises(InvalidArgument, match="a b"):
