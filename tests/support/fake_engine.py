@@ -168,7 +168,12 @@ class FakeText(FakeProcess):
 
     async def models(self) -> dict[str, Any]:
         names = {"served_name": self.served_name, "adapters": sorted(self.digests_by_name)}
-        return {**names, "max_model_len": 2048, "closed_reason": "" if self.core_connected else "no core"}
+        return {
+            **names,
+            "max_model_len": 2048,
+            "sampling_defaults": {},
+            "closed_reason": "" if self.core_connected else "no core",
+        }
 
     async def metrics(self) -> dict[str, Any]:
         return {"text": f"fake_aliases {len(self.digests_by_name)}\n"}

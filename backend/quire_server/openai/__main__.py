@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from quire_server.openai.app import Application
-from quire_server.openai.http_protocol import LimitedHttpProtocol
+from quire_server.openai.http.protocol import LimitedHttpProtocol
 from quire_server.openai.settings import DEFAULT_MAX_BODY_BYTES, FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec import constants

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from quire_server.openai.access import AccessControl
 from quire_server.openai.chat import ChatCompletions
 from quire_server.openai.completions import Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError
 from quire_server.openai.generation import DONE
-from quire_server.openai.http_message import (
+from quire_server.openai.http.access import AccessControl
+from quire_server.openai.http.message import (
     ClientDisconnected,
     EventStream,
     HttpRequest,

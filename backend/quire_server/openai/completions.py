@@ -7,7 +7,7 @@ from typing import Any
 from quire_server.openai.errors import ApiError
 from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
-from quire_server.openai.http_message import EventStream, HttpRequest, Reply, Response
+from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.logprobs import completion_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings

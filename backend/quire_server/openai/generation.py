@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire_server.openai.errors import ApiError
-from quire_server.openai.http_message import HttpRequest
+from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.output_stream import OutputStream
 from quire_server.openai.request_fields import GenerationFields
 from quire_server.openai.text_client import TextClient

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire_server.openai.errors import ApiError
-from quire_server.openai.http_message import HttpRequest, Reply, Response
+from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.text_client import TextClient
 
 _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"

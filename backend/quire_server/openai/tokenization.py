@@ -7,7 +7,7 @@ import msgspec
 
 from quire_server.openai.chat import ConversationFields, build_conversation
 from quire_server.openai.errors import ApiError
-from quire_server.openai.http_message import HttpRequest, Reply, Response
+from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.request_fields import parse_fields
 from quire_server.openai.text_client import TextClient
 

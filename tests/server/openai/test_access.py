@@ -11,8 +11,8 @@ import pytest
 from support.engine_processes import wait_for
 from support.openai_front import running_front
 
-from quire_server.openai import access, api_keys
-from quire_server.openai.http_protocol import MAX_HEAD_BYTES
+from quire_server.openai.http import access, api_keys
+from quire_server.openai.http.protocol import MAX_HEAD_BYTES
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,9 +7,9 @@ closed by default.
 
 import ipaddress
 
-from quire_server.openai.api_keys import ApiKeys
 from quire_server.openai.errors import ApiError
-from quire_server.openai.http_message import HttpRequest
+from quire_server.openai.http.api_keys import ApiKeys
+from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.settings import FrontSettings
 
 OPEN_ROUTES = frozenset({"/health", "/version", "/metrics"})
