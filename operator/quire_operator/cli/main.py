@@ -6,12 +6,13 @@ load the server.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quire_operator.cli import options
 from quire_spec import constants
@@ -83,46 +84,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     formatter_class = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="quire", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter_class
-    )
+    parser = argparse.ArgumentParser("quire", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter_class)
     parser.add_argument("--version", action=_VersionAction, help="print the version and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add_command(
-        name: str, help_text: str, description: str, examples: str, run: CommandFunction
-    ) -> argparse.ArgumentParser:
-        subparser = subparsers.add_parser(
-            name, help=help_text, description=description, epilog=examples, formatter_class=formatter_class
-        )
+    def add_command(run: CommandFunction, help_text: str, description: str, examples: str) -> argparse.ArgumentParser:
+        texts: dict[str, Any] = {"help": help_text, "description": description, "epilog": examples}
+        subparser = subparsers.add_parser(run.__name__[1:], formatter_class=formatter_class, **texts)
         subparser.set_defaults(run=run, usage_error=subparser.error)
         return subparser
 
-    _add_validate_options(
-        add_command("validate", "check LLMService files", _VALIDATE_DESCRIPTION, _VALIDATE_EXAMPLES, _validate)
-    )
-    options.add_plan_options(
-        add_command(
-            "plan", "show GPUs, context length and memory", options.PLAN_DESCRIPTION, options.PLAN_EXAMPLES, _plan
-        )
-    )
-    options.add_render_options(
-        add_command(
-            "render", "print the Kubernetes objects", options.RENDER_DESCRIPTION, options.RENDER_EXAMPLES, _render
-        )
-    )
-    options.add_operate_options(
-        add_command(
-            "operate",
-            "run the operator of a cluster",
-            options.OPERATE_DESCRIPTION,
-            options.OPERATE_EXAMPLES,
-            _operate,
-        )
-    )
-    _add_serve_options(
-        add_command("serve", "run an LLMService on this machine", _SERVE_DESCRIPTION, _SERVE_EXAMPLES, _serve)
-    )
+    command = add_command(_validate, "check LLMService files", _VALIDATE_DESCRIPTION, _VALIDATE_EXAMPLES)
+    _add_validate_options(command)
+    plan_help = "show GPUs, context length and memory"
+    options.add_plan_options(add_command(_plan, plan_help, options.PLAN_DESCRIPTION, options.PLAN_EXAMPLES))
+    render_help = "print the Kubernetes objects"
+    options.add_render_options(add_command(_render, render_help, options.RENDER_DESCRIPTION, options.RENDER_EXAMPLES))
+    operate_help = "run the operator of a cluster"
+    command = add_command(_operate, operate_help, options.OPERATE_DESCRIPTION, options.OPERATE_EXAMPLES)
+    options.add_operate_options(command)
+    _add_serve_options(add_command(_serve, "run an LLMService on this machine", _SERVE_DESCRIPTION, _SERVE_EXAMPLES))
     return parser
 
 
@@ -238,20 +219,8 @@ def _serve(args: argparse.Namespace) -> int:
     from quire_operator.api.llmservice import LLMService
     from quire_operator.cli import serve, serve_vllm
 
-    serve_options = serve.ServeOptions(
-        host=args.host,
-        http_port=args.http_port,
-        grpc_port=args.grpc_port,
-        metrics_port=args.metrics_port,
-        health_port=args.health_port,
-        openai_port=args.openai_port,
-        openai_api_keys_dir=args.openai_api_keys_dir,
-        volumes=tuple(args.volumes),
-        run_dir=args.run_dir,
-        cache_dir=args.cache_dir,
-        secrets_dir=args.secrets_dir,
-        verbose=args.verbose,
-    )
+    names = [field.name for field in dataclasses.fields(serve.ServeOptions)]
+    serve_options = serve.ServeOptions(**{name: getattr(args, name) for name in names})
     if args.vllm_repository is not None:
         if args.volumes:
             args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")

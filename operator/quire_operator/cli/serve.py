@@ -49,7 +49,7 @@ class ServeOptions:
     openai_port: int = constants.OPENAI_PORT
     """0: the OpenAI API is not served."""
     openai_api_keys_dir: Path | None = None
-    volumes: tuple[tuple[str, Path], ...] = ()
+    volumes: Sequence[tuple[str, Path]] = ()
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
