@@ -71,7 +71,9 @@ class HttpRequest:
         self._cancel_on_disconnect()
         try:
             document = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError:
+            raise ApiError(400, "body: is not UTF-8; encode the JSON as UTF-8") from None
+        except msgspec.DecodeError as error:
             raise ApiError(400, f"body: is not JSON: {error}"[:300]) from None
         except RecursionError:
             raise ApiError(400, "body: the JSON is nested too deeply; nest less") from None
