@@ -77,6 +77,8 @@ class OfflineEngine:
 
 def _resident_kv(kv_bytes: int) -> int:
     """Bytes of the KV cache that are in memory: pages of it that were never written are not."""
+    # LLM freezes the objects of the model, which gc.get_objects() then leaves out.
+    gc.unfreeze()
     tensors = (
         tensor_page
         for tensor_page in gc.get_objects()
