@@ -5,7 +5,7 @@ import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.quire_serve import ROOT
+from support.quire_serve import ROOT, example_document, running_service
 
 pytestmark = pytest.mark.server
 
@@ -14,12 +14,16 @@ ROW = re.compile(r"^\| `(?P<name>[\w:]+)` \| (?P<kind>\w+) \| (?P<labels>.*?) \|
 
 
 @pytest.fixture(scope="module")
-def families(service):
-    """Return metric families by query name, after traffic that gives every labelled family a sample."""
-    service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
-    service.generate("pirate", "Once upon a time", max_tokens=4, ignore_eos=True)
-    service.generate("tales", "Once upon a time", lora_name="unknown")
-    exported = text_string_to_metric_families(service.metrics())
+def families(tmp_path_factory):
+    """Return metric families by query name, after traffic that gives every labelled family a sample.
+
+    The service is not the shared one: series of an adapter end when another test replaces the catalog.
+    """
+    with running_service(example_document(), tmp_path_factory.mktemp("metrics")) as service:
+        service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
+        service.generate("pirate", "Once upon a time", max_tokens=4, ignore_eos=True)
+        service.generate("tales", "Once upon a time", lora_name="unknown")
+        exported = list(text_string_to_metric_families(service.metrics()))
     families = [family for family in exported if family.name.startswith(("vllm:", "quire_"))]
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 

@@ -29,6 +29,7 @@ def _outcomes(results):
     return {name: phase["outcome"] for name, phase in results["phases"].items()}
 
 
+@pytest.mark.skipif("QUIRE_REHEARSAL" not in os.environ, reason="takes minutes: make rehearsal")
 def test_rehearsal_with_faults_loses_no_result(tmp_path):
     """A crash, an exhausted memory and a hang in three phases: each is retried, and every phase has its rows."""
     faults = "limits=crash,attention=memory,products=hang"

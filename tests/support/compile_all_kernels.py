@@ -81,7 +81,7 @@ def _run_cuda_binary(name: str, *args: str) -> str:
 
 def _call_all() -> None:
     kernel_of = lambda op: op.get("cuda", "own")  # noqa: E731
-    attention.num_workers = lambda device: 3 * 132  # type: ignore[assignment]
+    attention.num_workers = lambda *_: 3 * 132  # type: ignore[assignment]
     lora.supports_pdl = attention.supports_pdl = lambda device: True  # type: ignore[assignment]
     for spans in ([(1500, 1)] * 3, [(0, 700)], [(1500, 1), (0, 700)], [(40, 1)], [(3, 1)] * 16, [(0, 90)] * 5):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
