@@ -34,6 +34,7 @@ from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
 from quire_kernels.rope import apply_rope, rope_and_cache
 from quire_kernels.sampling import (
     apply_penalties,
+    apply_token_bitmask,
     argmax_first,
     filter_top_k_top_p_min_p,
     inverse_transform,

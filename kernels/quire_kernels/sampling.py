@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token sampling: penalties, counter-based uniforms, top-k, top-p and min-p filters, inverse transform sampling."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -120,6 +122,44 @@ def _apply_penalties_cpu(
 
 
 apply_penalties.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
+
+
+@Op
+def apply_token_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """Set, in place, the logits of the tokens that a bitmask forbids to -inf.
+
+    Args:
+        logits: [num_logits, vocab_size], any float dtype.
+        bits: [num_rows, ceil(vocab_size / 32)] int32; bit i of word w allows token 32 * w + i.
+        rows: [num_rows] int64, the rows of `logits` to change, without repetitions.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_forbidden = ((bits[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(is_forbidden, float("-inf"))
+
+
+@apply_token_bitmask.register("cpu")
+def _apply_token_bitmask_cpu(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """A row at a time, because a row fits into the cache; bits become bytes by a table of 256 entries."""
+    vocab_size = logits.shape[1]
+    if cpu_native.supports(logits):
+        cpu_native.get_library().quire_apply_bitmask(
+            logits.data_ptr(), logits.stride(0), bits.data_ptr(), bits.stride(0), rows.data_ptr(), len(rows), vocab_size
+        )
+        return
+    table = _forbidden_bits()
+    for row, words in zip(rows.tolist(), bits, strict=True):
+        is_forbidden = table[words.view(torch.uint8).to(torch.int64)].flatten()[:vocab_size]
+        logits[row].masked_fill_(is_forbidden, float("-inf"))
+
+
+apply_token_bitmask.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
+
+
+@functools.cache
+def _forbidden_bits() -> Tensor:
+    """Return [256, 8] bool: by byte, which of its bits are 0."""
+    return (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 0
 
 
 @Op

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from quire_kernels import filter_top_k_top_p_min_p, inverse_transform, uniform
+from quire_kernels import apply_token_bitmask, filter_top_k_top_p_min_p, inverse_transform, uniform
 
 MASK = 2**64 - 1
 
@@ -115,3 +115,19 @@ def test_tokens_of_weight_zero_are_never_sampled():
     last = torch.tensor([1.0 - 2.0**-24])
     assert inverse_transform(weights, last).tolist() == [4]
     assert inverse_transform(weights, torch.tensor([0.0])).tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [5, 64, 700])
+def test_token_bitmask(dtype, vocab_size):
+    logits = torch.randn(4, vocab_size).to(dtype)
+    is_allowed = torch.rand(2, vocab_size) < 0.5
+    padded = torch.nn.functional.pad(is_allowed, (0, -vocab_size % 32)).view(2, -1, 32).to(torch.int64)
+    bits = (padded << torch.arange(32)).sum(-1)
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+    expected = logits.clone()
+    expected[[3, 1]] = torch.where(is_allowed, expected[[3, 1]], float("-inf"))
+    for function in (apply_token_bitmask.reference, apply_token_bitmask):
+        masked = logits.clone()
+        function(masked, bits, torch.tensor([3, 1]))
+        assert torch.equal(masked, expected)

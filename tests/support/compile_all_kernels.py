@@ -121,6 +121,7 @@ def _call_small_ops(kernel_of: Any, cache: torch.Tensor, num_tokens: int) -> Non
     kernel_of(ops.uniform)(positions, positions)
     counts = torch.zeros(16, 128256, dtype=torch.int32)
     kernel_of(ops.apply_penalties)(logits.float(), positions, counts > 0, counts, positions, floats, floats, floats)
+    kernel_of(ops.apply_token_bitmask)(logits, torch.zeros(16, 4008, dtype=torch.int32), positions)
     state, out = (created(num_tokens, *sizes, torch.device("cpu")) for created, *sizes in (
         (ops.SequenceState.empty, 512), (ops.StepInputs.empty, num_tokens, 512),
     ))  # fmt: skip

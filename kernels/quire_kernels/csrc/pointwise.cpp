@@ -105,6 +105,22 @@ void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin
   }
 }
 
+// Set the elements of the given rows of x to -inf where their bit is 0. bits: a row of 32-bit words for each row.
+void quire_apply_bitmask(bf16* x, int64_t ldx, const uint32_t* bits, int64_t ldb, const int64_t* indices, int64_t rows,
+                         int64_t size) {
+  const __m512i lowest = _mm512_set1_epi16(static_cast<int16_t>(0xff80));
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++) {
+    bf16* row = x + indices[r] * ldx;
+    const uint32_t* words = bits + r * ldb;
+    for (int64_t i = 0; i < size; i += 32) {
+      const uint32_t present = size - i < 32 ? (1u << (size - i)) - 1 : ~0u;
+      const __mmask32 forbidden = ~words[i / 32] & present;
+      if (forbidden) _mm512_mask_storeu_epi16(row + i, forbidden, lowest);
+    }
+  }
+}
+
 // Index of each row's first largest element; a NaN counts as the largest.
 void quire_argmax(const bf16* x, int64_t* out, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > kParallel)

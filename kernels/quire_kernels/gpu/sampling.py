@@ -101,6 +101,16 @@ def apply_penalties(
     )
 
 
+def apply_token_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """See sampling.apply_token_bitmask. Reads a bit for each row and token, and writes the forbidden logits only."""
+    vocab_size = logits.shape[1]
+    assert logits.stride(1) == 1 and bits.stride(1) == 1
+    block = _block(vocab_size)
+    _apply_token_bitmask[(len(rows), cdiv(vocab_size, block))](
+        logits, bits, rows, logits.stride(0), bits.stride(0), vocab_size, BLOCK=block, num_warps=_WARPS // 2
+    )
+
+
 def _block(vocab_size: int) -> int:
     return min(next_power_of_2(vocab_size), _BLOCK)
 
@@ -289,3 +299,14 @@ def _apply_penalties(
         occurred, tl.load(presence + row_index), 0.0
     )
     tl.store(logit, scaled - penalty, mask=mask)
+
+
+@triton.jit
+def _apply_token_bitmask(logits, bits, rows, stride, bits_stride, vocab_size, BLOCK: tl.constexpr):
+    row_index = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    vocab_mask = tokens < vocab_size
+    words = tl.load(bits + row_index.to(tl.int64) * bits_stride + tokens // 32, mask=vocab_mask, other=0)
+    is_forbidden = ((words >> (tokens % 32)) & 1) == 0
+    row = logits + tl.load(rows + row_index) * stride
+    tl.store(row + tokens, float("-inf"), mask=vocab_mask & is_forbidden)

@@ -35,7 +35,8 @@ def test_all_compile(kernels):
     assert names == {
         "_paged_attention", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
         "_write_kv", "_sample", "_argmax_first",
-        "_uniforms", "_apply_penalties", "_prepare", "_count_tokens", "_fill_tiles", "_shrink", "_expand",
+        "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
+        "_shrink", "_expand",
     }  # fmt: skip
 
 

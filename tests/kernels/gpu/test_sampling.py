@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
-from quire_kernels import apply_penalties, argmax_first, sample, uniform
+from quire_kernels import apply_penalties, apply_token_bitmask, argmax_first, sample, uniform
 from quire_kernels.gpu import sampling as gpu
 
 pytestmark = requires_interpreter
@@ -94,3 +94,13 @@ def test_penalties_with_any_state_rows():
     apply_penalties.reference(expected, rows, in_prompt, counts, tallied, *params)
     interpreted_kernel(apply_penalties)(logits, rows, in_prompt, counts, tallied, *params)
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 700])
+def test_token_bitmask(vocab_size):
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), dtype=torch.int64).to(torch.int32)
+    logits, rows = torch.randn(5, vocab_size), torch.tensor([4, 0, 2])
+    expected = logits.clone()
+    apply_token_bitmask.reference(expected, bits, rows)
+    interpreted_kernel(apply_token_bitmask)(logits, bits, rows)
+    assert torch.equal(logits, expected)
