@@ -65,8 +65,15 @@ def questions(seed: int) -> Iterator[Document]:
         yield Document(sql.prompt(question), f" {query}")
 
 
+def copying(seed: int) -> Iterator[Document]:
+    """What the base model begins with: words to repeat."""
+    rng = random.Random(f"copying {seed}")
+    while True:
+        yield Document("", notes.copying(rng))
+
+
 def recall(seed: int) -> Iterator[Document]:
-    """What the base model begins with: words to repeat, and short requests whose values the answer repeats."""
+    """What the model learns first of chats: words to repeat, and short requests whose values the answer repeats."""
     rng = random.Random(f"recall {seed}")
     while True:
         if rng.random() < 0.3:
@@ -95,6 +102,7 @@ def tool_calls(seed: int) -> Iterator[Document]:
 CORPORA = {
     "base": base,
     "chat": chats,
+    "copying": copying,
     "pirate": pirate_talk,
     "recall": recall,
     "sql": questions,
