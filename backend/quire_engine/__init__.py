@@ -13,24 +13,29 @@ if TYPE_CHECKING:
     from quire_engine.api.llm import LLM
     from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
     from quire_spec.engine.sampling_params import SamplingParams
+    from quire_spec.engine.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineArgs",
+    "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]
 
 _MODULES = {
     "EngineArgs": "quire_engine.api.engine_args",
+    "GuidedDecodingParams": "quire_spec.engine.structured_outputs",
     "LLM": "quire_engine.api.llm",
     "SamplingParams": "quire_spec.engine.sampling_params",
+    "StructuredOutputsParams": "quire_spec.engine.structured_outputs",
     "TextPrompt": "quire_engine.api.inputs",
     "TokensPrompt": "quire_engine.api.inputs",
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NewType
 
+from quire_engine.structured_outputs.grammar import Grammar
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.sampling_params import SamplingParams
 
@@ -69,6 +70,8 @@ class Sequence:
     ignore_eos is set."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not occur in the output."""
+    grammar: Grammar | None = None
+    """State of the grammar that the output matches; None allows any output."""
     adapter_digest: AdapterDigest | None = None
     """Content digest."""
     cache_salt: str | None = None

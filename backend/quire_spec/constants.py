@@ -25,6 +25,11 @@ CATALOG_FILE = "adapters.json"
 
 CORE_SOCKET = "core.sock"
 TEXT_SOCKET = "text.sock"
+SUPERVISOR_SOCKET = "supervisor.sock"
+MAX_OPENAI_FRONTS = 16
+"""Maximum number of processes of the OpenAI front in a pod."""
+CLOSING_FILE = "closing"
+"""File in the run folder of a pod that is about to stop: the OpenAI front then sends its clients to other pods."""
 MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes: the size of sockaddr_un on Linux."""
 
@@ -66,6 +71,11 @@ OUTPUT_IDS = "output_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
 
 LORA_NAME = "lora_name"
+
+
+def openai_probe_socket(index: int) -> str:
+    """Return the name of the socket on which one of the OpenAI fronts answers probes."""
+    return f"openai-{index}.sock"
 
 
 def check_model_name(name: str, field_path: str) -> None:

@@ -21,7 +21,7 @@ _FIXED: dict[str, Any] = {
 }
 _135M: dict[str, Any] = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 _135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "initializer_range": 0.04}
-SHAPES: dict[str, dict[str, Any]] = {"135m": _135M}
+SHAPES: dict[str, dict[str, Any]] = {"135m": _135M, "135m-150k": _135M | {"vocab_size": 151936}}
 
 
 def cached_checkpoint(shape: str) -> Path:

@@ -15,6 +15,7 @@ from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadc
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import LoRARequest, RequestOutput
 from quire_engine.core.engine import Engine
+from quire_engine.structured_outputs.grammar_text import to_grammar_text
 from quire_engine.text.admission import check_text_parameters
 from quire_engine.tokenization.chat_template import (
     ChatMessage,
@@ -64,6 +65,7 @@ class LLM:
         engine_args = from_vllm_arguments({"model": str(model)} | config)
         self.engine = Engine.from_config(EngineConfig.from_json(engine_args), progress=progress)
         tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
+        self.engine.tokenizer_folder = tokenizer_folder
         self.tokenizer = Tokenizer.from_folder(tokenizer_folder) if tokenizer is None else Tokenizer(tokenizer_folder)
         """None for a model folder without tokenizer.json; its prompts must be token ids."""
         self._tokenizer_folder = tokenizer_folder
@@ -89,12 +91,12 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters in the model's generation_config.json, which `generate` uses by default.
+        """Return the parameters that `generate` uses by default: those that the argument generation_config names.
 
         Raises:
             ConfigError: a value in the file is out of range.
         """
-        return load_default_sampling_params(self.engine.model_folder)
+        return load_default_sampling_params(self.engine.model_folder, self.engine.config.generation_config)
 
     def generate(
         self,
@@ -124,6 +126,9 @@ class LLM:
         lora_requests = broadcast_to_prompts("lora_request", lora_request, LoRARequest, len(prompt_list), optional=True)
         priorities = broadcast_to_prompts("priority", 0 if priority is None else priority, int, len(prompt_list))
         adapter_digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(lora_requests) if lora is not None}
+        # Once for each constraint: prompts usually share one, and a schema takes about a millisecond.
+        constraints = {id(p.structured_outputs): p.structured_outputs for p in params}
+        grammars = {key: None if c is None else to_grammar_text(c) for key, c in constraints.items()}
         offline_requests: list[OfflineRequest] = []
         try:
             for prompt, param, lora, request_priority in zip(
@@ -132,6 +137,12 @@ class LLM:
                 base_request = self._build_request(
                     prompt, param, None if lora is None else adapter_digests[lora], request_priority
                 )
+                if param.structured_outputs is not None:
+                    base_request = replace(
+                        base_request,
+                        grammar=grammars[id(param.structured_outputs)],
+                        begin_after_token_ids=list(param.structured_outputs.begin_after_token_ids),
+                    )
                 prompt_text = ParsedPrompt.from_prompt(prompt).text
                 offline_requests.append(
                     OfflineRequest(base_request, prompt_text, param, lora, self.tokenizer, self.engine.eos_token_ids)
@@ -220,7 +231,13 @@ class LLM:
         bad_word_ids = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
         sequence_id, self._next_id = self._next_id, self._next_id + params.num_sequences
         return SequenceRequest(
-            sequence_id, token_ids, {}, adapter_digest, parsed_prompt.cache_salt, bad_word_ids, priority=priority
+            sequence_id,
+            token_ids,
+            {},
+            adapter_digest,
+            parsed_prompt.cache_salt,
+            bad_word_ids,
+            priority=priority,
         )
 
     def load_adapter(self, lora: LoRARequest) -> AdapterDigest:

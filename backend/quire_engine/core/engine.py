@@ -7,23 +7,27 @@ module does not import torch; `from_config` does.
 
 import logging
 import random
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.lora.registry import AdapterRegistry
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.scheduler import AdapterUsage, Scheduler
 from quire_engine.sequence import Sequence
 from quire_engine.step.plan import SlotLoad
+from quire_engine.structured_outputs.compiler import GrammarCompiler
+from quire_engine.structured_outputs.grammar import Grammar
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.interface import ModelRunner
 from quire_spec.constants import AdapterDigest
+from quire_spec.dataclass_json import to_json
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -32,6 +36,9 @@ from quire_spec.model.capabilities import DTYPE_BYTES
 from quire_spec.model.memory_sizing import lora_slot_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
+
+MAX_LIVE_ADAPTERS = 256
+"""Adapters in a snapshot for the live page: those with sequences first, then those in slots and in host memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +61,12 @@ class Engine:
         self.config = config
         self.shape: ModelConfig = checkpoint.shape
         self.memory = memory
-        self.model_folder = checkpoint.folder
+        self.model_folder = self.tokenizer_folder = checkpoint.folder
         self.max_model_len = check_max_model_len(config, checkpoint.shape)
         self.eos_token_ids = checkpoint.eos_token_ids
         self._runner = runner
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._grammar_compiler_lock = threading.Lock()
         self._clock = clock
         self._seed_generator = random.Random(config.seed)
         self._block_pool = BlockPool(memory.num_blocks)
@@ -95,7 +104,7 @@ class Engine:
         Raises:
             ConfigError: the model cannot be found or served, or does not fit; the message contains what to change.
         """
-        checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress))
+        checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress, config.download_dir))
         check_max_model_len(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.tensor_parallel import create_runner
@@ -116,6 +125,19 @@ class Engine:
         """False if step() has nothing to do until another call, because all sequences wait for adapters."""
         return self._scheduler.has_runnable or bool(self._failed_results)
 
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Return the compiler of grammars for this model, creating it at the first call. Safe to call from any thread.
+
+        Raises:
+            InvalidArgument: the model has no tokenizer, or no end-of-sequence token.
+        """
+        with self._grammar_compiler_lock:
+            if self._grammar_compiler is None:
+                self._grammar_compiler = GrammarCompiler.from_folder(
+                    self.tokenizer_folder, self.shape.vocab_size, self.eos_token_ids
+                )
+            return self._grammar_compiler
+
     def add(self, request: SequenceRequest) -> None:
         """Queue a request.
 
@@ -135,6 +157,7 @@ class Engine:
         if not all(bad_words):
             raise InvalidArgument("bad_words: a word has no tokens; give each word at least one")
         _check_allowed_tokens(params, stop_token_ids | self.eos_token_ids, bad_words)
+        grammar = self._create_grammar(request, params)
         max_output_tokens = max(self.max_model_len - len(prompt_token_ids), 0)
         self._scheduler.add(
             Sequence(
@@ -145,9 +168,13 @@ class Engine:
                 max_output_tokens=max_output_tokens
                 if params.max_tokens is None
                 else min(params.max_tokens, max_output_tokens),
-                stop_token_ids=stop_token_ids if params.ignore_eos else stop_token_ids | self.eos_token_ids,
+                # Nothing can follow the end of a grammar, so it ends the output even with ignore_eos.
+                stop_token_ids=stop_token_ids
+                if params.ignore_eos and grammar is None
+                else stop_token_ids | self.eos_token_ids,
                 suppressed_token_ids=stop_token_ids | self.eos_token_ids if params.min_tokens else frozenset(),
                 bad_words=bad_words,
+                grammar=grammar,
                 adapter_digest=request.adapter_digest,
                 cache_salt=request.cache_salt,
                 parent_id=request.parent_id,
@@ -291,6 +318,25 @@ class Engine:
             host_adapter_bytes=self._adapter_registry.host_bytes,
         )
 
+    def live_snapshot(self) -> dict[str, Any]:
+        """Return the state that the live page shows. Takes time with the number of sequences, not of KV blocks.
+
+        `adapters` contains [digest, state, running sequences, waiting ones, KV blocks] of at most MAX_LIVE_ADAPTERS;
+        the digest of the base model is None.
+        """
+        usage, states = self._scheduler.usage_by_adapter(), self._adapter_registry.adapter_states()
+        order = {"slot": 0, "host": 1}
+        idle = [digest for digest in states if digest not in usage]
+        idle.sort(key=lambda digest: (order.get(states[digest], 2), digest))
+        digests: list[AdapterDigest | None] = [None, *(digest for digest in usage if digest is not None), *idle]
+        no_usage = AdapterUsage()
+        rows = [
+            [digest, "" if digest is None else states.get(digest, ""), u.num_running, u.num_waiting, u.num_blocks]
+            for digest in digests[:MAX_LIVE_ADAPTERS]
+            for u in (usage.get(digest, no_usage),)
+        ]
+        return {"stats": to_json(self.stats()), "adapters": rows, "num_adapters": len(states)}
+
     def check_integrity(self) -> None:
         """Raise Internal, with the counts, unless sequences, blocks and adapters agree."""
         self._scheduler.check_integrity()
@@ -331,6 +377,13 @@ class Engine:
     def _discard_evicted_copies(self) -> None:
         for digest in self._adapter_registry.pop_evicted_copies():
             self._runner.discard_adapter(digest)
+
+    def _create_grammar(self, request: SequenceRequest, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is not None:
+            raise Internal("structured_outputs: the constraint was not turned into a grammar")
+        if request.grammar is None:
+            return None
+        return self.grammar_compiler().create(request.grammar, request.begin_after_token_ids)
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         vocab_size, max_logprobs = self.shape.vocab_size, self.config.max_logprobs

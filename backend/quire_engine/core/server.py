@@ -15,6 +15,7 @@ from typing import Any
 from quire_engine.core.compute_thread import ComputeThread
 from quire_engine.core.engine import Engine, slot_copy_error
 from quire_engine.core.engine_loop import EngineLoop
+from quire_engine.core.grammar_queue import GrammarQueue
 from quire_engine.ipc.connection import Connection, ConnectionHandler, listen
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
@@ -49,6 +50,7 @@ class CoreServer(ConnectionHandler):
         self._started_at = utc_now()
         self._engine_loop = EngineLoop(engine, self._publish, self._on_adapter_needed, self._on_slot_copy)
         self._io_threads = AdapterIOThreads()
+        self._grammar_queue = GrammarQueue(engine.grammar_compiler, self._engine_loop.generate)
         self._text_connection: Connection | None = None
         self._client_ids = count(1)
         self._client_id = 0
@@ -58,11 +60,13 @@ class CoreServer(ConnectionHandler):
             "unload_adapter": self._unload_adapter,
             "status": self._status,
             "check": self._check_integrity,
+            "live": self._live,
         }
 
     async def run(self, socket_path: Path) -> None:
         """Serve forever."""
         self._compute_thread.run_forever(self._engine_loop.run)
+        self._grammar_queue.warm_up()
         server = await listen(socket_path, lambda: Connection(self))
         logger.info("engine core listens path=%s", socket_path)
         await server.serve_forever()
@@ -84,10 +88,11 @@ class CoreServer(ConnectionHandler):
         """Called when the text process or a supervisor has sent a message."""
         from_text = connection is self._text_connection
         if from_text and isinstance(message, SequenceRequest):
-            self._engine_loop.generate(self._client_id, message)
+            self._grammar_queue.generate(self._client_id, message)
         elif from_text and isinstance(message, AbortSequences):
+            self._grammar_queue.abort(message.ids)
             self._engine_loop.abort(self._client_id, message.ids)
-        elif not from_text and isinstance(message, ControlRequest):
+        elif isinstance(message, ControlRequest):
             self._start_task(self._handle_call(connection, message))
         else:
             raise Internal(f"unexpected {type(message).__name__}")
@@ -163,6 +168,10 @@ class CoreServer(ConnectionHandler):
         )
         memory = to_json(self._engine.memory)
         return {"started_at": self._started_at, "memory": memory, "adapters": adapters, "stats": to_json(stats)}
+
+    async def _live(self, args: dict[str, Any]) -> dict[str, Any]:
+        snapshot: dict[str, Any] = await self._run_on_engine_thread(self._engine.live_snapshot)
+        return snapshot
 
     async def _check_integrity(self, args: dict[str, Any]) -> dict[str, Any]:
         await self._run_on_engine_thread(self._engine.check_integrity)

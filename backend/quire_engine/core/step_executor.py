@@ -12,10 +12,10 @@ from functools import partial
 from typing import NoReturn
 
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.sequence import Logprob, Sequence
+from quire_engine.sequence import FinishReason, Logprob, Sequence
 from quire_engine.step.plan import InFlightStep, RunnerLost, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
-from quire_spec.errors import Code, Internal
+from quire_spec.errors import Code, Internal, InvalidArgument
 from quire_spec.protocol.messages import SequenceDelta
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class StepExecutor:
 
     def _step_async(self) -> list[SequenceDelta]:
         """Launch the next step, then complete the one in flight."""
-        step = self._in_flight or self._launch(self._plan_step())
+        step = self._in_flight or self._sample_tokens(self._launch(self._plan_step()))
         self._in_flight = None
         if step is None:
             return []
@@ -85,7 +85,9 @@ class StepExecutor:
                 self._fail_step(step)
                 raise
             self._in_flight = self._launch(next_plan)
-        return self._complete(step)
+        results = self._complete(step)
+        self._in_flight = self._sample_tokens(self._in_flight)
+        return results
 
     def _plan_step(self) -> StepPlan | None:
         plan = self._scheduler.schedule(self._clock())
@@ -108,6 +110,16 @@ class StepExecutor:
             return InFlightStep(plan, self._runner.execute_async(plan))
         except BaseException as error:
             return InFlightStep(plan, partial(_raise, error), launch_failed=True)
+
+    def _sample_tokens(self, step: InFlightStep | None) -> InFlightStep | None:
+        """Sample the tokens of a step that was launched without: its grammars had to see those of the step before."""
+        if step is None or step.launch_failed or not any(span.sequence.grammar for span in step.plan.spans):
+            return step
+        try:
+            self._runner.sample_tokens()
+        except BaseException as error:
+            return InFlightStep(step.plan, partial(_raise, error), launch_failed=True)
+        return step
 
     def _complete(self, step: InFlightStep) -> list[SequenceDelta]:
         """Wait for a step and apply its outputs."""
@@ -151,6 +163,8 @@ def error_result(sequence: Sequence, code: Code, error_message: str) -> Sequence
 
 
 def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDelta:
+    if sequence.finish_reason is FinishReason.ERROR and sequence.grammar is not None:
+        return error_result(sequence, InvalidArgument.code, sequence.grammar.error)
     logprobs = None if span_output.logprobs is None else _logprob_lists(span_output.logprobs)
     reason = None if sequence.finish_reason is None else sequence.finish_reason.value
     result = SequenceDelta(sequence.id, span_output.token_ids, reason, logprobs)

@@ -101,6 +101,10 @@ class TensorParallelRunner(ModelRunner):
         get_outputs = self._local_runner.execute_async(plan)
         return lambda: self._worker_group.wait_result(get_outputs)
 
+    def sample_tokens(self) -> None:
+        """See ModelRunner."""
+        self._local_runner.sample_tokens()
+
 
 def create_runner(
     config: EngineConfig,

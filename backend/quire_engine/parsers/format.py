@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a format of tool calls, and the content around calls that formats share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
-from quire_engine.parsers.events import ContentDelta, Event
 from quire_engine.parsers.lexer import Lexeme
+from quire_spec.protocol.parsed_output import ContentDelta, Event
 
 
 class Format(Protocol):
@@ -53,6 +54,42 @@ class Content:
         if self._line_breaks:
             yield ContentDelta(self._line_breaks)
             self._line_breaks = ""
+
+
+class LeadingCalls(ABC):
+    """What formats share in which an output begins with its calls, or a mark stands before them."""
+
+    marks: frozenset[str]
+    start_mark: str
+    """What follows it can be a call."""
+
+    def __init__(self) -> None:
+        self._content = Content()
+        self._num_calls = 0
+        self._is_content = False
+        """No call can follow until the mark."""
+
+    def cut(self) -> None:
+        """Drop line breaks around this place."""
+        self._content.cut()
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """Take the next lexeme."""
+        if lexeme.is_mark:
+            # Some checkpoints write content before the mark.
+            if lexeme.text == self.start_mark:
+                self._is_content = False
+                self._content.cut()
+            return
+        for position, char in enumerate(lexeme.text):
+            if self._is_content:
+                yield from self._content.write(lexeme.text[position:])
+                return
+            yield from self._take(char)
+
+    @abstractmethod
+    def _take(self, char: str) -> Iterator[Event]:
+        """Take a character of what can be a call."""
 
 
 class PlainText:

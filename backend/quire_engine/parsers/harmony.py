@@ -6,10 +6,12 @@ recipient `functions.NAME` is a call that ends with `<|call|>`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from quire_engine.parsers.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallStart
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, argument_parts, either
 from quire_engine.parsers.lexer import Lexeme
+from quire_engine.structured_outputs.composed_constraint import quote
+from quire_spec.protocol.parsed_output import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 
 _MESSAGE, _CHANNEL = "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -28,6 +30,11 @@ class HarmonyFormat:
         """content, reasoning or call."""
         self._num_calls = 0
         self._has_arguments = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next text is reasoning."""
+        return self._header is None and self._body == "reasoning"
 
     def cut(self) -> None:
         """Do nothing: channels have exact limits."""
@@ -66,3 +73,25 @@ class HarmonyFormat:
         """Complete a call without arguments."""
         if self._header is None and self._body == "call" and not self._has_arguments:
             yield ToolCallArguments(self._num_calls - 1, "{}")
+
+
+def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+    """Return the grammar of a call. It ends the output, so no other can follow."""
+    constrain, message = f'{marks.terminal("<|constrain|>")} "json"', marks.terminal(_MESSAGE)
+    calls = (
+        f"{quote(f'commentary to=functions.{tool.name} ')} {constrain} {message} @arguments_{i}"
+        for i, tool in enumerate(tools)
+    )
+    return CallGrammar(_CHANNEL, either(calls), None, (), argument_parts(tools))
+
+
+def messages_before_answer(marks: Marks) -> str:
+    """Return the expression of reasoning and other messages that precede an answer or a call."""
+    channel, message = marks.terminal(_CHANNEL), marks.terminal(_MESSAGE)
+    end = f'{marks.terminal("<|end|>")} {marks.terminal("<|start|>")} "assistant"'
+    return f'({channel} ("analysis" | "commentary") {message} TEXT {end})*'
+
+
+def answer_message(marks: Marks, text: str) -> str:
+    """Return the expression of the answer with a text."""
+    return f'{marks.terminal(_CHANNEL)} "final" {marks.terminal(_MESSAGE)} {text}'

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Hermes, Qwen2.5, Qwen3 and the tiny model: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from quire_engine.parsers.events import Event
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, json_calls
 from quire_engine.parsers.format import Content
 from quire_engine.parsers.json_call import JsonCallReader
 from quire_engine.parsers.lexer import Lexeme
+from quire_spec.protocol.parsed_output import Event
 
 _START, _END = "<tool_call>", "</tool_call>"
 
@@ -56,3 +57,10 @@ class HermesFormat:
         call, self._call = self._call, None
         if call is not None and not call.started and call.raw.strip():
             yield from self._content.write(_START + call.raw)
+
+
+def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+    """Return the grammar of calls."""
+    call, rules, parts = json_calls(tools, "arguments")
+    expression = f'"\\n" {call} "\\n" {marks.terminal(_END)}'
+    return CallGrammar(_START, expression, "\n" if parallel else None, rules, parts)

@@ -7,8 +7,8 @@ The formats of Hermes, Llama and Mistral use it.
 import json
 from collections.abc import Iterator
 
-from quire_engine.parsers.events import Event, ToolCallArguments, ToolCallStart
 from quire_engine.parsers.json_reader import JsonObjectReader
+from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 

@@ -21,29 +21,43 @@ class Lexeme:
 
     text: str
     is_mark: bool = False
+    num_tokens: int = 0
+    """Number of tokens that end in the text; 0 without a tokenizer."""
 
 
 class Lexer:
     """The lexer of one output. Takes time linear in the output's length."""
 
     def __init__(
-        self, marks: Collection[str], tokenizer: Tokenizer | None = None, prompt_token_ids: Sequence[int] | None = None
+        self,
+        marks: Collection[str],
+        tokenizer: Tokenizer | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
-        """`tokenizer` None recognises all marks by their characters, and token ids are ignored."""
+        """`tokenizer` None recognises all marks by their characters, and token ids are ignored.
+
+        `skip_special_tokens` omits special tokens that are not marks.
+        """
         added_tokens = {} if tokenizer is None else tokenizer.added_tokens
         self._marks_by_id: Mapping[int, str] = {i: text for i, text in added_tokens.items() if text in marks}
+        self._skipped_token_ids: Collection[int] = frozenset()
+        if tokenizer is not None and skip_special_tokens:
+            self._skipped_token_ids = set(tokenizer.special_token_ids) - self._marks_by_id.keys()
         written_marks = sorted(set(marks) - set(self._marks_by_id.values()), key=len, reverse=True)
         self._written_marks = re.compile("|".join(map(re.escape, written_marks))) if written_marks else None
         self._mark_beginnings = frozenset(mark[:end] for mark in written_marks for end in range(1, len(mark)))
         self._longest_beginning = max(map(len, self._mark_beginnings), default=0)
         self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False), prompt_token_ids)
-            if self._marks_by_id
-            else None
+            None
+            if tokenizer is None
+            else IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False), prompt_token_ids)
         )
         self._num_decoded_chars = 0
-        self._mark_spans: deque[tuple[int, int]] = deque()
-        """Start and end of the marks in the output, of those whose text has not arrived."""
+        self._mark_spans: deque[tuple[int, int, bool]] = deque()
+        """Start and end of the marks in the output, of those whose text has not arrived; False: a skipped token."""
+        self._token_ends: deque[int] = deque()
+        """Ends of the tokens whose text was not returned."""
         self._offset = 0
         """Number of characters before `_text`."""
         self._text = ""
@@ -57,20 +71,26 @@ class Lexer:
         """
         if self._detokenizer is not None:
             for token_id in token_ids:
+                start = self._num_decoded_chars
                 self._num_decoded_chars += len(self._detokenizer.update([token_id], False).text)
+                self._token_ends.append(self._num_decoded_chars)
                 if (mark := self._marks_by_id.get(token_id)) is not None:
-                    self._mark_spans.append((self._num_decoded_chars - len(mark), self._num_decoded_chars))
+                    self._mark_spans.append((self._num_decoded_chars - len(mark), self._num_decoded_chars, True))
+                elif token_id in self._skipped_token_ids and self._num_decoded_chars > start:
+                    self._mark_spans.append((start, self._num_decoded_chars, False))
         self._text += text
         while self._mark_spans and self._mark_spans[0][1] <= self._offset + len(self._text):
-            start, end = self._mark_spans.popleft()
+            start, end, is_mark = self._mark_spans.popleft()
             yield from self._plain_text(start, True)
-            yield Lexeme(self._take(end), is_mark=True)
+            lexeme = self._take(end, is_mark)
+            if is_mark:
+                yield lexeme
         # The beginning of a mark whose end has not arrived is not text yet.
         arrived = self._offset + len(self._text)
         next_mark = self._mark_spans[0][0] if self._mark_spans else arrived + 1
         yield from self._plain_text(min(next_mark, arrived), finished or next_mark <= arrived)
         if finished and self._text:
-            yield Lexeme(self._take(self._offset + len(self._text)))
+            yield self._take(self._offset + len(self._text))
 
     def _plain_text(self, end: int, complete: bool) -> Iterator[Lexeme]:
         """Yield the text before `end` with its written marks; unless `complete`, a mark can begin at its end."""
@@ -78,19 +98,23 @@ class Lexer:
             while (match := self._written_marks.search(self._text, 0, max(0, end - self._offset))) is not None:
                 start, stop = self._offset + match.start(), self._offset + match.end()
                 if start > self._offset:
-                    yield Lexeme(self._take(start))
-                yield Lexeme(self._take(stop), is_mark=True)
+                    yield self._take(start)
+                yield self._take(stop, is_mark=True)
             if not complete:
                 end -= self._length_of_mark_beginning(self._text[: end - self._offset])
         if end > self._offset:
-            yield Lexeme(self._take(end))
+            yield self._take(end)
 
     def _length_of_mark_beginning(self, text: str) -> int:
         longest = min(self._longest_beginning, len(text))
         return next((n for n in range(longest, 0, -1) if text[-n:] in self._mark_beginnings), 0)
 
-    def _take(self, end: int) -> str:
+    def _take(self, end: int, is_mark: bool = False) -> Lexeme:
         length = end - self._offset
         taken, self._text = self._text[:length], self._text[length:]
         self._offset = end
-        return taken
+        num_tokens = 0
+        while self._token_ends and self._token_ends[0] <= end:
+            self._token_ends.popleft()
+            num_tokens += 1
+        return Lexeme(taken, is_mark, num_tokens)

@@ -4,46 +4,27 @@
 Several calls are separated by semicolons. An optional `<|python_tag|>` stands before them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from quire_engine.parsers.events import Event
-from quire_engine.parsers.format import Content
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, json_calls
+from quire_engine.parsers.format import LeadingCalls
 from quire_engine.parsers.json_call import JsonCallReader
-from quire_engine.parsers.lexer import Lexeme
+from quire_spec.protocol.parsed_output import Event
 
 _TAG = "<|python_tag|>"
 
 
-class LlamaJsonFormat:
+class LlamaJsonFormat(LeadingCalls):
     """The parser of one output."""
 
     marks = frozenset((_TAG,))
+    start_mark = _TAG
 
     def __init__(self) -> None:
-        self._content = Content()
-        self._num_calls = 0
+        super().__init__()
         self._call: JsonCallReader | None = None
-        self._is_content = False
-        """The output is not a call, or content follows a call."""
         self._between = ""
         """Text before the next call."""
-
-    def cut(self) -> None:
-        """Drop line breaks around this place."""
-        self._content.cut()
-
-    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Take the next lexeme."""
-        if lexeme.is_mark:
-            # Some checkpoints write content before the tag.
-            self._is_content, self._between = False, ""
-            self._content.cut()
-            return
-        for position, char in enumerate(lexeme.text):
-            if self._is_content:
-                yield from self._content.write(lexeme.text[position:])
-                return
-            yield from self._take(char)
 
     def _take(self, char: str) -> Iterator[Event]:
         if self._call is None:
@@ -78,3 +59,9 @@ class LlamaJsonFormat:
         if call is not None and not call.started:
             yield from self._content.write(self._between + call.raw)
         self._between = ""
+
+
+def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+    """Return the grammar of calls."""
+    call, rules, parts = json_calls(tools, "parameters")
+    return CallGrammar("", f'{call} ("; " {call})*' if parallel else call, None, rules, parts)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Mistral: `[TOOL_CALLS]` and a JSON list of calls, or a name, `[ARGS]` and the arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from quire_engine.parsers.events import Event, ToolCallArguments, ToolCallStart
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, argument_parts, either, json_calls
 from quire_engine.parsers.format import Content
 from quire_engine.parsers.json_call import JsonCallReader
 from quire_engine.parsers.json_reader import JsonValueReader
 from quire_engine.parsers.lexer import Lexeme
+from quire_engine.structured_outputs.composed_constraint import quote
+from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
 _CALLS, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -84,3 +86,13 @@ class MistralFormat:
         elif self._state == "call" and not self._call.started:
             yield from self._content.write(self._call.raw)
         yield from self._content.finish()
+
+
+def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+    """Return the grammar of calls; tokenizers with a token for `[ARGS]` belong to the newer form."""
+    if _ARGUMENTS in marks.token_ids:
+        calls = (f"{quote(tool.name)} {marks.terminal(_ARGUMENTS)} @arguments_{i}" for i, tool in enumerate(tools))
+        return CallGrammar(_CALLS, either(calls), "" if parallel else None, (), argument_parts(tools))
+    call, rules, parts = json_calls(tools, "arguments")
+    repeated = f'(", " {call})*' if parallel else ""
+    return CallGrammar(_CALLS, f'" "? "[" {call} {repeated} "]"', None, rules, parts)

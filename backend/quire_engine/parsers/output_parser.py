@@ -1,31 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parser of one output of a chat: content, reasoning and tool calls from token ids and text, as they arrive.
 
-    parser = create_parser("hermes", "qwen3", tokenizer, tools=tools, is_reasoning_open=False)
+    parser = create_parser(ParserNames("hermes", "qwen3"), tokenizer, tools=tools)
     for delta in deltas:
         events = parser.feed(delta.token_ids, delta.text, delta.finished)
 
 The result does not depend on how tokens are grouped into deltas.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from quire_engine.parsers.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
 from quire_engine.parsers.format import Format, PlainText
 from quire_engine.parsers.harmony import HarmonyFormat
 from quire_engine.parsers.hermes import HermesFormat
 from quire_engine.parsers.lexer import Lexer
 from quire_engine.parsers.llama_json import LlamaJsonFormat
 from quire_engine.parsers.mistral import MistralFormat
+from quire_engine.parsers.parser_names import HARMONY, REASONING_MARKS, ParserNames
 from quire_engine.parsers.pythonic import PythonicFormat
 from quire_engine.parsers.qwen_xml import QwenXmlFormat
 from quire_engine.parsers.reasoning import ContentFormat, ReasoningFormat
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.errors import InvalidArgument
+from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart, join_neighbours
 
 _Tools = Sequence[Mapping[str, Any]]
-_HARMONY = "openai"
 _FORMATS: dict[str, Callable[[_Tools], ContentFormat]] = {
     "hermes": lambda tools: HermesFormat(),
     "qwen3_coder": QwenXmlFormat,
@@ -35,106 +38,95 @@ _FORMATS: dict[str, Callable[[_Tools], ContentFormat]] = {
     "pythonic": lambda tools: PythonicFormat(),
     "llama4_pythonic": lambda tools: PythonicFormat(),
     "mistral": lambda tools: MistralFormat(),
-    _HARMONY: lambda tools: HarmonyFormat(),
+    HARMONY: lambda tools: HarmonyFormat(),
 }
-_REASONING_MARKS = {
-    "qwen3": ("<think>", "</think>"),
-    "deepseek_r1": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-}
-_HARMONY_REASONING = "openai_gptoss"
-TOOL_CALL_PARSERS = tuple(_FORMATS)
-"""Names as of vLLM's --tool-call-parser."""
-REASONING_PARSERS = (*_REASONING_MARKS, _HARMONY_REASONING)
-"""Names as of vLLM's --reasoning-parser."""
 
 
 class OutputParser:
     """The parser of one output."""
 
-    def __init__(self, output_format: Format, lexer: Lexer) -> None:
+    def __init__(
+        self,
+        output_format: Format,
+        lexer: Lexer,
+        new_call_id: Callable[[], str],
+        parallel_tool_calls: bool,
+    ) -> None:
+        """Without `parallel_tool_calls`, all calls but the first are dropped."""
+        self.num_reasoning_tokens = 0
+        """Tokens of the reasoning so far, without its marks."""
         self._format = output_format
         self._lexer = lexer
-
-    @property
-    def is_reasoning_open(self) -> bool:
-        """Whether the answer has not begun; a grammar begins when it does."""
-        return isinstance(self._format, ReasoningFormat) and self._format.is_open
+        self._new_call_id = new_call_id
+        self._parallel_tool_calls = parallel_tool_calls
 
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> list[Event]:
         """Return what the next tokens add. For `token_ids` and `text` see `Lexer.feed`."""
         events: list[Event] = []
         for lexeme in self._lexer.feed(token_ids, text, finished):
             events.extend(self._format.feed(lexeme))
+            if (
+                not lexeme.is_mark
+                and isinstance(self._format, ReasoningFormat | HarmonyFormat)
+                and self._format.in_reasoning
+            ):
+                self.num_reasoning_tokens += lexeme.num_tokens
         if finished:
             events.extend(self._format.finish())
-        return _join(events)
+        return join_neighbours(map(self._with_id, filter(self._is_wanted, events)))
+
+    def _is_wanted(self, event: Event) -> bool:
+        return self._parallel_tool_calls or not isinstance(event, ToolCallStart | ToolCallArguments) or not event.index
+
+    def _with_id(self, event: Event) -> Event:
+        return replace(event, id=self._new_call_id()) if isinstance(event, ToolCallStart) else event
 
 
 def create_parser(
-    tool_call_parser: str | None,
-    reasoning_parser: str | None,
+    names: ParserNames,
     tokenizer: Tokenizer | None,
     prompt_token_ids: Sequence[int] | None = None,
     tools: _Tools = (),
     is_reasoning_open: bool = False,
+    parallel_tool_calls: bool = True,
+    skip_special_tokens: bool = True,
 ) -> OutputParser:
-    """Return the parser of one output; a name of None leaves calls or reasoning in the content.
+    """Return the parser of one output.
 
-    `is_reasoning_open`: the template ended the prompt with the mark that begins the reasoning.
-
-    Raises:
-        InvalidArgument: a name is unknown.
+    `is_reasoning_open`: the template ended the prompt with the mark that begins the reasoning. For the other arguments
+    see `OutputParser` and `Lexer`.
     """
-    if tool_call_parser is not None and tool_call_parser not in _FORMATS:
-        raise InvalidArgument(f"toolCallParser: unknown, got {tool_call_parser!r}; use {', '.join(TOOL_CALL_PARSERS)}")
-    if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
-        raise InvalidArgument(f"reasoningParser: unknown, got {reasoning_parser!r}; use {', '.join(REASONING_PARSERS)}")
     output_format: Format
-    if tool_call_parser == _HARMONY or reasoning_parser == _HARMONY_REASONING:
+    if names.is_harmony:
         output_format = HarmonyFormat()
     else:
-        answer: ContentFormat = PlainText() if tool_call_parser is None else _FORMATS[tool_call_parser](tools)
+        answer: ContentFormat = (
+            PlainText() if names.tool_call_parser is None else _FORMATS[names.tool_call_parser](tools)
+        )
         output_format = answer
-        if reasoning_parser is not None:
-            start, end = _REASONING_MARKS[reasoning_parser]
+        if names.reasoning_parser is not None:
+            start, end = REASONING_MARKS[names.reasoning_parser]
             output_format = ReasoningFormat(answer, start, end, is_reasoning_open)
-    return OutputParser(output_format, Lexer(output_format.marks, tokenizer, prompt_token_ids))
+    lexer = Lexer(output_format.marks, tokenizer, prompt_token_ids, skip_special_tokens)
+    new_call_id = _mistral_call_id if names.tool_call_parser == "mistral" else _call_id
+    return OutputParser(output_format, lexer, new_call_id, parallel_tool_calls)
 
 
-def detect_parsers(template: str, added_tokens: Iterable[str] = ()) -> tuple[str | None, str | None]:
-    """Return the names of the parsers of tool calls and of reasoning that a checkpoint needs, from its template.
-
-    `added_tokens` are those of its tokenizer.
-    """
-    known = set(added_tokens)
-    if "<|channel|>" in template or {"<|channel|>", "<|constrain|>"} <= known:
-        return _HARMONY, _HARMONY_REASONING
-    reasoning = "qwen3" if "</think>" in template else "mistral" if "[/THINK]" in template else None
-    for name, mark in (
-        ("qwen3_coder", "<function="),
-        ("hermes", "<tool_call>"),
-        ("mistral", "[TOOL_CALLS]"),
-        ("llama4_pythonic", "<|python_start|>"),
-        ("llama3_json", "<|python_tag|>"),
-        ("llama3_json", '"parameters": '),
-    ):
-        if mark in template:
-            return name, reasoning
-    return ("pythonic" if "[func_name" in template else None), reasoning
+def reasoning_state(names: ParserNames, prompt: str) -> str:
+    """Return whether a rendered prompt ends inside the reasoning: open, done, or possible if it has no mark there."""
+    start, end = REASONING_MARKS.get(names.reasoning_parser or "", ("", ""))
+    text = prompt.rstrip()
+    if end and text.endswith(end):
+        return "done"
+    # Templates of DeepSeek-R1 differ, but its outputs begin with reasoning, with or without the mark.
+    is_open = names.reasoning_parser == "deepseek_r1" or (start and text.endswith(start))
+    return "open" if is_open else "possible"
 
 
-def _join(events: Sequence[Event]) -> list[Event]:
-    """Join neighbours of one kind, so that a delta has few events."""
-    joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
-            joined[-1] = ToolCallArguments(event.index, last.text + event.text)
-        else:
-            joined.append(event)
-    return joined
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def _mistral_call_id() -> str:
+    """Return an id that the templates of Mistral accept: 9 letters and digits."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -6,11 +6,13 @@ Python text has no end that can be found without parsing, so a list is withheld 
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from quire_engine.parsers.events import Event, ToolCallArguments, ToolCallStart
-from quire_engine.parsers.format import Content
-from quire_engine.parsers.lexer import Lexeme
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool
+from quire_engine.parsers.format import LeadingCalls
+from quire_engine.structured_outputs.composed_constraint import quote
+from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_CHARS = 65_536
@@ -19,37 +21,19 @@ _MAX_DEPTH = 64
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
-class PythonicFormat:
+class PythonicFormat(LeadingCalls):
     """The parser of one output."""
 
     marks = frozenset((_START, _END))
+    start_mark = _START
 
     def __init__(self) -> None:
-        self._content = Content()
-        self._num_calls = 0
+        super().__init__()
         self._list = ""
         """Text of the list so far, with whitespace before it."""
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
-        self._is_content = False
-
-    def cut(self) -> None:
-        """Drop line breaks around this place."""
-        self._content.cut()
-
-    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Take the next lexeme."""
-        if lexeme.is_mark:
-            if lexeme.text == _START:
-                self._is_content = False
-                self._content.cut()
-            return
-        for position, char in enumerate(lexeme.text):
-            if self._is_content:
-                yield from self._content.write(lexeme.text[position:])
-                return
-            yield from self._take(char)
 
     def _take(self, char: str) -> Iterator[Event]:
         self._list += char
@@ -133,3 +117,24 @@ def _key(node: ast.expr | None) -> str:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         raise ValueError("keys must be texts")
     return node.value
+
+
+def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+    """Return the grammar of calls. Values are JSON, which `_literal` accepts."""
+    rules: list[str] = []
+    parts: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        properties = tool.properties()
+        rules.append(f'call_{i}: {quote(tool.name + "(")} keywords_{i}_0 ")"')
+        for j, (name, schema, is_required) in enumerate(properties):
+            # The rule "more" follows a keyword, so a comma comes first.
+            value, rest = f"{quote(name + '=')} @value_{i}_{j}", f"more_{i}_{j + 1}"
+            skipped = "" if is_required else f" | keywords_{i}_{j + 1}"
+            rules.append(f"keywords_{i}_{j}: {value} {rest}{skipped}")
+            skipped = "" if is_required else f" | more_{i}_{j + 1}"
+            rules.append(f'more_{i}_{j}: ", " {value} {rest}{skipped}')
+            parts[f"value_{i}_{j}"] = schema
+        rules += [f'keywords_{i}_{len(properties)}: ""', f'more_{i}_{len(properties)}: ""']
+    call = "(" + " | ".join(f"call_{i}" for i in range(len(tools))) + ")"
+    repeated = f'(", " {call})*' if parallel else ""
+    return CallGrammar("", f'"[" {call} {repeated} "]"', None, tuple(rules), parts)

@@ -9,12 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire_engine.parsers.events import Event, ToolCallArguments, ToolCallStart
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, either
 from quire_engine.parsers.format import Content
 from quire_engine.parsers.lexer import Lexeme
+from quire_engine.structured_outputs.composed_constraint import quote
+from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
 _START, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
+_VALUE_END = f"\n{_END_PARAMETER}\n"
 
 _Types = Mapping[str, frozenset[str]]
 """JSON types of a function's parameters by name."""
@@ -104,19 +107,29 @@ class QwenXmlFormat:
         yield from self._content.finish()
 
 
+def _is_plain_text(schema: Mapping[str, Any]) -> bool:
+    """Return whether any text is a value."""
+    others = ("enum", "const", "$ref", "pattern", "format", "minLength", "maxLength", "allOf")
+    return _types_of(schema) in (frozenset(), {"string"}) and not any(name in schema for name in others)
+
+
 def _parameter_types(tool: Mapping[str, Any]) -> tuple[str, _Types]:
     function = tool.get("function") or tool
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    return str(function.get("name")), {str(key): _types_of(schema) for key, schema in properties.items()}
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties.items() if isinstance(properties, Mapping) else ()
+    return str(function.get("name")), {str(key): _types_of(schema) for key, schema in schemas}
 
 
 def _types_of(schema: object) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     stated = schema.get("type")
-    types = {stated} if isinstance(stated, str) else set(stated or ())
-    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        types |= _types_of(branch)
+    types = {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
+    for keyword in ("anyOf", "oneOf"):
+        branches = schema.get(keyword)
+        for branch in branches if isinstance(branches, list) else ():
+            types |= _types_of(branch)
     return frozenset(types)
 
 
@@ -146,3 +159,26 @@ def _json_types(value: object) -> set[str]:
     if isinstance(value, str):
         return {"string"}
     return {"object"} if isinstance(value, dict) else {"array"}
+
+
+def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+    """Return the grammar of calls. A text ends at the end mark of its parameter; other values are JSON."""
+    rules = ["TEXT_VALUE: /(.|\\n)*/", f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}"]
+    parts: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        parameters = []
+        for j, (name, schema, is_required) in enumerate(tool.properties()):
+            head = quote(f"{_PARAMETER}{name}>\n")
+            enum = schema.get("enum")
+            if _is_plain_text(schema):
+                parameter = f"({head} text_value)"
+            elif isinstance(enum, list) and enum and all(isinstance(value, str) for value in enum):
+                parameter = f"({head} {either(map(quote, enum))} {quote(_VALUE_END)})"
+            else:
+                parameter = f"({head} @value_{i}_{j} {quote(_VALUE_END)})"
+                parts[f"value_{i}_{j}"] = schema
+            parameters.append(parameter if is_required else f"{parameter}?")
+        rules.append(f"call_{i}: {quote(f'{_FUNCTION}{tool.name}>' + chr(10))} {' '.join(parameters)}")
+    call = either(f"call_{i}" for i in range(len(tools)))
+    expression = f'"\\n" {call} {quote(_END_FUNCTION + chr(10))} {marks.terminal(_END)}'
+    return CallGrammar(_START, expression, "\n" if parallel else None, tuple(rules), parts)

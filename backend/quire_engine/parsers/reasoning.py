@@ -4,9 +4,9 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from quire_engine.parsers.events import Event, ReasoningDelta
 from quire_engine.parsers.format import Format
 from quire_engine.parsers.lexer import Lexeme
+from quire_spec.protocol.parsed_output import Event, ReasoningDelta
 
 
 class ContentFormat(Format, Protocol):
@@ -37,9 +37,9 @@ class ReasoningFormat:
         self._has_text = False
 
     @property
-    def is_open(self) -> bool:
-        """Whether the output is inside the reasoning, or may still begin with it."""
-        return self._state != "answer"
+    def in_reasoning(self) -> bool:
+        """Whether the next text is reasoning."""
+        return self._state == "reasoning"
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         """Take the next lexeme."""

@@ -10,8 +10,9 @@ abort() at any time in between.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from quire_engine.kv_cache.block_hash import BlockHasher
@@ -30,6 +31,15 @@ from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
+
+
+@dataclass(slots=True)
+class AdapterUsage:
+    """What the sequences of one adapter use."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
 
 
 class Scheduler:
@@ -137,6 +147,17 @@ class Scheduler:
         if not self.block_manager.num_used_host_blocks:
             return 0
         return sum(1 for sequence in self._waiting if sequence.host_blocks)
+
+    def usage_by_adapter(self) -> dict[AdapterDigest | None, AdapterUsage]:
+        """Return sequences and KV blocks by adapter; None is the base model. A shared block counts for each user."""
+        usage: defaultdict[AdapterDigest | None, AdapterUsage] = defaultdict(AdapterUsage)
+        for sequence in self._running:
+            entry = usage[sequence.adapter_digest]
+            entry.num_running += 1
+            entry.num_blocks += len(sequence.block_table)
+        for sequence in self._waiting:
+            usage[sequence.adapter_digest].num_waiting += 1
+        return dict(usage)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -447,6 +468,9 @@ class Scheduler:
         """Append the tokens, up to the one that finishes the sequence; return those that count."""
         output = sequence.output_token_ids
         for count, token in enumerate(span_output.token_ids, 1):
+            if sequence.grammar is not None and not sequence.grammar.accept_token(token):
+                self._finish_sequence(sequence, FinishReason.ERROR)
+                return SpanOutput([])
             output.append(token)
             if token in sequence.stop_token_ids and len(output) > sequence.params.min_tokens:
                 self._finish_sequence(sequence, FinishReason.STOP)

@@ -134,6 +134,15 @@ class AdapterMetrics:
             self._resident_digests = digests
             self._update_residency()
 
+    def mean_load_times(self) -> dict[tuple[str, str], float]:
+        """Return the mean seconds of loading by adapter label and destination (host or slot)."""
+        sums: dict[tuple[str, str], dict[str, float]] = {}
+        for sample in next(iter(self._load_time.collect())).samples:
+            suffix = sample.name.rpartition("_")[2]
+            if suffix in ("sum", "count"):
+                sums.setdefault((sample.labels["adapter"], sample.labels["to"]), {})[suffix] = sample.value
+        return {key: value["sum"] / value["count"] for key, value in sums.items() if value.get("count")}
+
     def _update_residency(self) -> None:
         names = [name for digest in self._resident_digests for name in self._names_by_digest.get(digest, [])]
         resident_names = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}

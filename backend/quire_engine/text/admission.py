@@ -6,18 +6,21 @@ tokenizing. An admitted request can run in the engine, as far as the text proces
 microseconds.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
+from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.dataclass_json import from_json
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import InvalidArgument, NotFound, Unavailable
+from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.framing import MAX_FRAME_BYTES
 from quire_spec.protocol.messages import GenerateRequest
+from quire_spec.protocol.parsed_output import OutputParsing
 
 _MIN_PROMPT_BYTES = 64 * 1024
 """Prompts of up to this size are always tokenized before their length is checked. That takes milliseconds, and a
@@ -26,6 +29,8 @@ tokenizer that normalizes text can return fewer tokens than its longest token su
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 2**31 - 1
 _MAX_LISTED_NAMES = 10
+_MAX_GRAMMAR_CHARS = 4 * 2**20
+"""Characters of the grammars of all outputs of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class AdmittedRequest:
     """None for the base model."""
     adapter_digest: AdapterDigest | None
     """Content digest that the name had when the request was admitted."""
+    parsing: OutputParsing | None = None
+    """How the outputs are parsed; None: they are returned as text."""
 
 
 def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
@@ -81,6 +88,11 @@ def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
         raise InvalidArgument(
             "sampling parameter 'stop': not possible, because the model has no tokenizer.json; use stop_token_ids"
         )
+    if params.structured_outputs is not None and not has_tokenizer:
+        raise InvalidArgument(
+            "sampling parameter 'structured_outputs': not possible, because the model has no tokenizer.json; leave it "
+            "out, or add the file to the model folder"
+        )
     if params.bad_words and not has_tokenizer:
         raise InvalidArgument(
             "sampling parameter 'bad_words': not possible, because the model has no tokenizer.json; use logit_bias"
@@ -91,17 +103,26 @@ class AdmissionController:
     """Accepts or rejects requests; owns the table of adapter names."""
 
     def __init__(
-        self, limits: RequestLimits, served_name: str, has_tokenizer: bool, has_chat_template: bool = False
+        self,
+        limits: RequestLimits,
+        served_name: str,
+        has_tokenizer: bool,
+        has_chat_template: bool = False,
+        parser_names: ParserNames | None = None,
     ) -> None:
         self.limits = limits
         self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
         """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
+        self.loading_names: Set[str] | None = None
+        """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
         self.closed_reason = "engine core is starting; try again"
         """Why all requests are rejected at the moment; empty while requests are accepted."""
         self.draining = False
         self.served_name = served_name
         self._has_tokenizer = has_tokenizer
         self._has_chat_template = has_chat_template
+        self.parser_names = parser_names or ParserNames()
+        """Parsers of chat outputs."""
 
     def admit(self, request: GenerateRequest, num_queued: int) -> AdmittedRequest:
         """Check a new request.
@@ -121,12 +142,13 @@ class AdmissionController:
         self._check_priority(request.priority)
         params = self._check_params(request)
         self._check_prompt_input(request, params)
+        parsing = self._check_parsing(request, params)
         if num_queued >= self.limits.max_num_queued_reqs:
             raise Unavailable(
                 f"{num_queued} requests are waiting and max_num_queued_reqs is {self.limits.max_num_queued_reqs}; "
                 "try again later, or raise it"
             )
-        return AdmittedRequest(params, adapter_name, adapter_digest)
+        return AdmittedRequest(params, adapter_name, adapter_digest, parsing)
 
     def _check_priority(self, priority: object) -> None:
         if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
@@ -163,6 +185,15 @@ class AdmissionController:
             f"{limits.vocab_size - 1}"
         )
 
+    def check_grammar_size(self, grammar: str, params: SamplingParams) -> None:
+        """Reject a grammar of many outputs that is too large, because each output is sent to the core with it."""
+        num_chars = len(grammar) * params.num_sequences
+        if num_chars > _MAX_GRAMMAR_CHARS:
+            raise InvalidArgument(
+                f"sampling parameter 'n': {params.num_sequences} outputs with {len(grammar)} characters of grammar "
+                f"are more than {_MAX_GRAMMAR_CHARS} characters; ask for fewer outputs, or shorten the constraint"
+            )
+
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
         """Return the error for a request of `num_bytes` bytes, whose prompt cannot fit into max_model_len."""
         return InvalidArgument(
@@ -173,13 +204,16 @@ class AdmissionController:
     def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
         if model == self.served_name:
             return None, None
-        if self.digests_by_name is None:
+        if self.digests_by_name is None and self.loading_names is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
+        digests_by_name = self.digests_by_name or {}
         if isinstance(model, str):
             adapter_name = AdapterName(model)
-            if (adapter_digest := self.digests_by_name.get(adapter_name)) is not None:
+            if (adapter_digest := digests_by_name.get(adapter_name)) is not None:
                 return adapter_name, adapter_digest
-        served_names = [self.served_name, *sorted(self.digests_by_name)]
+            if model in (self.loading_names or ()):
+                raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
+        served_names = [self.served_name, *sorted(digests_by_name)]
         num_unlisted = len(served_names) - _MAX_LISTED_NAMES
         listed_names = ", ".join(served_names[:_MAX_LISTED_NAMES]) + (
             f" and {num_unlisted} more" if num_unlisted > 0 else ""
@@ -221,6 +255,26 @@ class AdmissionController:
             self.check_prompt(request.prompt_token_ids, params)
         else:
             self.check_prompt_text(request.prompt)
+
+    def _check_parsing(self, request: GenerateRequest, params: SamplingParams) -> OutputParsing | None:
+        if request.parsing is None:
+            return None
+        try:
+            parsing = from_json(OutputParsing, request.parsing, "parsing")
+        except ConfigError as error:
+            raise InvalidArgument(str(error)) from None
+        if parsing.tool_choice != "none" and self.parser_names.tool_call_parser is None:
+            raise InvalidArgument(
+                "tools: the format of tool calls of this model is unknown; set tool_choice to none, or start the "
+                "server with a tool_call_parser"
+            )
+        own = params.structured_outputs
+        if parsing.tool_choice != "none" and own is not None and own.begin_after_token_ids:
+            raise InvalidArgument(
+                "structured_outputs: begin_after_token_ids is not possible with tools, whose calls can precede it; "
+                "leave it out, or set tool_choice to none"
+            )
+        return parsing
 
     def check_chat(self) -> None:
         """Reject a conversation if the checkpoint has no chat template."""

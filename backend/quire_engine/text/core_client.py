@@ -5,14 +5,15 @@ Knows messages but no requests: the `CoreListener` handles results and the loss 
 """
 
 import asyncio
+import itertools
 import logging
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire_engine.ipc.connection import Connection, ConnectionHandler
-from quire_spec.errors import Internal
-from quire_spec.protocol.messages import Hello, IpcMessage, StepResult
+from quire_spec.errors import Internal, Unavailable, error_from_code
+from quire_spec.protocol.messages import ControlRequest, ControlResponse, Hello, IpcMessage, StepResult
 
 RECONNECT_INTERVAL_S = 0.05
 """Seconds between two connection attempts; short compared with the restart of a core."""
@@ -45,11 +46,33 @@ class CoreClient(ConnectionHandler):
         self._connection: Connection | None = None
         self._listener: CoreListener | None = None
         self._disconnected = asyncio.Event()
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
 
     def send(self, message: IpcMessage) -> None:
         """Send a message to the core."""
         if self._connection is not None:
             self._connection.send(message)
+
+    async def call(self, method: str, timeout_s: float) -> Any:
+        """Call a method of the core and return its result.
+
+        Raises:
+            Unavailable: the core is not connected, ended, or did not answer.
+            QuireError: the error that the core returned.
+        """
+        if self._connection is None:
+            raise Unavailable("engine core is restarting; try again")
+        call_id, future = next(self._call_ids), asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._connection.send(ControlRequest(call_id, method))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise Unavailable(f"engine core did not answer {method!r} within {timeout_s:g} s; try again") from None
+        finally:
+            del self._calls[call_id]
 
     async def run(self, listener: CoreListener) -> None:
         """Connect, and reconnect whenever the connection closes. Does not return."""
@@ -73,6 +96,9 @@ class CoreClient(ConnectionHandler):
 
     def on_message(self, connection: Connection, message: IpcMessage) -> None:
         """Called for each message of the core."""
+        if isinstance(message, ControlResponse):
+            self._on_response(message)
+            return
         if not isinstance(message, StepResult):
             raise Internal(f"unexpected {type(message).__name__} from the engine core")
         assert self._listener is not None
@@ -82,6 +108,18 @@ class CoreClient(ConnectionHandler):
         """Called when the connection closes."""
         logger.warning("engine core disconnected")
         self._connection = None
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(Unavailable("engine core is restarting; try again"))
         self._disconnected.set()
         assert self._listener is not None
         self._listener.on_core_lost()
+
+    def _on_response(self, response: ControlResponse) -> None:
+        future = self._calls.get(response.id)
+        if future is None or future.done():
+            return
+        if response.error_code is None:
+            future.set_result(response.result)
+        else:
+            future.set_exception(error_from_code(response.error_code, response.error))

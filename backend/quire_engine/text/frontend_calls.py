@@ -11,14 +11,19 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from quire_engine.ipc.connection import Connection
+from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
+from quire_engine.text.live_snapshot import build_live_snapshot
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.errors import Code, InvalidArgument, QuireError
 from quire_spec.protocol.messages import ControlRequest, ControlResponse
+
+_LIVE_TIMEOUT_S = 10.0
+"""A step of a large model on a slow CPU can take seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +36,31 @@ class FrontendCalls:
         admission: AdmissionController,
         prompt_tokenizer: PromptTokenizer | None,
         chat_renderer: ChatRenderer | None,
+        grammar_checker: GrammarChecker | None,
         request_manager: RequestManager,
         metrics: RequestMetrics,
         sampling_defaults: Mapping[str, Any],
+        call_core: Callable[[str, float], Awaitable[Any]],
     ) -> None:
-        """`sampling_defaults` are those of the checkpoint, for frontends that apply them."""
+        """`sampling_defaults` are those of the checkpoint, for frontends that apply them.
+
+        `call_core(method, timeout_s)` calls a method of the engine core.
+        """
         self._admission = admission
         self._prompt_tokenizer = prompt_tokenizer
         self._chat_renderer = chat_renderer
+        self._grammar_checker = grammar_checker
         self._request_manager = request_manager
         self._metrics = metrics
         self._sampling_defaults = dict(sampling_defaults)
+        self._call_core = call_core
         self._tasks: set[asyncio.Task[None]] = set()
         self._methods: dict[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
             "models": self._models,
             "metrics": self._render_metrics,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "live": self._live,
         }
 
     def handle(self, connection: Connection, request: ControlRequest) -> None:
@@ -70,10 +83,12 @@ class FrontendCalls:
             )
         connection.send(response)
 
-    def prepare_chat(self) -> None:
-        """Start the processes that render chat templates, before the first conversation needs them."""
+    def start_workers(self) -> None:
+        """Start the processes that render chat templates and check constraints, before a request needs them."""
         if self._chat_renderer is not None:
             self._chat_renderer.start()
+        if self._grammar_checker is not None:
+            self._grammar_checker.start()
 
     async def _models(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names that requests can use, and why requests are rejected at the moment."""
@@ -81,6 +96,7 @@ class FrontendCalls:
         return {
             "served_name": admission.served_name,
             "adapters": sorted(admission.digests_by_name or ()),
+            "loading": sorted((admission.loading_names or frozenset()) - (admission.digests_by_name or {}).keys()),
             "max_model_len": admission.limits.max_model_len,
             "sampling_defaults": self._sampling_defaults,
             "closed_reason": "draining" if admission.draining else admission.closed_reason,
@@ -90,6 +106,22 @@ class FrontendCalls:
         self._request_manager.refresh_adapter_gauges()
         # The default thread pool, so that a scrape does not wait for prompts that are being tokenized.
         return {"text": await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)}
+
+    async def _live(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state that the live page shows. Nothing is computed for it unless a page asks."""
+        core = await self._call_core("live", _LIVE_TIMEOUT_S)
+        digests_by_name = self._admission.digests_by_name or {}
+        load_times = self._metrics.adapter_metrics.mean_load_times()
+        snapshot = build_live_snapshot(core, self._admission.served_name, digests_by_name, load_times)
+        return {
+            **snapshot,
+            "requests": {
+                "running": core["stats"]["num_running"],
+                "waiting": core["stats"]["num_waiting"],
+                "open": self._request_manager.num_open,
+            },
+            "counters": self._metrics.live_counters(),
+        }
 
     async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the token ids of `prompt` or of the conversation `chat`; `return_token_strs` adds their texts."""

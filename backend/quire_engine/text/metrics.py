@@ -152,6 +152,18 @@ class RequestMetrics:
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
 
+    def live_counters(self) -> dict[str, float]:
+        """Return the counters that the live page turns into rates and mean latencies. Cheap."""
+        values = {}
+        for metric in (
+            *(self._prompt_tokens, self._generation_tokens, self._time_to_first_token, self._inter_token_latency),
+            *(self._core_counters[name] for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")),
+        ):
+            for sample in next(iter(metric.collect())).samples:
+                if not sample.name.endswith("_bucket"):
+                    values[sample.name.removeprefix("vllm:")] = sample.value
+        return values
+
     def render(self) -> str:
         """Return all metrics in the text format. Takes tens of ms with many adapters: too long for the event loop."""
         return generate_latest(self.registry).decode()

@@ -22,6 +22,7 @@ MAX_BATCH_BYTES = 16 * 2**20
 _DELTA_BYTES = 400
 _TOKEN_ID_BYTES = 36
 _LOGPROB_BYTES = 330
+_EVENT_BYTES = 200
 
 
 class OutputDeltaBuffer:
@@ -91,4 +92,6 @@ class _PendingOutput:
 
 def _estimate_bytes(delta: OutputDelta) -> int:
     num_logprobs = sum(len(position or ()) for position in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())))
-    return _DELTA_BYTES + len(delta.text) + _TOKEN_ID_BYTES * len(delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+    num_event_bytes = sum(_EVENT_BYTES + len(event[-1]) for event in delta.parsed or ())
+    num_token_bytes = _TOKEN_ID_BYTES * len(delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+    return _DELTA_BYTES + len(delta.text) + num_event_bytes + num_token_bytes

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.ipc import process
+from quire_engine.parsers.parser_names import ParserNames
+from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.admission import AdmissionController, RequestLimits
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.core_client import CoreClient
@@ -26,13 +28,15 @@ from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, ResponseThrottle, ResultCoalescer
 from quire_engine.text.server import TextServer
+from quire_engine.tokenization.chat_template import ChatTemplate
+from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
 from quire_spec.constants import CORE_SOCKET, TEXT_SOCKET
 from quire_spec.engine.config import EngineConfig
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -40,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 def main(args: process.ProcessArgs) -> None:
     """Load the tokenizer and the limits of the checkpoint, then serve."""
-    folder = resolve_model(args.config.model, args.config.revision, progress=False)
+    config = args.config
+    folder = resolve_model(config.model, config.revision, progress=False, download_dir=config.download_dir)
     tokenizer = Tokenizer.from_folder(folder)
     model_config = ModelConfig.load(folder)
     limits = RequestLimits.from_config(args.config, model_config, tokenizer)
@@ -51,9 +56,18 @@ def main(args: process.ProcessArgs) -> None:
     )
     if tokenizer is None:
         logger.warning("the model has no %s, so requests must contain token ids folder=%s", TOKENIZER_FILE, folder)
-    chat_renderer = ChatRenderer.from_folder(folder, tokenizer, limits.max_prompt_bytes)
-    eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(folder)
-    asyncio.run(_serve(args, tokenizer, limits, eos_token_ids, chat_renderer, sampling_defaults))
+    templates = _load_chat_templates(folder, args.config)
+    parser_names = _choose_parsers(args.config, templates, tokenizer)
+    chat_renderer = None
+    if tokenizer is not None and templates.default is not None:
+        chat_renderer = ChatRenderer(templates, tokenizer, limits.max_prompt_bytes)
+    eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
+    grammar_checker = GrammarChecker(folder, limits.vocab_size, eos_token_ids) if tokenizer is not None else None
+    asyncio.run(
+        _serve(
+            *(args, tokenizer, limits, eos_token_ids, chat_renderer, parser_names, grammar_checker, sampling_defaults)
+        )
+    )
 
 
 async def _serve(
@@ -62,12 +76,16 @@ async def _serve(
     limits: RequestLimits,
     eos_token_ids: frozenset[int],
     chat_renderer: ChatRenderer | None,
+    parser_names: ParserNames,
+    grammar_checker: GrammarChecker | None,
     sampling_defaults: Mapping[str, Any],
 ) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
     core_client = CoreClient(args.socket_path(CORE_SOCKET), args.served_name)
-    admission = AdmissionController(limits, args.served_name, tokenizer is not None, chat_renderer is not None)
+    admission = AdmissionController(
+        limits, args.served_name, tokenizer is not None, chat_renderer is not None, parser_names
+    )
     prompt_tokenizer = PromptTokenizer(tokenizer, limits.max_model_len) if tokenizer else None
     request_manager = RequestManager(
         admission,
@@ -76,10 +94,18 @@ async def _serve(
         core_client.send,
         eos_token_ids=eos_token_ids,
         chat_renderer=chat_renderer,
+        grammar_checker=grammar_checker,
     )
     throttle = _create_throttle(args.config)
     frontend_calls = FrontendCalls(
-        admission, prompt_tokenizer, chat_renderer, request_manager, metrics, sampling_defaults
+        admission,
+        prompt_tokenizer,
+        chat_renderer,
+        grammar_checker,
+        request_manager,
+        metrics,
+        sampling_defaults,
+        core_client.call,
     )
     server = TextServer(request_manager, metrics, frontend_calls, limits.max_frame_bytes, throttle)
     await server.listen(args.socket_path(TEXT_SOCKET))
@@ -89,11 +115,42 @@ async def _serve(
     await core_client.run(ResultCoalescer(request_manager, throttle))
 
 
-def _load_sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return the sampling parameters of generation_config.json, for frontends that apply them; none if it is wrong."""
+def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:
+    """Return the checkpoint's templates, or the configured one; raises ConfigError if it is not a template."""
+    files = ChatTemplateFiles.from_folder(folder)
+    if config.chat_template is None:
+        return files
+    files = files.replaced_by(Path(config.chat_template))
     try:
-        return load_default_sampling_params(folder).to_mapping()
+        ChatTemplate(files.sources)
+    except InvalidArgument as error:
+        raise ConfigError(f"chat_template: {config.chat_template} is not a template: {error}") from error
+    return files
+
+
+def _choose_parsers(config: EngineConfig, templates: ChatTemplateFiles, tokenizer: Tokenizer | None) -> ParserNames:
+    added_tokens = () if tokenizer is None else tokenizer.added_tokens.values()
+    names = ParserNames.detect(templates.sources, added_tokens)
+    names = names.configured(config.tool_call_parser, config.reasoning_parser)
+    logger.info(
+        "chat outputs tool_call_parser=%s reasoning_parser=%s chat_template=%s",
+        *(names.tool_call_parser or "none", names.reasoning_parser or "none"),
+        config.chat_template or ("of the checkpoint" if templates.default is not None else "none"),
+    )
+    return names
+
+
+def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
+    """Return the default sampling parameters, for frontends that apply them; none if the checkpoint's are wrong.
+
+    Raises:
+        ConfigError: those of the folder that the configuration names are wrong.
+    """
+    try:
+        return load_default_sampling_params(folder, config.generation_config).to_mapping()
     except ConfigError as error:
+        if config.generation_config != "auto":
+            raise
         logger.warning("sampling defaults of the checkpoint are ignored error=%s", error)
         return {}
 

@@ -75,7 +75,7 @@ class PromptTokenizer:
             if request.chat is not None:
                 assert request.prompt is not None, "the conversation is rendered"
                 token_ids = self.tokenizer.encode_rendered(
-                    request.prompt, params.max_prompt_tokens(self._max_model_len)
+                    request.prompt, params.max_prompt_tokens(self._max_model_len), request.cache_salt or ""
                 )
             elif token_ids is None:
                 assert request.prompt is not None, "admission accepts a text or token ids"

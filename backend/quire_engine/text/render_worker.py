@@ -3,14 +3,13 @@
 
 A template can take any time and memory with the messages of a client. This process has a memory limit, and the text
 process kills it when a render takes too long. It reads one JSON object per line and answers each with one line: first
-the checkpoint's folder and its added tokens, then conversations.
+the checkpoint's templates and its added tokens, then conversations.
 """
 
 import json
 import resource
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 from quire_engine.ipc.process import set_parent_death_signal
@@ -25,10 +24,12 @@ MAX_MEMORY_BYTES = 1 * 2**30
 class RenderWorker:
     """The templates of one checkpoint."""
 
-    def __init__(self, folder: str, special_tokens: list[str], other_tokens: list[str], max_chars: int) -> None:
-        self._files = ChatTemplateFiles.from_folder(Path(folder))
+    def __init__(
+        self, files: dict[str, Any], special_tokens: list[str], other_tokens: list[str], max_chars: int
+    ) -> None:
+        self._files = ChatTemplateFiles(**files)
         self._max_chars = max_chars
-        sources = (self._files.default or "") + (self._files.tool_use or "")
+        sources = self._files.sources
         # Added tokens that no template writes have no meaning in a conversation.
         self._control_tokens = ControlTokens(special_tokens, [token for token in other_tokens if token in sources])
         self._templates: dict[bool, ChatTemplate] = {}

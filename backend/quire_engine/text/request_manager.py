@@ -7,13 +7,19 @@ Runs on the event loop and has no knowledge of sockets: the text server and the 
 in the core, even if a frontend or the core fails.
 """
 
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+from quire_engine.parsers.output_grammar import compose_grammar
+from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
+from quire_engine.parsers.parser_names import ParserNames
+from quire_engine.structured_outputs.checker import CheckResult, GrammarChecker
+from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.metrics import RequestMetrics
@@ -23,6 +29,7 @@ from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.completion import CompletionState
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import Code, Internal, QuireError, Unavailable
 from quire_spec.protocol.messages import (
     AbortSequences,
@@ -32,6 +39,8 @@ from quire_spec.protocol.messages import (
     SequenceDelta,
     StepResult,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class FrontendSink(Protocol):
@@ -53,8 +62,10 @@ class RequestManager:
         clock: Callable[[], float] = time.monotonic,
         eos_token_ids: frozenset[int] = frozenset(),
         chat_renderer: ChatRenderer | None = None,
+        grammar_checker: GrammarChecker | None = None,
     ) -> None:
-        """`prompt_tokenizer` is None for a model without a tokenizer, `chat_renderer` without a chat template."""
+        """`prompt_tokenizer` and `grammar_checker` are None for a model without a tokenizer, `chat_renderer` without a
+        chat template."""
         self.num_queued = 0
         """Open requests that no step has run yet."""
         self._admission = admission
@@ -64,6 +75,7 @@ class RequestManager:
         self._clock = clock
         self._eos_token_ids = eos_token_ids
         self._chat_renderer = chat_renderer
+        self._grammar_checker = grammar_checker
         # Starts at the time: after a restart of the text process, new ids differ from those that the core still runs.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
@@ -155,6 +167,10 @@ class RequestManager:
         self._admission.digests_by_name = dict(digests_by_name)
         self._metrics.adapter_metrics.set_adapters(digests_by_name)
 
+    def set_loading_adapters(self, names: Set[str]) -> None:
+        """Replace the adapters that are being loaded: until then, requests that name them get UNAVAILABLE."""
+        self._admission.loading_names = names
+
     def drain(self, on_drained: Callable[[], None]) -> None:
         """Reject new requests from now on; call `on_drained` when no request is open."""
         self._admission.draining = True
@@ -171,8 +187,14 @@ class RequestManager:
         self._metrics.set_active_adapters(running, waiting)
 
     def status(self) -> dict[str, Any]:
-        """Return counts for the supervisor."""
-        return {"num_open": self.num_open, "num_queued": self.num_queued, "core": not self._admission.closed_reason}
+        """Return counts and the parsers of chat outputs for the supervisor."""
+        return {
+            "num_open": self.num_open,
+            "num_queued": self.num_queued,
+            "core": not self._admission.closed_reason,
+            "tool_call_parser": self._admission.parser_names.tool_call_parser,
+            "reasoning_parser": self._admission.parser_names.reasoning_parser,
+        }
 
     def _reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
         self._metrics.record_rejected(error.code)
@@ -202,10 +224,11 @@ class RequestManager:
         except QuireError as error:
             self._fail(request_state, error)
             return
+        request_state.reasoning = reasoning_state(self._admission.parser_names, text)
         self._tokenize(replace(request, prompt=text), request_state)
 
     def _on_tokenized(self, request_state: RequestState, tokenized: TokenizedPrompt | QuireError) -> None:
-        """Send a tokenized request to the core; do nothing if it has ended in the meantime."""
+        """Check the constraint of a tokenized request, then send it; do nothing if it has ended in the meantime."""
         if request_state.is_closed:
             return
         try:
@@ -215,14 +238,83 @@ class RequestManager:
         except QuireError as error:
             self._fail(request_state, error)
             return
+        tokenized = replace(tokenized, token_ids=token_ids)
+        try:
+            constraint = self._constraint(request_state)
+        except Exception:
+            logger.exception("grammar of a request cannot be built, ending it")
+            self._fail(request_state, Internal("tools: no grammar can be built; see the log of the text process"))
+            return
+        if constraint is None:
+            self._submit_to_core(request_state, tokenized, None)
+        else:
+            assert self._grammar_checker is not None, "admission rejects constraints without a tokenizer"
+            self._grammar_checker.submit(constraint, partial(self._on_checked, request_state, tokenized))
+
+    def _on_checked(self, request_state: RequestState, tokenized: TokenizedPrompt, grammar: CheckResult) -> None:
+        """Send a request whose constraint was checked; do nothing if it has ended in the meantime."""
+        if request_state.is_closed:
+            return
+        try:
+            if isinstance(grammar, QuireError):
+                raise grammar
+            self._admission.check_grammar_size(grammar, request_state.params)
+        except QuireError as error:
+            self._fail(request_state, error)
+            return
+        self._submit_to_core(request_state, tokenized, grammar)
+
+    def _submit_to_core(self, request_state: RequestState, tokenized: TokenizedPrompt, grammar: str | None) -> None:
+        token_ids = tokenized.token_ids
         self._metrics.record_prompt_tokens(len(token_ids), request_state.api_key_name)
         self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
         tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
         bad_word_ids = tokenized.bad_word_ids
         for sequence_request in request_state.to_core_requests(
-            token_ids, tokenizer, bad_word_ids, self._clock(), self._eos_token_ids
+            token_ids,
+            tokenizer,
+            bad_word_ids,
+            self._clock(),
+            self._eos_token_ids,
+            self._parser_factory(request_state, token_ids),
+            grammar,
         ):
             self._send_to_core(sequence_request)
+
+    def _constraint(self, request_state: RequestState) -> StructuredOutputsParams | ComposedConstraint | None:
+        """Return what the output must match: the request's own constraint, and that of its tools."""
+        own, parsing = request_state.params.structured_outputs, request_state.parsing
+        # A constraint that begins after given tokens knows where the reasoning ends.
+        if parsing is None or self._prompt_tokenizer is None or (own is not None and own.begin_after_token_ids):
+            return own
+        names, tokenizer = self._admission.parser_names, self._prompt_tokenizer.tokenizer
+        answer = None if own is None else own.to_mapping()
+        composed = compose_grammar(names, tokenizer, parsing, request_state.tools, request_state.reasoning, answer)
+        return own if composed is None else composed
+
+    def _parser_factory(
+        self, request_state: RequestState, prompt_token_ids: list[int]
+    ) -> Callable[[], OutputParser] | None:
+        """Return the constructor of a parser for each output of a request; None if it has nothing to parse."""
+        parsing, names = request_state.parsing, self._admission.parser_names
+        if parsing is None or self._prompt_tokenizer is None:
+            return None
+        used_names = ParserNames(
+            names.tool_call_parser if parsing.tool_choice != "none" else None,
+            names.reasoning_parser if parsing.separate_reasoning else None,
+        )
+        if used_names == ParserNames():
+            return None
+        return partial(
+            create_parser,
+            used_names,
+            self._prompt_tokenizer.tokenizer,
+            prompt_token_ids,
+            request_state.tools,
+            request_state.reasoning == "open",
+            parsing.parallel_tool_calls,
+            request_state.params.skip_special_tokens,
+        )
 
     def _fail(self, request_state: RequestState, error: QuireError) -> None:
         """End an open request with an error."""
@@ -246,7 +338,13 @@ class RequestManager:
         request_state, frontend = entry
         completion = request_state.completion(result.id)
         num_tokens_before = completion.num_tokens
-        deltas = request_state.update(_retryable(result))
+        try:
+            deltas = request_state.update(_retryable(result))
+        except Exception:
+            logger.exception("output of a request cannot be converted, ending it sequence_id=%d", result.id)
+            aborted_ids = self._open_sequence_ids(request_state)
+            self._fail(request_state, Internal("the output cannot be converted; see the log of the text process"))
+            return aborted_ids
         self._record_tokens(request_state, completion, completion.num_tokens - num_tokens_before, now)
         aborted_ids = []
         if completion.finish_reason is not None or result.error_code is not None:

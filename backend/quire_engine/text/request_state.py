@@ -5,13 +5,16 @@ Converts the engine core's results (token ids) into output deltas for the client
 queue. A request has one sequence in the core per output. The request manager owns the state.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire_engine.parsers.output_parser import OutputParser
 from quire_engine.text.admission import AdmittedRequest
 from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta, SequenceDelta, SequenceRequest
+from quire_spec.protocol.parsed_output import Event, encode_events, join_neighbours
 
 _TokenLogprobs = dict[str, dict[str, Any]]
 
@@ -43,11 +46,19 @@ class RequestState:
         self._priority = request.priority
         self._stream = request.stream
         self.api_key_name = request.api_key_name
+        self.parsing = admitted_request.parsing
+        """How its outputs are parsed; None: they are returned as text."""
+        self.tools: Sequence[Mapping[str, Any]] = (request.chat or {}).get("tools") or ()
+        """Tools of its conversation."""
+        self.reasoning = "possible"
+        """Whether the prompt ends inside the reasoning, see `reasoning_state`."""
         self._return_prompt_token_ids = request.return_prompt_token_ids
         self._return_token_bytes = request.return_token_bytes
         self._prompt_token_ids: list[int] | None = None
         self._num_cached_tokens = 0
         self._tokenizer: Tokenizer | None = None
+        self._parsers: list[OutputParser] = []
+        """Of its outputs; empty if they are returned as text."""
         self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
         self._prompt_logprobs: list[_TokenLogprobs | None] | None = None
 
@@ -63,8 +74,13 @@ class RequestState:
         bad_word_ids: list[list[int]],
         now: float,
         eos_token_ids: frozenset[int] = frozenset(),
+        create_parser: Callable[[], OutputParser] | None = None,
+        grammar: str | None = None,
     ) -> list[SequenceRequest]:
-        """Mark the request as submitted and return the messages that make the engine core run it."""
+        """Mark the request as submitted and return the messages that make the engine core run it.
+
+        With `create_parser`, the deltas contain parsed events.
+        """
         self.submit_time = now
         self.num_input_tokens = len(prompt_token_ids)
         self._tokenizer = tokenizer if self.params.detokenize else None
@@ -76,9 +92,17 @@ class RequestState:
             self._cache_salt,
             bad_word_ids,
             priority=self._priority,
+            grammar=grammar,
         )
+        if grammar is not None and self.params.structured_outputs is not None:
+            begin_after_token_ids = list(self.params.structured_outputs.begin_after_token_ids)
+            base_request = replace(base_request, begin_after_token_ids=begin_after_token_ids)
         # The parameters of the core: they can request log probabilities that only `best_of` needs.
         params = self.params.child_params(0)
+        if create_parser is not None:
+            # Marks can be special tokens; the parser omits all others.
+            params = replace(params, skip_special_tokens=False)
+            self._parsers = [create_parser() for _ in self.sequence_ids]
         self.completions = [
             CompletionState(params, self._tokenizer, prompt_token_ids, eos_token_ids) for _ in self.sequence_ids
         ]
@@ -98,15 +122,16 @@ class RequestState:
             # The first token of a prompt has no log probability, because no token precedes it.
             self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
         index = result.id - self.sequence_ids.start
+        events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
             self._num_cached_tokens = result.num_cached_tokens
         if self._stream:
-            return [self._to_output_delta(index, delta)]
-        self._output_buffers[index].add(delta)
+            return [self._to_output_delta(index, delta, events)]
+        self._output_buffers[index].add(delta, events)
         if self.completions[index].finish_reason is None:
             return []
         if self.params.num_sequences == self.params.n:
-            return [self._to_output_delta(index, self._output_buffers[index].to_delta())]
+            return [self._to_output_delta(index, *self._output_buffers[index].to_delta())]
         return self._best_outputs() if self._all_finished() else []
 
     def to_error_delta(self, code: str, message: str) -> OutputDelta:
@@ -114,14 +139,21 @@ class RequestState:
         output_delta = OutputDelta(self.client_request_id, error_code=code, error=message)
         return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
 
-    def _to_output_delta(self, index: int, delta: CompletionDelta) -> OutputDelta:
+    def _parse(self, index: int, delta: CompletionDelta) -> list[Event]:
+        """Return the parsed events of a delta; none if the output is returned as text."""
+        if not self._parsers:
+            return []
+        is_finished = self.completions[index].finish_reason is not None
+        return self._parsers[index].feed(delta.token_ids, delta.text, is_finished)
+
+    def _to_output_delta(self, index: int, delta: CompletionDelta, events: list[Event]) -> OutputDelta:
         completion = self.completions[index]
         has_logprobs = self.params.logprobs is not None
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         prompt_token_ids, self._prompt_token_ids = self._prompt_token_ids, None
         return OutputDelta(
             self.client_request_id,
-            delta.text,
+            "" if self._parsers else delta.text,
             delta.token_ids,
             completion.finish_reason,
             logprobs=[self._logprobs_by_token(entries) for entries in delta.logprobs or []] if has_logprobs else None,
@@ -134,13 +166,15 @@ class RequestState:
             stop_reason=completion.stop_reason,
             num_cached_tokens=self._num_cached_tokens,
             prompt_token_ids=prompt_token_ids,
+            parsed=encode_events(events) if self._parsers else None,
+            num_reasoning_tokens=self._parsers[index].num_reasoning_tokens if self._parsers else 0,
         )
 
     def _best_outputs(self) -> list[OutputDelta]:
         """Return the most likely outputs, renumbered."""
         best_indices = select_best_of(self.completions, self.params.n)
         output_deltas = [
-            replace(self._to_output_delta(i, self._output_buffers[i].to_delta()), index=output_index)
+            replace(self._to_output_delta(i, *self._output_buffers[i].to_delta()), index=output_index)
             for output_index, i in enumerate(best_indices)
         ]
         return [
@@ -169,11 +203,13 @@ class _OutputBuffer:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[list[float]]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
-    def add(self, delta: CompletionDelta) -> None:
+    def add(self, delta: CompletionDelta, events: list[Event]) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
+        self.events += events
 
-    def to_delta(self) -> CompletionDelta:
-        return CompletionDelta("".join(self.texts), self.token_ids, self.logprobs)
+    def to_delta(self) -> tuple[CompletionDelta, list[Event]]:
+        return CompletionDelta("".join(self.texts), self.token_ids, self.logprobs), join_neighbours(self.events)

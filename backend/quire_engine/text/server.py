@@ -56,6 +56,7 @@ class TextServer(ConnectionHandler):
         self._started_at = utc_now()
         self._control_methods: dict[str, Callable[[Connection, ControlRequest], None]] = {
             "set_adapters": self._set_adapters,
+            "set_loading_adapters": self._set_loading_adapters,
             "status": self._get_status,
             "metrics": self._render_metrics,
             "drain": self._drain,
@@ -72,7 +73,7 @@ class TextServer(ConnectionHandler):
         if hello.role == "frontend":
             self._frontends[connection] = FrontendConnection(connection, hello, self._metrics, self._throttle)
             if hello.model == OPENAI_FRONTEND:
-                self._frontend_calls.prepare_chat()
+                self._frontend_calls.start_workers()
         elif hello.role != "supervisor":
             raise Internal(f"Hello: role {hello.role!r} is not accepted here; expected frontend or supervisor")
 
@@ -136,6 +137,13 @@ class TextServer(ConnectionHandler):
         }
         self._request_manager.set_adapters(digests_by_name, limits_by_name)
         logger.info("adapters set count=%d", len(digests_by_name))
+        connection.send(ControlResponse(request.id, {}))
+
+    def _set_loading_adapters(self, connection: Connection, request: ControlRequest) -> None:
+        names = request.args.get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InvalidArgument(f"set_loading_adapters: names must be a list of names, got {str(names)[:80]!r}")
+        self._request_manager.set_loading_adapters(frozenset(names))
         connection.send(ControlResponse(request.id, {}))
 
     def _get_status(self, connection: Connection, request: ControlRequest) -> None:

@@ -163,8 +163,22 @@ def flatten_content(message: object) -> dict[str, Any]:
         raise InvalidArgument(f"messages: content must be a text, got {content!r}")
     # As in transformers: null fields are removed, and reasoning has several field names.
     fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}
+    if isinstance(fields.get("tool_calls"), Sequence):
+        fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
     reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def _parse_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object: clients send a text, which templates would encode again."""
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments) if arguments.strip() else {}}}
+    except (ValueError, RecursionError):
+        raise InvalidArgument(f"messages: the arguments of a tool call are not JSON, got {arguments[:80]!r}") from None
 
 
 def _truncate_at_tag(text: str, content: str) -> str:

@@ -6,7 +6,7 @@ additional_chat_templates/tool_use.jinja is a separate template for conversation
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +53,18 @@ class ChatTemplateFiles:
             name: token if isinstance(token, str) else str(token["content"]) for name, token in entries.items()
         }
         return cls(default if isinstance(default, str) else None, tool_use, special_tokens)
+
+    def replaced_by(self, path: Path) -> Self:
+        """Return these files with the template in `path` instead; raises ConfigError if it cannot be read."""
+        try:
+            return replace(self, default=path.read_text(encoding="utf-8"), tool_use=None)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: {path} cannot be read ({error}); give a file with a template") from error
+
+    @property
+    def sources(self) -> str:
+        """Text of all templates; empty if the checkpoint has none."""
+        return (self.default or "") + (self.tool_use or "")
 
     def source(self, has_tools: bool) -> str | None:
         """Return the text of the template for a conversation with or without tools."""

@@ -6,6 +6,7 @@ request manager of the text process and the offline LLM call it. Only the `token
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ import tokenizers
 
 from quire_engine.tokenization.chat_template_files import SPECIAL_TOKENS_ATTRIBUTES
 from quire_engine.tokenization.control_tokens import split_marked
+from quire_engine.tokenization.segment_cache import SegmentCache
+from quire_engine.tokenization.segmenter import Segmenter
 from quire_engine.tokenization.token_bytes import TokenBytesTable
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError, InvalidArgument
@@ -52,6 +55,7 @@ class Tokenizer:
         self.special_token_ids: Collection[int] = frozenset(i for i, token in added_tokens.items() if token.special)
         """Tokens that skip_special_tokens removes from a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._segment_cache = SegmentCache()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
@@ -80,24 +84,43 @@ class Tokenizer:
         truncated_ids: list[int] = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
         return truncated_ids[-max_tokens:]
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+    @cached_property
+    def _segmenter(self) -> Segmenter:
+        """Built for the first conversation, because it encodes texts."""
+        return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
+
+    def encode_rendered(self, text: str, max_tokens: int | None = None, cache_salt: str = "") -> list[int]:
         """Return the token ids of a rendered conversation; marked control tokens are encoded as plain text.
 
-        More than `max_tokens` tokens are truncated from the left. Raises the errors of `encode`.
+        More than `max_tokens` tokens are truncated from the left. The ids of segments are cached by `cache_salt`.
+        Raises the errors of `encode`.
         """
-        pieces = split_marked(text)
-        [newline] = self._encode(["\n"], "the prompt", add_special_tokens=False)
+        # Behind the first piece, text continues a word, or a line.
+        segments = [
+            (i > 0 and j == 0, segment)
+            for i, piece in enumerate(split_marked(text))
+            for j, segment in enumerate(self._segmenter.split(piece))
+        ]
+        if self._segmenter.is_exact:
+            token_ids = self._segment_cache.encode(cache_salt, segments, self._encode_segments)
+        else:
+            token_ids = [i for ids in self._encode_segments(segments) for i in ids]
+        return token_ids if max_tokens is None else token_ids[-max_tokens:]
+
+    def _encode_segments(self, segments: Sequence[tuple[bool, str]]) -> list[list[int]]:
+        """Return the ids of each segment; True: other text precedes it."""
+        [newline] = self._encode(["\n"], "messages", add_special_tokens=False)
         # After a newline, no tokenizer adds the space that it adds at the start of a text.
         encodings = self._encode(
-            [piece if i == 0 else f"\n{piece}" for i, piece in enumerate(pieces)], "messages", add_special_tokens=False
+            [f"\n{text}" if is_continued else text for is_continued, text in segments], "messages", False
         )
-        token_ids: list[int] = []
-        for i, (piece, encoding) in enumerate(zip(pieces, encodings, strict=True)):
-            if i and encoding.ids[: len(newline.ids)] == newline.ids:
-                token_ids += encoding.ids[len(newline.ids) :]
+        id_lists: list[list[int]] = []
+        for (is_continued, text), encoding in zip(segments, encodings, strict=True):
+            if is_continued and encoding.ids[: len(newline.ids)] == newline.ids:
+                id_lists.append(encoding.ids[len(newline.ids) :])
             else:
-                token_ids += encoding.ids if i == 0 else self._encode([piece], "messages", False)[0].ids
-        return token_ids if max_tokens is None else token_ids[-max_tokens:]
+                id_lists.append(self._encode([text], "messages", False)[0].ids if is_continued else encoding.ids)
+        return id_lists
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each word, at the start of a text and after a space.

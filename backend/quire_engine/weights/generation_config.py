@@ -20,13 +20,19 @@ _SAMPLING_FIELDS_BY_HF_NAME = {
 """Sampling parameters by their names in generation_config.json."""
 
 
-def load_default_sampling_params(folder: Path) -> SamplingParams:
+def load_default_sampling_params(folder: Path, source: str = "auto") -> SamplingParams:
     """Return the sampling parameters of generation_config.json, by the rules of vLLM.
 
+    `source` is EngineConfig.generation_config; auto selects the checkpoint `folder`.
+
     Raises:
-        ConfigError: the file is invalid, or a value is out of range.
+        ConfigError: the file is invalid, a value is out of range, or a folder that `source` names has no such file.
     """
-    path = folder / "generation_config.json"
+    if source == "vllm":
+        return SamplingParams()
+    path = (folder if source == "auto" else Path(source).expanduser()) / "generation_config.json"
+    if source != "auto" and not path.exists():
+        raise ConfigError(f"generation_config: {str(path)!r} does not exist; give auto, vllm, or another folder")
     config = read_json_object(path) if path.exists() else {}
     values = {
         field_name: config[hf_name]

@@ -25,10 +25,11 @@ Network errors are not wrapped."""
 _TIMEOUT_S = 15.0
 
 
-def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
+def resolve_model(model: str, revision: str | None, progress: bool, download_dir: str | None = None) -> Path:
     """Return the folder of `model`, a folder or a hub id such as `org/name`. Download files that are not in the cache.
 
-    `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file.
+    `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file. `download_dir` replaces
+    the cache of huggingface_hub.
 
     Raises:
         ConfigError: the folder or model does not exist, access is denied, or the hub cannot be reached.
@@ -51,6 +52,7 @@ def resolve_model(model: str, revision: str | None, progress: bool) -> Path:
             path: str = huggingface_hub.snapshot_download(
                 model,
                 revision=revision,
+                cache_dir=download_dir,
                 allow_patterns=_ALLOW_PATTERNS,
                 ignore_patterns=_IGNORE_PATTERNS,
                 local_files_only=timeout_error is not None,

@@ -56,4 +56,10 @@ class ModelRunner(Protocol):
 
         That function returns or raises like `execute`. A token that is PLACEHOLDER_TOKEN stands for the token that the
         most recently started step samples for the sequence.
+
+        A step with a grammar computes logits only, because its masks depend on the tokens of the step before. Call
+        `sample_tokens` when the sequences have these tokens, and before the next step is started.
         """
+
+    def sample_tokens(self) -> None:
+        """Sample the tokens of the most recently started step, if a grammar postponed that."""

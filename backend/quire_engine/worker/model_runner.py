@@ -30,6 +30,7 @@ from quire_engine.worker.device import init_device, resolve_dtype
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
+from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture, GrammarBitmask
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
 from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow, select_sampling_rows
 from quire_engine.worker.startup import RunnerStartup, check_free_memory
@@ -37,6 +38,27 @@ from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
+
+
+class PostponedSampling:
+    """The sampling of a step that was started, which waits for the tokens of the step before."""
+
+    def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
+        """`start` queues the sampling and returns a function that waits for its outputs."""
+        self._start = start
+        self._get_outputs: Callable[[], list[SpanOutput]] | None = None
+
+    def run(self) -> None:
+        """Queue the sampling."""
+        self._get_outputs = self._start()
+
+    def get_outputs(self) -> list[SpanOutput]:
+        """Wait for the outputs."""
+        if self._get_outputs is None:
+            # The step before failed. Its successor must complete, but nothing uses its tokens.
+            self.run()
+            assert self._get_outputs is not None
+        return self._get_outputs()
 
 
 class DeviceModelRunner(ModelRunner):
@@ -64,6 +86,8 @@ class DeviceModelRunner(ModelRunner):
         self._worker_group = worker_group
         self._device = init_device(config, 0 if communicator is None else communicator.shard.rank)
         self._sampler = Sampler(config.max_num_seqs)
+        self._grammar_bitmask = GrammarBitmask(shape.vocab_size, self._device)
+        self._postponed_sampling: PostponedSampling | None = None
         device_wait = None if worker_group is None else worker_group.wait_until
         self._future_tokens = FutureTokens(self._device, communicator, device_wait)
         factory = ParamFactory(resolve_dtype(config, shape.dtype), self._device, communicator)
@@ -112,11 +136,13 @@ class DeviceModelRunner(ModelRunner):
         with annotate(f"step of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
             step_input, order = self._build_input(plan)
             spans = [plan.spans[i] for i in order]
+            # Filled by another thread while the forward pass runs.
+            bitmask = self._grammar_bitmask.fill_async([span.sequence for span in spans if span.samples])
             with self._broadcast_step(step_input):
                 outputs = (
-                    self._run_graph(step_input, spans)
+                    self._run_graph(step_input, spans, bitmask)
                     if isinstance(step_input, GraphStepInput)
-                    else self._run_eager(step_input, spans, self._kv_cache)
+                    else self._run_eager(step_input, spans, self._kv_cache, bitmask)
                 )
         output_by_index = dict(zip(order, outputs, strict=True))
         return [output_by_index[i] for i in range(len(order))]
@@ -168,8 +194,19 @@ class DeviceModelRunner(ModelRunner):
         return nullcontext() if self._worker_group is None else self._worker_group.broadcast_step(step_input)
 
     @torch.inference_mode()
-    def _run_eager(self, step_input: StepInput, spans: list[ScheduledSpan], kv_cache: KVCache) -> list[SpanOutput]:
-        """Compute a step without a CUDA graph; one output per span, in order."""
+    def _run_eager(
+        self,
+        step_input: StepInput,
+        spans: list[ScheduledSpan],
+        kv_cache: KVCache,
+        bitmask: BitmaskFuture | None = None,
+    ) -> list[SpanOutput]:
+        """Compute a step without a CUDA graph; one output per span, in order.
+
+        Without `bitmask`, the step is part of the warm-up, and a bitmask of all tokens is applied to it.
+        """
+        if bitmask is None:
+            bitmask = partial(self._grammar_bitmask.allow_all, sum(span.samples for span in spans))
         batch, hidden = self._forward(step_input, kv_cache, spans)
         if hidden is None:
             return [SpanOutput([]) for _ in spans]
@@ -177,17 +214,19 @@ class DeviceModelRunner(ModelRunner):
             self._wait_on_device(self._model.compute_logits(hidden[rows], batch.for_logit_rows(rows)))
             for rows in logit_row_chunks(step_input, self._model.shape.vocab_size)
         )
-        outputs = self._sample(spans, logit_chunks)
+        outputs = self._sample(spans, logit_chunks, bitmask)
         if step_input.num_sampled < batch.num_logits:
             prompt_logprobs = compute_prompt_logprobs(spans, logit_chunks, self._device)
             outputs = [replace(o, prompt_logprobs=p) for o, p in zip(outputs, prompt_logprobs, strict=True)]
         return outputs
 
     @torch.inference_mode()
-    def _run_graph(self, graph_input: GraphStepInput, spans: list[ScheduledSpan]) -> list[SpanOutput]:
+    def _run_graph(
+        self, graph_input: GraphStepInput, spans: list[ScheduledSpan], bitmask: BitmaskFuture
+    ) -> list[SpanOutput]:
         """Compute a decoding step by a CUDA graph; one output per span, in order."""
         logits = self._wait_on_device(select_sampling_rows(self._graph_logits(graph_input, spans), spans))
-        return self._sample(spans, iter([logits]))
+        return self._sample(spans, iter([logits]), bitmask)
 
     def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor:
         """Return the logits of each span of a decoding step; `spans` as in `_forward`."""
@@ -223,19 +262,47 @@ class DeviceModelRunner(ModelRunner):
             self._worker_group.wait_until(torch.cuda.current_stream().record_event().query)
         return logits
 
-    def _sample(self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor]) -> list[SpanOutput]:
+    def _sample(
+        self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
+    ) -> list[SpanOutput]:
         """Sample the spans that reach the end of their sequences, from the first chunk; one output per span."""
         rows = [SamplingRow(span.sequence, span.end) for span in spans if span.samples]
-        sampled_outputs = iter(self._sampler(next(logit_chunks), rows) if rows else [])
+        sampled_outputs = iter(self._sampler(next(logit_chunks), rows, bitmask()) if rows else [])
         return [next(sampled_outputs) if span.samples else SpanOutput([]) for span in spans]
 
     def _sample_async(
         self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
     ) -> Callable[[], list[SpanOutput]]:
-        """Sample the spans at `sampling_indices`, one row of `logits` each; return a function that waits for it."""
+        """Sample the spans at `sampling_indices`, one row of `logits` each; return a function that waits for it.
+
+        With a grammar, sampling is postponed until `sample_tokens`.
+        """
         rows = [SamplingRow(spans[i].sequence, spans[i].end) for i in sampling_indices]
+        if any(spans[i].sequence.grammar is not None for i in sampling_indices):
+            sampling = self._postponed_sampling = PostponedSampling(
+                lambda: self._sample_now(spans, rows, logits, sampling_indices)
+            )
+            return sampling.get_outputs
+        return self._sample_now(spans, rows, logits, sampling_indices)
+
+    @torch.inference_mode()
+    def sample_tokens(self) -> None:
+        """See ModelRunner."""
+        sampling, self._postponed_sampling = self._postponed_sampling, None
+        if sampling is not None:
+            sampling.run()
+
+    def _sample_now(
+        self,
+        spans: Sequence[ScheduledSpan],
+        rows: Sequence[SamplingRow],
+        logits: Tensor | None,
+        sampling_indices: list[int],
+    ) -> Callable[[], list[SpanOutput]]:
+        """Queue the sampling of `rows`, which are the spans at `sampling_indices`."""
         if logits is not None and rows:
-            sampled = self._sampler.sample_async(logits, rows)
+            bitmask = self._grammar_bitmask.fill([row.sequence for row in rows])
+            sampled = self._sampler.sample_async(logits, rows, bitmask)
         else:
             # A step that samples nothing is waited for as well, so that at most two steps are queued.
             sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self._device))

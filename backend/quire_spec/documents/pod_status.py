@@ -87,6 +87,10 @@ class PodStatus:
     adapters: list[AdapterStatus] = field(default_factory=list)
     catalogue: str = ""
     """Digest of that catalog (CatalogVersion.digest); empty before the first catalog."""
+    tool_call_parser: str | None = None
+    """Format of tool calls in chat outputs; None: unknown, calls stay in the text."""
+    reasoning_parser: str | None = None
+    """Format of the reasoning in chat outputs; None: unknown, it stays in the text."""
 
 
 def utc_now() -> str:

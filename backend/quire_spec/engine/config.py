@@ -27,6 +27,13 @@ class EngineConfig:
     revision: str | None = None
     """Revision of a hub id: branch, tag or commit; None selects the hub's default."""
 
+    download_dir: str | None = None
+    """Folder for downloads of a hub id; None: the cache of huggingface_hub."""
+
+    generation_config: str = "auto"
+    """Source of the default sampling parameters of `LLM` and of the OpenAI API. auto: generation_config.json of the
+    checkpoint; vllm: none; else a folder with that file."""
+
     device: str = "cpu"
     """Device of the tensors: cpu or cuda. There is no automatic choice and no fallback."""
 
@@ -105,6 +112,16 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding."""
 
+    tool_call_parser: str = "auto"
+    """Format of tool calls in outputs, with the names of vLLM's --tool-call-parser. auto: found from the chat template
+    and the tokens of the checkpoint; none: calls stay in the text."""
+
+    reasoning_parser: str = "auto"
+    """The same for the reasoning before an answer, with the names of vLLM's --reasoning-parser."""
+
+    chat_template: str | None = None
+    """File with a chat template that replaces the checkpoint's; None: the checkpoint's."""
+
     seed: int = 0
     """Seed for requests that do not set one."""
 
@@ -163,6 +180,8 @@ class EngineConfig:
             ("kv_cache_dtype", self.kv_cache_dtype, capabilities.KV_CACHE_DTYPES),
             ("quantization", self.quantization, (None, *capabilities.QUANTIZATIONS)),
             ("max_lora_rank", self.max_lora_rank, capabilities.LORA_RANKS),
+            ("tool_call_parser", self.tool_call_parser, ("auto", "none", *capabilities.TOOL_CALL_PARSERS)),
+            ("reasoning_parser", self.reasoning_parser, ("auto", "none", *capabilities.REASONING_PARSERS)),
         ]
         for name, value, allowed in choices:
             if value not in allowed and allowed == (None,):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field
 from typing import Any
 
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 _MAX_MAGNITUDE = 2**63
@@ -60,6 +61,8 @@ def normalize(parameter: Field[Any], value: Any) -> Any:
         return tuple(value)
     if kind.startswith("tuple[str") and isinstance(value, str):
         return (value,)
+    if kind.startswith("StructuredOutputsParams") and isinstance(value, Mapping):
+        return StructuredOutputsParams.from_mapping(value)
     if kind.startswith("dict") and isinstance(value, Mapping):
         # JSON has only string keys.
         return {_token_id(key): bias for key, bias in value.items()}
@@ -104,7 +107,9 @@ def _format_bound(bound: float) -> str:
 
 def type_name(parameter: Field[Any]) -> str:
     """Return the parameter's type annotation as text."""
-    return parameter.type.__name__ if isinstance(parameter.type, type) else str(parameter.type)
+    if isinstance(parameter.type, type):
+        return parameter.type.__name__
+    return str(parameter.type).replace(f"{StructuredOutputsParams.__module__}.", "")
 
 
 def _token_id(key: object) -> object:
@@ -140,6 +145,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
             isinstance(value, dict)
             and all(_is_int(key) and (_is_int(bias) or _is_number(bias)) for key, bias in value.items())
         ),
+    ),
+    "StructuredOutputsParams": (
+        "an object with one of json, regex, choice, grammar, json_object and structural_tag",
+        lambda value: isinstance(value, StructuredOutputsParams),
     ),
 }
 """By type: its description in error messages, and the check for a value of this type."""

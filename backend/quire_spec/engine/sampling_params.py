@@ -8,10 +8,11 @@ are rejected, so that a misspelt or unsupported parameter is never ignored silen
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Self
 
 from quire_spec.engine.param_fields import check_range, in_range, max_entries, normalize, parse_text, validate
+from quire_spec.engine.structured_outputs import FORMER_NAMES, StructuredOutputsParams, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 MAX_STOP_STRINGS = 64
@@ -117,7 +118,15 @@ class SamplingParams:
     best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
     """Outputs to generate (default n). The request returns those n that have the highest cumulative log probability."""
 
-    def __post_init__(self) -> None:
+    structured_outputs: StructuredOutputsParams | None = None
+    """Constraint on the output, such as a JSON schema; None allows any text."""
+
+    guided_decoding: InitVar[StructuredOutputsParams | None] = None
+    """vLLM's older name of structured_outputs."""
+
+    def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
+        if guided_decoding is not None:
+            self.structured_outputs = guided_decoding
         self._check_consistency()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,6 +172,8 @@ class SamplingParams:
             # Selecting the best needs the cumulative log probability; logprobs=0 costs little.
             logprobs=0 if selects_best and self.logprobs is None else self.logprobs,
             prompt_logprobs=None if index else self.prompt_logprobs,
+            # The core gets the constraint as a checked grammar, see SequenceRequest.
+            structured_outputs=None,
         )
 
     def max_prompt_tokens(self, max_model_len: int) -> int | None:
@@ -180,6 +191,7 @@ class SamplingParams:
         Raises:
             InvalidArgument: a name is unknown or a value is wrong.
         """
+        values = merge_former_names(values)
         known = {f.name: f for f in fields(cls)}
         if unknown := sorted(set(values) - set(known)):
             raise _unknown_parameter(unknown[0], extra_names)
@@ -188,7 +200,7 @@ class SamplingParams:
     def to_mapping(self) -> dict[str, Any]:
         """Return the parameters that differ from their defaults, for JSON and `from_mapping`."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
+        return {name: _to_json(v) for name, v, default in pairs if v != default}
 
     def _check_consistency(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -212,10 +224,16 @@ class SamplingParams:
             raise InvalidArgument("sampling parameter 'stop': requires detokenize; omit 'stop', or set detokenize")
 
 
+def _to_json(value: Any) -> Any:
+    if isinstance(value, StructuredOutputsParams):
+        return value.to_mapping()
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _unknown_parameter(name: str, extra_names: Sequence[str] = ()) -> InvalidArgument:
     known = sorted(f.name for f in fields(SamplingParams))
     suggestions = difflib.get_close_matches(
-        name[:80].lower(), [other for other in (*known, *extra_names) if other != name], n=1
+        name[:80].lower(), [other for other in (*known, *extra_names, *FORMER_NAMES) if other != name], n=1
     )
     suggestion_text = f"did you mean {suggestions[0]}? Known" if suggestions else "known"
     return InvalidArgument(

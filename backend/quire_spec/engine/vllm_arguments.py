@@ -6,9 +6,10 @@ values that this engine supports. All problems of a set of arguments are reporte
 the reader of vllm_backend repositories.
 """
 
+import difflib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -32,7 +33,13 @@ _IGNORED_ARGUMENTS = frozenset(
         ),
         *("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"),
         *("scheduler_delay_factor", "num_lookahead_slots", "disable_mm_preprocessor_cache", "limit_mm_per_prompt"),
-        *("fully_sharded_loras", "lora_extra_vocab_size", "guided_decoding_backend", "otlp_traces_endpoint"),
+        *(
+            "fully_sharded_loras",
+            "lora_extra_vocab_size",
+            "served_model_name",
+            "guided_decoding_backend",
+            "otlp_traces_endpoint",
+        ),
     )
 )
 """Arguments that change how vLLM computes, logs or starts, but not which tokens this engine generates."""
@@ -50,7 +57,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "skip_tokenizer_init": ((False,), "send input_ids instead of text to a model with a tokenizer"),
     "load_format": (("auto", "safetensors"), "convert the checkpoint to safetensors"),
     "config_format": (("auto", "hf"), "use a checkpoint in Hugging Face format"),
-    "generation_config": (("auto",), "remove the argument"),
     "override_generation_config": ((None, {}), "set sampling parameters in requests"),
     "enable_prompt_adapter": ((False,), "use a LoRA adapter"),
     "max_prompt_adapters": ((1,), "use LoRA adapters"),
@@ -79,7 +85,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "logits_processors": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "logits_processor_pattern": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "enable_reasoning": ((False,), "remove the argument"),
-    "reasoning_parser": ((None, ""), "remove the argument"),
 }
 """Arguments of which this engine supports only these values, and what to do instead of another value."""
 OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
@@ -108,11 +113,12 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
             problems += _unsupported_value(name, _parse_literal(value), arguments)
         elif name == "device" and value == "auto":
             continue
+        elif name == "reasoning_parser" and not value:
+            config_fields[name] = "none"
         elif name in field_types:
             config_fields[name] = value if field_types[name].startswith("str") else _parse_literal(value)
         else:
-            known = ", ".join(sorted(field_types))
-            problems.append(f"{name!r}: unknown engine argument; remove it, known are {known}")
+            problems.append(_unknown_argument(name, sorted(field_types)))
     if isinstance(dtype := config_fields.get("dtype"), str):
         config_fields["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
     if problems:
@@ -120,6 +126,12 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
     if without_effect:
         logger.warning("vllm arguments without effect: %s", " ".join(without_effect))
     return config_fields
+
+
+def _unknown_argument(name: str, known: Sequence[str]) -> str:
+    suggestions = difflib.get_close_matches(name[:80], known, n=1)
+    fix = f"did you mean {suggestions[0]}? Known" if suggestions else "remove it, known"
+    return f"{name!r}: unknown engine argument; {fix} are {', '.join(known)}"
 
 
 def _unsupported_value(name: str, value: object, arguments: Mapping[str, Any]) -> list[str]:

@@ -20,5 +20,12 @@ QUANTIZATIONS: tuple[str, ...] = ()
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 SPECULATION = False
+TOOL_CALL_PARSERS = (
+    *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
+    "openai",
+)
+"""Formats of tool calls, with the names of vLLM's --tool-call-parser."""
+REASONING_PARSERS = ("qwen3", "deepseek_r1", "mistral", "openai_gptoss")
+"""Formats of reasoning, with the names of vLLM's --reasoning-parser."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

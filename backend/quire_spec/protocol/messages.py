@@ -53,6 +53,8 @@ class GenerateRequest:
     template_kwargs}. The text process renders it with the chat template of the checkpoint."""
     api_key_name: str = ""
     """Name of the API key that the client used, for the metrics; empty without keys."""
+    parsing: dict[str, Any] | None = None
+    """OutputParsing as JSON: the deltas contain parsed events instead of text. None: they contain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,10 @@ class OutputDelta:
     """Token ids of the prompt; in one delta, if the request has return_prompt_token_ids."""
     retry_after_s: float | None = None
     """With an error: the request exceeds a limit and can succeed after this time."""
+    parsed: list[list[Any]] | None = None
+    """Instead of text: the result of parsed_output.encode_events, if the request has `parsing`."""
+    num_reasoning_tokens: int = 0
+    """Output tokens so far that are reasoning, if the request has `parsing`."""
 
     @property
     def final(self) -> bool:
@@ -123,6 +129,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         logprobs=[position for positions in logprobs for position in positions] if logprobs else None,
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
         prompt_token_ids=next((delta.prompt_token_ids for delta in deltas if delta.prompt_token_ids), None),
+        parsed=None if last.parsed is None else [event for delta in deltas for event in delta.parsed or ()],
     )
 
 
@@ -149,6 +156,10 @@ class SequenceRequest:
     computed and shares its KV blocks. If the parent has ended by then, this sequence computes the prompt itself."""
     priority: int = 0
     """Lower runs first; other than 0 only where scheduling_policy is priority."""
+    grammar: str | None = None
+    """Grammar of the output, which compiles; None allows any output."""
+    begin_after_token_ids: list[int] = field(default_factory=list)
+    """The grammar begins after these tokens of the output; empty: with the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +242,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """supervisor -> text or core, frontend -> text: call `method`. Answered by one ControlResponse with the same id."""
+    """supervisor -> text or core, frontend -> text, text -> core: call `method`. Answered by one ControlResponse with
+    the same id."""
 
     id: int
     method: str

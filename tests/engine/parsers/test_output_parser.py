@@ -1,154 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsers of chat outputs: every vector gives the same result however its tokens are grouped."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
-from support.tokenizer import byte_level, save_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.parser_vectors import MARKS, TOOLS, VECTORS, Vector, expected, groups, hermes, make_tokenizers, normalized
 
-from quire_engine.parsers.events import Event, ParsedOutput, ToolCall, merge
-from quire_engine.parsers.output_parser import (
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    OutputParser,
-    create_parser,
-    detect_parsers,
-)
+from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
+from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import InvalidArgument
-
-MARKS = (
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|channel|>", "<|message|>", "<|end|>"),
-    *("<|call|>", "<|return|>", "<|start|>", "<|constrain|>"),
-)
-SCHEMA = {
-    "n": {"type": "integer"},
-    "s": {"type": "string"},
-    "o": {"type": "object"},
-    "b": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-}
-TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": SCHEMA}}},)
-
-
-@dataclass(frozen=True)
-class Vector:
-    """An output and what is in it."""
-
-    tool_call_parser: str | None
-    text: str
-    calls: tuple[tuple[str, Any], ...] = ()
-    content: str = ""
-    reasoning: str = ""
-    reasoning_parser: str | None = None
-    is_open: bool = False
-    arguments: tuple[str, ...] | None = field(default=None)
-    """Exact text of arguments, where it is no JSON."""
-
-
-def hermes(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-ESCAPES = r'{"s": "a \"quoted\" }] \\ \u00e9 {", "l": [1, {"x": null}], "n": -1.5e3}'
-VECTORS = [
-    Vector(None, "plain <tool_call> text\n", content="plain <tool_call> text\n"),
-    Vector("hermes", "no call, 日本 🙂\n\n", content="no call, 日本 🙂\n\n"),
-    Vector("hermes", hermes("f", '{"a": "é🙂"}'), (("f", {"a": "é🙂"}),)),
-    Vector("hermes", "Wait.\n\n" + hermes("f", ESCAPES), (("f", json.loads(ESCAPES)),), "Wait."),
-    Vector("hermes", hermes("f", "{}") + "\n" + hermes("g", '{"a": 1}'), (("f", {}), ("g", {"a": 1}))),
-    Vector("hermes", '<tool_call>{"name": "f"}</tool_call>', (("f", {}),)),
-    Vector("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', (("f", {"a": 1}),)),
-    Vector("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', (("f", {"a": 1}),)),
-    Vector("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}} }\n</tool_call>', (("f", {"a": 1}),)),
-    Vector("hermes", hermes("f", "{}") + "\nDone.", (("f", {}),), "Done."),
-    Vector("hermes", "<tool_call>{broken</tool_call>!", content="<tool_call>{broken!"),
-    Vector("hermes", '<tool_call>\n{"name": "f", "arg', (("f", None),), arguments=("",)),
-    Vector("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', (("f", None),), arguments=('{"a": "cut',)),
-    Vector("hermes", "<think>\na\n\nb\n</think>\n\n" + hermes("f", "{}"), (("f", {}),), "", "a\n\nb", "qwen3"),
-    Vector("hermes", "a </think>\n\nb <think> c\n", (), "b <think> c\n", "a ", "deepseek_r1", is_open=True),
-    Vector(None, "<think>\n\n</think>\n\nanswer", (), "answer", "", "qwen3"),
-    Vector(None, "<think>\nonly thoughts", (), "", "only thoughts", "qwen3"),
-    Vector(None, "\n answer </think> x", (), "\n answer </think> x", "", "qwen3"),
-    Vector(
-        "qwen3_coder",
-        "Sure.\n<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\n5 <b>\n\n</parameter>\n"
-        '<parameter=o>\n{"k": [true]}\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=new>\n7\n'
-        "</parameter>\n</function>\n</tool_call>",
-        (("f", {"n": 5, "s": "5 <b>\n", "o": {"k": [True]}, "b": True, "new": "7"}),),
-        "Sure.",
-    ),
-    Vector("qwen3_xml", "<tool_call><function=g></function></tool_call>\n<tool_call><function=f><parameter=n>x"
-           "</parameter></function></tool_call>", (("g", {}), ("f", {"n": "x"}))),
-    Vector("qwen3_coder", "a < b </parameter> and <function", content="a < b </parameter> and <function"),
-    Vector("llama3_json", ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
-           (("f", {"a": 1}), ("g", {}))),
-    Vector("llama3_json", '<|python_tag|>{"name": "f", "arguments": {"a": "}"}}', (("f", {"a": "}"}),)),
-    Vector("llama3_json", '{"city": "Paris"}\n', content='{"city": "Paris"}\n'),
-    Vector("llama3_json", 'Use {"name": "f"}', content='Use {"name": "f"}'),
-    Vector("llama3_json", '{"name": broken} and more', content='{"name": broken} and more'),
-    Vector("pythonic", '[f(a=1, s="x]", o={"k": [None, true]}), g.h()]',
-           (("f", {"a": 1, "s": "x]", "o": {"k": [None, True]}}), ("g.h", {}))),
-    Vector("llama4_pythonic", "Hi.<|python_start|>[f(a=-1)]<|python_end|>", (("f", {"a": -1}),), "Hi."),
-    Vector("pythonic", "[1, 2]\nx", content="[1, 2]\nx"),
-    Vector("pythonic", "[f(a=", content="[f(a="),
-    Vector("pythonic", "[f(__import__('os'))]", content="[f(__import__('os'))]"),
-    Vector("pythonic", "[" * 5000 + "]" * 5000, content="[" * 5000 + "]" * 5000),
-    Vector("mistral", 'Ok.[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-           (("f", {"a": 1}), ("g", {})), "Ok."),
-    Vector("mistral", '[TOOL_CALLS]f[ARGS]{"a": [1]}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', (("f", {"a": [1]}), ("g", {}))),
-    Vector("mistral", '[TOOL_CALLS]f{"a": {}}', (("f", {"a": {}}),)),
-    Vector(
-        "openai",
-        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-        '<|constrain|>json<|message|>{"a": 1}<|call|>',
-        (("f", {"a": 1}),),
-        "",
-        "Think.",
-        "openai_gptoss",
-    ),
-    Vector("openai", "<|channel|>commentary<|message|>First. <|end|><|start|>assistant<|channel|>final<|message|>Hi"
-           "<|return|>", (), "First. Hi"),
-    Vector("openai", "<|start|>assistant to=functions.f<|channel|>commentary json<|message|><|call|>", (("f", {}),)),
-]  # fmt: skip
+from quire_spec.model.capabilities import REASONING_PARSERS, TOOL_CALL_PARSERS
+from quire_spec.protocol.parsed_output import Event, ParsedOutput, ToolCall, merge_events
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """One with a token for each mark, one without."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    plain = Tokenizer(save_tokenizer(byte_level(), folder / "plain"))
-    marked = byte_level()
-    marked.add_tokens(list(MARKS))
-    return {"plain": plain, "marked": Tokenizer(save_tokenizer(marked, folder / "marked"))}
+    return make_tokenizers(tmp_path_factory.mktemp("tokenizer"))
 
 
 def parser_of(vector: Vector, tokenizer: Tokenizer | None) -> OutputParser:
-    return create_parser(
-        vector.tool_call_parser, vector.reasoning_parser, tokenizer, tools=TOOLS, is_reasoning_open=vector.is_open
-    )
-
-
-def expected(vector: Vector) -> ParsedOutput:
-    texts = vector.arguments or tuple(json.dumps(arguments) for _, arguments in vector.calls)
-    calls = tuple(ToolCall(name, text) for (name, _), text in zip(vector.calls, texts, strict=True))
-    return ParsedOutput(vector.content, vector.reasoning, calls)
-
-
-def normalized(vector: Vector, output: ParsedOutput) -> ParsedOutput:
-    if vector.arguments is not None:
-        return output
-    calls = tuple(ToolCall(call.name, json.dumps(json.loads(call.arguments))) for call in output.tool_calls)
-    return ParsedOutput(output.content, output.reasoning, calls)
-
-
-def groups(length: int) -> Iterator[int]:
-    yield from {1, 2, 3, 5, 11, max(1, length // 2), length}
+    names = ParserNames(vector.tool_call_parser, vector.reasoning_parser)
+    return create_parser(names, tokenizer, tools=TOOLS, is_reasoning_open=vector.is_open)
 
 
 def parse_tokens(vector: Vector, tokenizer: Tokenizer, size: int, stop: list[str]) -> list[Event]:
@@ -168,12 +42,73 @@ def test_every_split_gives_the_same_result(vector: Vector, tokenizers: dict[str,
         parser, events = parser_of(vector, None), []
         for start in range(0, len(vector.text), size):
             events += parser.feed([], vector.text[start : start + size], start + size >= len(vector.text))
-        assert normalized(vector, merge(events)) == expected(vector), size
+        assert normalized(vector, merge_events(events)) == expected(vector), size
     for name, tokenizer in tokenizers.items():
         for size in groups(len(tokenizer.encode(vector.text, add_special_tokens=False))):
             for stop in ([], ["never in any text"]):
-                result = normalized(vector, merge(parse_tokens(vector, tokenizer, size, stop)))
+                result = normalized(vector, merge_events(parse_tokens(vector, tokenizer, size, stop)))
                 assert result == expected(vector), (name, size, stop)
+
+
+PIECES = (
+    *(
+        *MARKS,
+        "<function=f>",
+        "</function>",
+        "<parameter=n>",
+        "</parameter>",
+        '{"name": "f", "arguments": ',
+        "f(a=",
+        "1",
+    ),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+        ",",
+        ":",
+        '"',
+        "'",
+        "\\",
+        "true",
+        " ",
+        "\n",
+        "a",
+        "日",
+        "🙂",
+        "; ",
+        "<s>",
+        "<",
+        "=",
+        "f",
+    ),
+    *("commentary", "analysis", " to=functions.f "),
+)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=25).map("".join),
+    st.sampled_from((None, *TOOL_CALL_PARSERS)),
+    st.sampled_from((None, *REASONING_PARSERS)),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_any_text_gives_the_same_events_in_every_split(
+    tokenizers: dict[str, Tokenizer],
+    text: str,
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
+    is_open: bool,
+    size: int,
+) -> None:
+    vector = Vector(tool_call_parser, text, reasoning_parser=reasoning_parser, is_open=is_open)
+    for tokenizer in tokenizers.values():
+        parts, whole = (parse_tokens(vector, tokenizer, n, []) for n in (size, len(text) + 1))
+        assert merge_events(parts) == merge_events(whole)
 
 
 def test_mark_written_as_ordinary_text_is_text(tokenizers: dict[str, Tokenizer]) -> None:
@@ -189,15 +124,7 @@ def test_mark_written_as_ordinary_text_is_text(tokenizers: dict[str, Tokenizer])
         for start in range(0, len(token_ids), size):
             group, finished = token_ids[start : start + size], start + size >= len(token_ids)
             events += parser.feed(group, detokenizer.update(group, finished).text, finished)
-        assert merge(events) == ParsedOutput(text, "", (ToolCall("f", "{}"),)), size
-
-
-def test_reasoning_is_open_until_the_answer_begins() -> None:
-    parser = create_parser("hermes", "qwen3", None)
-    assert parser.is_reasoning_open
-    parser.feed([], "<think>a</think>")
-    assert not parser.is_reasoning_open
-    assert not create_parser("hermes", None, None).is_reasoning_open
+        assert merge_events(events) == ParsedOutput(text, "", (ToolCall("f", "{}"),)), size
 
 
 def test_parsers_are_found_from_the_template() -> None:
@@ -209,11 +136,23 @@ def test_parsers_are_found_from_the_template() -> None:
         ("<|start|>assistant<|channel|>final", ("openai", "openai_gptoss")),
         ("{{ messages }}", (None, None)),
     ):
-        assert detect_parsers(template) == names
-        create_parser(*names, None)
+        assert ParserNames.detect(template) == ParserNames(*names)
+    assert ParserNames.detect("", ["<|channel|>", "<|constrain|>"]).tool_call_parser == "openai"
+    found = ParserNames("hermes", "qwen3")
+    assert found.configured("auto", "auto") == found
+    assert found.configured("none", "mistral") == ParserNames(None, "mistral")
+
+
+def test_the_prompt_decides_whether_the_output_begins_with_reasoning() -> None:
+    for parser, states in (("qwen3", ("possible", "open", "done")), ("deepseek_r1", ("open", "open", "done"))):
+        names = ParserNames(None, parser)
+        prompts = ("Hi.<think> a", "Hi.<think>\n", "Hi.<think>\n\n</think>\n\n")
+        assert tuple(reasoning_state(names, prompt) for prompt in prompts) == states
+    assert reasoning_state(ParserNames(), "<think>") == "possible"
+
+
+def test_each_configurable_parser_exists() -> None:
     for name in TOOL_CALL_PARSERS:
-        create_parser(name, REASONING_PARSERS[0], None)
-    with pytest.raises(InvalidArgument, match="toolCallParser: unknown, got 'x'; use hermes, "):
-        create_parser("x", None, None)
-    with pytest.raises(InvalidArgument, match="reasoningParser: unknown, got 'x'; use qwen3, "):
-        create_parser(None, "x", None)
+        create_parser(ParserNames(tool_call_parser=name), None)
+    for name in REASONING_PARSERS:
+        create_parser(ParserNames(reasoning_parser=name), None)

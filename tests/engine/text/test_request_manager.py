@@ -304,6 +304,18 @@ def test_unknown_adapter_is_unavailable_until_names_are_announced():
     assert "try again" in frontend.deltas[2][0].error
 
 
+def test_an_adapter_that_is_loading_is_unavailable_and_an_unknown_one_is_not_found():
+    manager, frontend, sent, _ = connected_manager()
+    manager.set_loading_adapters({"sql"})
+    for request_id, name in enumerate(("sql", "other")):
+        manager.submit(frontend, GenerateRequest(request_id, name, None, [5], {}, True))
+    assert [frontend.deltas[i][0].error_code for i in range(2)] == ["UNAVAILABLE", "NOT_FOUND"]
+    assert "is not loaded yet" in frontend.deltas[0][0].error
+    manager.set_adapters({"sql": "sha256:1"})
+    manager.submit(frontend, GenerateRequest(3, "sql", None, [5], {}, True))
+    assert len(sent) == 1
+
+
 def test_adapter_limits_reject_only_its_own_requests():
     manager, frontend, sent, metrics = connected_manager()
     limits = {"a": AdapterLimits(maxConcurrentRequests=1), "b": AdapterLimits(maxTokensPerSecond=1)}

@@ -157,6 +157,16 @@ def test_invalid_templates_and_messages_are_rejected_with_the_reason(
         ChatTemplate(template).render(messages)
 
 
+def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    for arguments, rendered in (('{"a": "b"}', '{"a": "b"}'), ({"a": 1}, '{"a": 1}'), (" ", "{}")):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        assert template.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == rendered
+    call["function"] = {"name": "f", "arguments": "{"}
+    with pytest.raises(InvalidArgument, match="arguments of a tool call are not JSON"):
+        template.render([{"role": "assistant", "tool_calls": [call]}])
+
+
 def test_text_parts_are_joined_and_both_endings_exclude_each_other() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "a\nb" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])

@@ -15,6 +15,7 @@ import huggingface_hub.constants
 import pytest
 
 from quire_engine.weights.checkpoint import Checkpoint, compute_fingerprint
+from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
 from quire_spec.errors import ConfigError
 
@@ -171,3 +172,14 @@ def test_hub_that_never_replies_times_out(hub_cache: Path, tmp_path: Path, revis
         error = resolve_in_a_process(revision, 0.3, **hub, HF_HUB_CACHE=str(tmp_path / "empty"))
     assert Path(cached).is_relative_to(hub_cache)
     assert "handshake operation timed out" in error and error.startswith("model: 'org/name'")
+
+
+def test_default_sampling_parameters_come_from_the_configured_source(tmp_path: Path) -> None:
+    for folder, temperature in (("checkpoint", 0.25), ("other", 0.75)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "generation_config.json").write_text(json.dumps({"temperature": temperature}))
+    sources = {"auto": 0.25, "vllm": 1.0, str(tmp_path / "other"): 0.75}
+    for source, temperature in sources.items():
+        assert load_default_sampling_params(tmp_path / "checkpoint", source).temperature == temperature
+    with pytest.raises(ConfigError, match=r"generation_config: .*absent.* does not exist"):
+        load_default_sampling_params(tmp_path / "checkpoint", str(tmp_path / "absent"))

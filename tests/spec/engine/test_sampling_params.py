@@ -2,6 +2,7 @@
 """SamplingParams: accepted forms of values, and error messages of invalid ones."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 from quire_spec.errors import InvalidArgument
 
 
@@ -37,8 +39,30 @@ def test_rejects_malformed_list_of_strings(name, text):
 
 
 def test_mapping_round_trip():
-    params = SamplingParams(temperature=0.0, stop=("x",), seed=3, logprobs=2)
-    assert SamplingParams.from_mapping(params.to_mapping()) == params
+    constraint = StructuredOutputsParams(json={"type": "object"}, begin_after_token_ids=(7,))
+    params = SamplingParams(temperature=0.0, stop=("x",), seed=3, logprobs=2, structured_outputs=constraint)
+    assert SamplingParams.from_mapping(json.loads(json.dumps(params.to_mapping()))) == params == params.clone()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"structured_outputs": {"choice": ["a"]}},
+        {"structured_outputs": '{"choice": ["a"]}'},
+        {"guided_choice": ["a"]},
+        {"guided_choice": '["a"]'},
+        {"guided_decoding": {"choice": ["a"], "backend": "xgrammar"}},
+    ],
+)
+def test_accepts_all_forms_of_a_constraint(values):
+    expected = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a"]))
+    assert SamplingParams.from_mapping(values) == expected
+    assert expected.structured_outputs.choice == ("a",)
+
+
+def test_rejects_two_names_of_a_constraint():
+    with pytest.raises(InvalidArgument, match="use one of them"):
+        SamplingParams.from_mapping({"guided_regex": "a", "structured_outputs": {"regex": "a"}})
 
 
 VLLM_DEFAULTS = {
@@ -58,6 +82,7 @@ VLLM_DEFAULTS = {
     "max_tokens": 16,
     "min_tokens": 0,
     "logprobs": None,
+    "structured_outputs": None,
     "prompt_logprobs": None,
     "detokenize": True,
     "skip_special_tokens": True,
@@ -124,6 +149,12 @@ INVALID_VALUES = {
     "truncate_prompt_tokens": (0, -2, 1.5, "x"),
     "n": (0, 129, 10**400, 1.5, None, True),
     "best_of": (0, 129, 1.5, "x", True),
+    "structured_outputs": (
+        *(7, "x", [], {}, {"x": 1}, {"regex": ""}, {"regex": "\ud800"}, {"choice": []}, {"choice": [1]}),
+        *({"json": 1}, {"json": "{"}, {"json": {}, "regex": "a"}, {"regex": "a", "begin_after_token_ids": [-1]}),
+        *({"choice": ["a"] * 10_001}, {"json": {"enum": [0] * 10_001}}, {"regex": "a" * 2**18}, {"json_object": False}),
+        {"json": functools.reduce(lambda schema, _: {"items": schema}, range(33), {})},
+    ),
 }
 """Invalid values of each parameter."""
 

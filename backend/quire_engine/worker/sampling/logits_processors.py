@@ -88,6 +88,8 @@ class LogitsProcessors:
             row: sequence.suppressed_token_ids
             for row, sequence in self._min_tokens_rows
             if positions[row] - len(sequence.prompt_token_ids) < sequence.params.min_tokens
+            # Nothing but the end can follow the end of a grammar.
+            and not (sequence.grammar is not None and sequence.grammar.is_terminated)
         }
         for row, stop_token_ids in suppressed_by_row.items():
             yield from ((row, token) for token in stop_token_ids)

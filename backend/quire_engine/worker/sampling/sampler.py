@@ -17,6 +17,7 @@ from torch import Tensor
 from quire_engine.sequence import Logprob, Sequence
 from quire_engine.step.plan import ScheduledSpan, SpanOutput
 from quire_engine.worker.profiling import annotate
+from quire_engine.worker.sampling.grammar_bitmask import TokenBitmask
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
 from quire_engine.worker.sampling.logprobs import LogprobTensors, compute_logprob_lists, compute_logprobs
 from quire_engine.worker.sampling.penalty_state import TokenCounts
@@ -71,32 +72,35 @@ class Sampler:
         """By the first row of their chunk of the batch."""
         self._token_counts: TokenCounts | None = None
 
-    def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None = None) -> list[SpanOutput]:
+    def __call__(
+        self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None = None
+    ) -> list[SpanOutput]:
         """Sample one token per row.
 
         Args:
-            logits: [num_rows, vocab_size], any float dtype; not modified.
+            logits: [num_rows, vocab_size], any float dtype; modified only in rows of the bitmask.
             rows: position and sequence of each row.
-            mask: [num_rows, vocab_size] bool, the allowed tokens; None allows all. For constraints that change in each
-                step, such as a grammar.
+            bitmask: the tokens that grammars allow; None allows all.
         """
         outputs: list[SpanOutput] = []
-        for chunk, tensors, token_ids in self._sample_chunks(logits, rows, mask):
+        for chunk, tensors, token_ids in self._sample_chunks(logits, rows, bitmask):
             logprobs = tensors.gather_logprobs(logits[chunk], token_ids)
             outputs += [SpanOutput([token], logprobs.get(i)) for i, token in enumerate(token_ids.tolist())]
         return outputs
 
-    def sample_async(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> "SampledTokens":
-        """Sample one token per row without waiting for the device."""
+    def sample_async(
+        self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None = None
+    ) -> "SampledTokens":
+        """Sample one token per row without waiting for the device; for the arguments see `__call__`."""
         token_chunks, logprob_chunks = [], []
-        for chunk, tensors, token_ids in self._sample_chunks(logits, rows, None):
+        for chunk, tensors, token_ids in self._sample_chunks(logits, rows, bitmask):
             token_chunks.append(token_ids)
             if (logprobs := tensors.compute_logprobs(logits[chunk], token_ids)) is not None:
                 logprob_chunks.append(([chunk.start + i for i in tensors.num_logprobs], logprobs))
         return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
     def _sample_chunks(
-        self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None
+        self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
         """Sample chunk by chunk; yield the rows of a chunk, its tensors and its token ids."""
         # Chunks help only the caches of a CPU.
@@ -106,7 +110,8 @@ class Sampler:
             chunk = slice(start, start + chunk_size)
             tensors = self._tensors_for(start, logits, rows[chunk], rows)
             with annotate("sampler"):
-                yield chunk, tensors, tensors(logits[chunk], rows[chunk], None if mask is None else mask[chunk])
+                chunk_bitmask = None if bitmask is None else bitmask.for_rows(chunk)
+                yield chunk, tensors, tensors(logits[chunk], rows[chunk], chunk_bitmask)
         # Drops references to the sequences of an earlier, larger batch.
         self._sampling_tensors = {
             start: tensors for start, tensors in self._sampling_tensors.items() if start < len(rows)
@@ -157,9 +162,13 @@ class SamplingTensors:
         self._top_p = to_device_async([p.top_p for p in params], device)
         self._min_p = to_device_async([p.min_p for p in params], device)
 
-    def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], mask: Tensor | None) -> Tensor:
+    def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None) -> Tensor:
         """Return the sampled tokens, [num_rows] int64 on the device."""
-        processed_logits = logits if mask is None else logits.masked_fill(~mask, float("-inf"))
+        processed_logits = logits
+        if bitmask is not None:
+            # Log probabilities refer to the logits without the mask.
+            processed_logits = logits.clone() if self.num_logprobs else logits
+            bitmask.apply(processed_logits)
         if self._logits_processors is not None:
             processed_logits = self._logits_processors(processed_logits, [row.position for row in rows])
         token_ids = argmax_first(processed_logits) if self._all_greedy else self._sample(processed_logits, rows)

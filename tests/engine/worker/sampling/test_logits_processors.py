@@ -9,6 +9,7 @@ import torch
 from transformers.generation import logits_process as oracle
 
 from quire_engine.sequence import Sequence
+from quire_engine.worker.sampling.grammar_bitmask import TokenBitmask
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
 from quire_engine.worker.sampling.penalty_state import TokenCounts
 from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
@@ -177,11 +178,15 @@ def test_sampler_counts_sampled_tokens_and_does_not_modify_logits(dtype: torch.d
     assert result.token_ids == [20]
 
 
-def test_mask_applies_to_greedy_and_random_rows() -> None:
-    mask = torch.zeros(3, VOCAB, dtype=torch.bool)
-    mask[0, 7] = mask[1, 8] = True
-    mask[2] = True
+def test_bitmask_applies_to_greedy_and_random_rows() -> None:
+    bits = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
+    bits[0, 0], bits[1, 0] = 1 << 7, 1 << 8
     logits = _logits(3)
-    rows = [SamplingRow(s, 5) for s in (_sequence(temperature=0.0), _sequence(), _sequence(temperature=0.0))]
-    tokens = [result.token_ids[0] for result in Sampler(8)(logits, rows, mask)]
-    assert tokens == [7, 8, int(logits[2].argmax())]
+    before = logits.clone()
+    sequences = [_sequence(temperature=0.0), _sequence(temperature=0.0), _sequence(logprobs=1)]
+    rows = [SamplingRow(sequence, 5) for sequence in sequences]
+    outputs = Sampler(8)(logits, rows, TokenBitmask([0, 2], bits))
+    assert [output.token_ids for output in outputs] == [[7], [int(before[1].argmax())], [8]]
+    # Log probabilities are those of the model.
+    expected = before[2].float().log_softmax(-1)[8].item()
+    assert outputs[2].logprobs[0][0].logprob == pytest.approx(expected, abs=1e-3)

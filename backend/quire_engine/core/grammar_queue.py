@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queue of sequences whose grammars are not compiled yet: a thread compiles them, so that no step waits for it.
+
+The core server owns it. Sequences with grammars keep their order; others pass at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from quire_engine.structured_outputs.compiler import GrammarCompiler
+from quire_spec.errors import QuireError
+from quire_spec.protocol.messages import SequenceRequest
+
+
+class GrammarQueue:
+    """Compiles grammars before their sequences enter the engine. All methods run on the event loop."""
+
+    def __init__(
+        self, get_compiler: Callable[[], GrammarCompiler], generate: Callable[[int, SequenceRequest], None]
+    ) -> None:
+        """`generate` starts a sequence of a client; `get_compiler` can take seconds."""
+        self._get_compiler = get_compiler
+        self._generate = generate
+        self._thread_pool = ThreadPoolExecutor(1, "compile-grammar")
+        self._waiting: dict[int, SequenceRequest] = {}
+
+    def warm_up(self) -> None:
+        """Read the vocabulary in the background, so that the first sequence does not wait for it."""
+        self._thread_pool.submit(self._try_get_compiler)
+
+    def generate(self, client_id: int, request: SequenceRequest) -> None:
+        """Start a sequence once its grammar is compiled."""
+        if request.grammar is None:
+            self._generate(client_id, request)
+            return
+        self._waiting[request.id] = request
+        future = asyncio.get_running_loop().run_in_executor(self._thread_pool, self._compile, request.grammar)
+        future.add_done_callback(lambda _: self._start(client_id, request))
+
+    def abort(self, sequence_ids: list[int]) -> None:
+        """Drop sequences that have not started."""
+        for sequence_id in sequence_ids:
+            self._waiting.pop(sequence_id, None)
+
+    def _start(self, client_id: int, request: SequenceRequest) -> None:
+        # Another sequence with this id would be another object.
+        if self._waiting.get(request.id) is request:
+            del self._waiting[request.id]
+            # If the grammar does not compile, the engine reports the error.
+            self._generate(client_id, request)
+
+    def _compile(self, grammar: str) -> None:
+        with suppress(QuireError):
+            self._get_compiler().compile(grammar)
+
+    def _try_get_compiler(self) -> None:
+        # A model without a tokenizer has no grammars.
+        with suppress(QuireError):
+            self._get_compiler()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes that may die: each reads JSON objects from its standard input, one per line, and answers with one.
+
+For work on input of clients that can take any time or memory. A worker that takes too long is killed and replaced;
+meanwhile another one serves. The first line that a worker gets is its configuration; its answer means that it is ready.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NUM_WORKERS = 2
+"""One works while the other one is replaced."""
+_START_TIMEOUT_S = 60.0
+_MAX_LINE_BYTES = 256 * 2**20
+_LOWEST_PRIORITY = 19
+_FIRST_TO_BE_KILLED = "1000"
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerError(Exception):
+    """A worker did not answer."""
+
+
+class WorkersBusy(WorkerError):
+    """No worker was free in time."""
+
+
+class WorkerTimeout(WorkerError):
+    """The worker took too long and was killed."""
+
+
+class WorkerDied(WorkerError):
+    """The worker ended before it answered."""
+
+
+class WorkerPool:
+    """NUM_WORKERS processes of one module, used on one event loop."""
+
+    def __init__(
+        self,
+        module: str,
+        config: Mapping[str, Any],
+        timeout_s: float,
+        queue_timeout_s: float,
+        low_priority_after_s: float | None = None,
+    ) -> None:
+        """Store the parameters; `start` starts the workers.
+
+        Args:
+            module: run as `python -m module`.
+            config: the first line that each worker gets.
+            timeout_s: limit of one answer.
+            queue_timeout_s: limit of the wait for a free worker.
+            low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
+                slow down the engine on the same cores, and is replaced after its answer. None: never.
+        """
+        self._module = module
+        self._config_line = json.dumps(config).encode() + b"\n"
+        self._timeout_s, self._queue_timeout_s = timeout_s, queue_timeout_s
+        self._low_priority_after_s = low_priority_after_s
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._num_workers = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start the workers in the background, unless they run."""
+        while self._num_workers < NUM_WORKERS:
+            self._num_workers += 1
+            task = asyncio.get_running_loop().create_task(self._add_worker())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message to a free worker and return its answer.
+
+        Raises:
+            WorkerError: no worker answered; the subclass states why.
+        """
+        self.start()
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                worker = await self._idle.get()
+        except TimeoutError:
+            raise WorkersBusy from None
+        keep = False
+        demotion = self._schedule_demotion(worker)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await worker.ask(line)
+            keep = not worker.has_low_priority
+        except TimeoutError:
+            logger.warning("worker took too long module=%s limit_s=%g", self._module, self._timeout_s)
+            raise WorkerTimeout from None
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            logger.warning("worker died module=%s", self._module)
+            raise WorkerDied from None
+        finally:
+            if demotion is not None:
+                demotion.cancel()
+            if keep:
+                self._idle.put_nowait(worker)
+            else:
+                self._replace(worker)
+        return answer
+
+    def _schedule_demotion(self, worker: "_Worker") -> asyncio.TimerHandle | None:
+        if self._low_priority_after_s is None:
+            return None
+        return asyncio.get_running_loop().call_later(self._low_priority_after_s, worker.lower_priority)
+
+    def _replace(self, worker: "_Worker") -> None:
+        worker.kill()
+        self._num_workers -= 1
+        self.start()
+
+    async def _add_worker(self) -> None:
+        worker = None
+        try:
+            worker = await _Worker.start(self._module)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await worker.ask(self._config_line)
+            self._idle.put_nowait(worker)
+        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+            logger.warning("worker did not start module=%s error=%s", self._module, error)
+            if worker is not None:
+                worker.kill()
+            # The next request tries again.
+            self._num_workers -= 1
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self.has_low_priority = False
+
+    @classmethod
+    async def start(cls, module: str) -> "_Worker":
+        """Start a process; raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+        )
+        # Where a pod's memory runs out, the kernel ends this process rather than the engine.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
+        return cls(process)
+
+    async def ask(self, line: bytes) -> dict[str, Any]:
+        """Send a line and return the answer; raises an error if the process ends."""
+        self._stdin.write(line)
+        await self._stdin.drain()
+        answer: dict[str, Any] = json.loads(await self._stdout.readuntil(b"\n"))
+        return answer
+
+    def lower_priority(self) -> None:
+        """Give the process the lowest scheduling priority."""
+        self.has_low_priority = True
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWEST_PRIORITY)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._stdin.close()

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grammar of a chat output: reasoning, then tool calls, text or a constrained answer.
+
+The text process builds it for requests whose tools are required, named or strict, and for constrained answers of models
+that reason. The process that checks constraints compiles it, with the JSON schemas that it names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire_engine.parsers import harmony, hermes, llama_json, mistral, pythonic, qwen_xml
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool
+from quire_engine.parsers.parser_names import HARMONY, REASONING_MARKS, ParserNames
+from quire_engine.structured_outputs.composed_constraint import ANSWER, ComposedConstraint, quote
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.protocol.parsed_output import OutputParsing
+
+_CALL_GRAMMARS: Mapping[str, Callable[[Sequence[Tool], Marks, bool], CallGrammar]] = {
+    "hermes": hermes.call_grammar,
+    "qwen3_coder": qwen_xml.call_grammar,
+    "qwen3_xml": qwen_xml.call_grammar,
+    "llama3_json": llama_json.call_grammar,
+    "llama4_json": llama_json.call_grammar,
+    "pythonic": pythonic.call_grammar,
+    "llama4_pythonic": pythonic.call_grammar,
+    "mistral": mistral.call_grammar,
+    HARMONY: harmony.call_grammar,
+}
+_TEXT = r"TEXT: /(.|\n)*/"
+_NO_CALL = r"NO_CALL: /[^\[{](.|\n)*/"
+"""Text that cannot be the beginning of a call in formats without a mark."""
+
+
+def compose_grammar(
+    names: ParserNames,
+    tokenizer: Tokenizer,
+    parsing: OutputParsing,
+    tools: Sequence[Mapping[str, Any]],
+    reasoning: str,
+    answer: Mapping[str, Any] | None,
+) -> ComposedConstraint | None:
+    """Return the constraint of a chat output; None if it is not constrained, or by `answer` alone.
+
+    `reasoning` is the state of the prompt, see `reasoning_state`. `answer` is the request's own constraint, as JSON.
+    """
+    is_required = parsing.tool_choice in ("required", "function")
+    if is_required:
+        answer = None
+    calls = _calls(names, tokenizer, parsing, tools, is_required or answer is not None)
+    if calls is None and (answer is None or names.reasoning_parser is None):
+        return None
+    marks = _marks(tokenizer)
+    parts = {} if answer is None else {ANSWER: answer}
+    rules = [_TEXT]
+    bodies = [] if answer is None else [f"@{ANSWER}"]
+    if calls is not None:
+        rules += calls.rules
+        parts |= {name: _json_part(schema) for name, schema in calls.parts.items()}
+    if names.is_harmony:
+        text = f"@{ANSWER}" if answer is not None else "TEXT"
+        prefix = harmony.messages_before_answer(marks)
+        bodies = [] if calls is None else [_required(calls, marks)]
+        bodies += [] if is_required else [harmony.answer_message(marks, text)]
+    else:
+        prefix = _reasoning(names, marks, reasoning, rules)
+        if calls is not None:
+            bodies = [_required(calls, marks)] if is_required else _optional(calls, marks, rules, bodies)
+    return ComposedConstraint("\n".join([f"start: {prefix} ({' | '.join(bodies)})", *rules]), parts)
+
+
+def _calls(
+    names: ParserNames,
+    tokenizer: Tokenizer,
+    parsing: OutputParsing,
+    tools: Sequence[Mapping[str, Any]],
+    is_needed: bool,
+) -> CallGrammar | None:
+    """Return the grammar of the calls if it is needed, or a tool is strict."""
+    if parsing.function is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == parsing.function]
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if parsing.tool_choice == "none" or not (is_needed or is_strict):
+        return None
+    assert names.tool_call_parser is not None, "admission rejects tools without a parser"
+    enforces_all = parsing.tool_choice != "auto"
+    enforced = [Tool.from_request(tool, enforces_all or bool(tool["function"].get("strict"))) for tool in tools]
+    # A named function is called once.
+    parallel = parsing.parallel_tool_calls and parsing.function is None
+    return _CALL_GRAMMARS[names.tool_call_parser](enforced, _marks(tokenizer), parallel)
+
+
+def _required(calls: CallGrammar, marks: Marks) -> str:
+    call = f"{marks.terminal(calls.start) if calls.start else ''} {calls.call}"
+    return call if calls.separator is None else f"{call} ({quote(calls.separator) if calls.separator else ''} {call})*"
+
+
+def _optional(calls: CallGrammar, marks: Marks, rules: list[str], answers: Sequence[str]) -> list[str]:
+    """Return the alternatives of an output that may have calls: calls between texts, or the constrained answer."""
+    if answers:
+        return [_required(calls, marks), *answers]
+    if not calls.start:
+        rules.append(_NO_CALL)
+        return [calls.call, "NO_CALL?"]
+    until = _until(calls.start, marks, "call_begin", rules)
+    return [f"({until} {calls.call})* TEXT" if calls.separator is not None else f"{until} {calls.call} | TEXT"]
+
+
+def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -> str:
+    """Return the expression of the reasoning before the answer."""
+    if names.reasoning_parser not in REASONING_MARKS or state == "done":
+        return ""
+    start, end = REASONING_MARKS[names.reasoning_parser]
+    thoughts = f'{_until(end, marks, "thoughts", rules)} ("\\n\\n" | "\\n")?'
+    return thoughts if state == "open" else f"({marks.terminal(start)} {thoughts})?"
+
+
+def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:
+    """Return the expression of any text up to a mark, the mark included."""
+    if mark in marks.special:
+        return f"TEXT {marks.terminal(mark)}"
+    rules.append(f"{name}[lazy]: TEXT {quote(mark)}")
+    return name
+
+
+def _marks(tokenizer: Tokenizer) -> Marks:
+    ids = {text: i for i, text in tokenizer.added_tokens.items()}
+    return Marks(ids, frozenset(text for text, i in ids.items() if i in tokenizer.special_token_ids))
+
+
+def _json_part(schema: Mapping[str, Any]) -> dict[str, Any]:
+    # Templates write tools with a space after commas and colons, so a model expects them.
+    return {"json": dict(schema), "whitespace_pattern": " ?"}

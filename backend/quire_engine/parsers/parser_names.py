@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the parsers of one checkpoint, as configured or found from its chat template and added tokens."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+REASONING_MARKS = {
+    "qwen3": ("<think>", "</think>"),
+    "deepseek_r1": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+"""Beginning and end of the reasoning by the name of its parser."""
+HARMONY, _HARMONY_REASONING = "openai", "openai_gptoss"
+_TOOL_CALL_MARKS = (
+    ("qwen3_coder", "<function="),
+    ("hermes", "<tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("llama4_pythonic", "<|python_start|>"),
+    ("llama3_json", "<|python_tag|>"),
+    ("llama3_json", '"parameters": '),
+    ("pythonic", "[func_name"),
+)
+"""Name, and text in a template that shows this format; the first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParserNames:
+    """Names of vLLM's --tool-call-parser and --reasoning-parser."""
+
+    tool_call_parser: str | None = None
+    """None: tool calls stay in the text."""
+    reasoning_parser: str | None = None
+    """None: reasoning stays in the text."""
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether outputs consist of messages in channels, with reasoning and calls among them."""
+        return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
+
+    @classmethod
+    def detect(cls, template: str, added_tokens: Iterable[str] = ()) -> Self:
+        """Return the parsers that a checkpoint needs, from its template and the added tokens of its tokenizer."""
+        known = set(added_tokens)
+        if "<|channel|>" in template or {"<|channel|>", "<|constrain|>"} <= known:
+            return cls(HARMONY, _HARMONY_REASONING)
+        reasoning = "qwen3" if "</think>" in template else "mistral" if "[/THINK]" in template else None
+        return cls(next((name for name, mark in _TOOL_CALL_MARKS if mark in template), None), reasoning)
+
+    def configured(self, tool_call_parser: str, reasoning_parser: str) -> "ParserNames":
+        """Return these names where the configuration is auto, and otherwise the configured ones."""
+        return ParserNames(
+            _choose(tool_call_parser, self.tool_call_parser), _choose(reasoning_parser, self.reasoning_parser)
+        )
+
+
+def _choose(configured: str, detected: str | None) -> str | None:
+    return {"auto": detected, "none": None}.get(configured, configured)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process that checks constraints: `python -m quire_engine.structured_outputs.check_worker`, started by checker.py.
+
+A constraint can take any time and memory to compile. This process has a memory limit, and the text process kills it
+when a check takes too long. It reads one JSON object per line and answers each with one line: first the checkpoint's
+folder, then constraints.
+"""
+
+import json
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quire_engine.ipc.process import set_parent_death_signal
+from quire_engine.structured_outputs.compiler import GrammarCompiler
+from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
+from quire_engine.structured_outputs.grammar_text import compose_grammar_text, to_grammar_text
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
+from quire_spec.errors import Code, InvalidArgument, QuireError
+
+MAX_MEMORY_BYTES = 1 * 2**30
+
+
+class CheckWorker:
+    """Checks constraints for one checkpoint."""
+
+    def __init__(self, folder: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self._folder, self._vocab_size, self._eos_token_ids = Path(folder), vocab_size, eos_token_ids
+        self._compiler: GrammarCompiler | None = None
+
+    def answer(self, constraint: dict[str, Any]) -> dict[str, Any]:
+        """Return the grammar text of a constraint that compiles, or an error."""
+        try:
+            if "lark" in constraint:
+                text = compose_grammar_text(ComposedConstraint(**constraint))
+            else:
+                text = to_grammar_text(StructuredOutputsParams.from_mapping(constraint))
+            self._get_compiler().check(text)
+        except QuireError as error:
+            return {"error_code": error.code, "error": str(error)}
+        except (MemoryError, RecursionError):
+            return _invalid("needs too much memory; simplify it")
+        except Exception as error:
+            return _invalid(f"cannot be compiled ({type(error).__name__}); simplify it")
+        return {"grammar": text}
+
+    def warm_up(self) -> None:
+        """Load the tokenizer, and compile a schema, so that the first request does not wait for it."""
+        with suppress(InvalidArgument):
+            self._get_compiler()
+            self.answer({"json": {"type": "object", "properties": {"a": {"type": "string"}}}})
+            self.answer({"choice": ["a"]})
+
+    def _get_compiler(self) -> GrammarCompiler:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler.from_folder(self._folder, self._vocab_size, self._eos_token_ids)
+        return self._compiler
+
+
+def _invalid(problem: str) -> dict[str, Any]:
+    return {"error_code": Code.INVALID_ARG, "error": f"structured_outputs: the constraint {problem}"}
+
+
+def main() -> None:
+    """Answer each line of the standard input until its end."""
+    set_parent_death_signal()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    worker = CheckWorker(**json.loads(sys.stdin.readline()))
+    worker.warm_up()
+    print("{}", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A constraint that is put together from others: a grammar in Lark notation, whose rules refer to them as @name.
+
+The parsers of chat outputs build it, the process that checks constraints turns it into one grammar. Imports no library
+for grammars.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ANSWER = "answer"
+"""Name of the part that is the request's own constraint."""
+_SPECIAL_CHARACTERS = re.compile(r'[\\"\x00-\x1f\x7f]')
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedConstraint:
+    """The grammar and its parts."""
+
+    lark: str
+    parts: Mapping[str, Mapping[str, Any]]
+    """StructuredOutputsParams as JSON, by name."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return {"lark": self.lark, "parts": {name: dict(part) for name, part in self.parts.items()}}
+
+
+def quote(text: str) -> str:
+    """Return a Lark string. Only these escapes exist there; json.dumps would write surrogate pairs for others."""
+    return f'"{_SPECIAL_CHARACTERS.sub(_escape, text)}"'
+
+
+def _escape(match: re.Match[str]) -> str:
+    return _ESCAPES.get(match[0]) or f"\\x{ord(match[0]):02x}"

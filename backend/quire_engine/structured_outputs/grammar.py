@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of one sequence's grammar: which tokens can come next.
+
+The scheduler advances it with each token of the sequence, the model runner reads its masks. Both names and duties are
+those of vLLM's StructuredOutputGrammar.
+"""
+
+from collections.abc import Collection
+
+from llguidance import LLMatcher
+
+
+class Grammar:
+    """The grammar of one sequence."""
+
+    __slots__ = ("_eos_token_ids", "_last_token_ids", "_pending_begin", "error", "matcher")
+
+    def __init__(
+        self, matcher: LLMatcher, begin_after_token_ids: tuple[int, ...], eos_token_ids: Collection[int]
+    ) -> None:
+        """`matcher` is in its initial state, and becomes the property of this object."""
+        self.matcher = matcher
+        self._pending_begin = begin_after_token_ids
+        self._last_token_ids: list[int] = []
+        self._eos_token_ids = eos_token_ids
+        self.error = ""
+        """Why the sequence cannot continue; empty while it can."""
+
+    @property
+    def has_begun(self) -> bool:
+        """False while the sequence still writes what precedes the constrained part."""
+        return not self._pending_begin
+
+    @property
+    def is_terminated(self) -> bool:
+        """True if only the end of the sequence can follow."""
+        return self.has_begun and self.matcher.is_stopped()
+
+    @property
+    def excluded_token_ids(self) -> Collection[int]:
+        """Tokens that are not allowed before the grammar begins: those that end the sequence."""
+        return () if self.has_begun else self._eos_token_ids
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by a sampled token. Return False if the grammar does not allow it; `error` then states why."""
+        if self._pending_begin:
+            self._skip_token(token_id)
+            return True
+        if self.matcher.consume_token(token_id):
+            return True
+        reason = " ".join(str(self.matcher.get_error()).split())[:200]
+        self.error = (
+            "structured_outputs: the constraint allows no token here that the other sampling parameters allow, or it "
+            f"became too complex; simplify it: {reason}"
+        )
+        return False
+
+    def _skip_token(self, token_id: int) -> None:
+        """Count a token that precedes the constrained part."""
+        begin = self._pending_begin
+        self._last_token_ids = [*self._last_token_ids, token_id][-len(begin) :]
+        if tuple(self._last_token_ids) == begin:
+            self._pending_begin, self._last_token_ids = (), []

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares a JSON schema (draft 2020-12) for llguidance: rejects what it would not enforce, rewrites what it lacks.
+
+llguidance rejects keywords that it does not implement. This module knows the cases that it accepts and does not
+enforce, found with JSON-Schema-Test-Suite and by experiment, and keywords that have no effect or an equivalent.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire_spec.errors import InvalidArgument
+
+_SCHEMA_KEYWORDS = frozenset(
+    {
+        *("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames", "contains"),
+        *("not", "if", "then", "else", "contentSchema"),
+    }
+)
+_SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_IN_PLACE_KEYWORDS = frozenset(
+    {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
+)
+"""Keywords whose subschemas apply to the same value, and so evaluate its properties and items."""
+_ANNOTATIONS = frozenset({"title", "description", "$comment", "default"})
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
+"""Characters that JSON writes as \\u escapes, which the grammar has not."""
+_CONTROL_ESCAPES = re.compile(
+    r"\\(x\{?0*[01]?[0-9a-fA-F](?![0-9a-fA-F])|x[01][0-9a-fA-F]|u\{?0*[01][0-9a-fA-F]|u000|c|0|a|v|e)"
+)
+
+
+def prepare_schema(schema: dict[str, Any] | bool, disable_additional_properties: bool = False) -> dict[str, Any]:
+    """Return an equivalent schema as an object, without llguidance's own options, which could turn checks off.
+
+    Args:
+        schema: of the request.
+        disable_additional_properties: forbid properties that an object's schema does not name, unless it has a keyword
+            for them.
+
+    Raises:
+        InvalidArgument: the schema would not be enforced.
+    """
+    if isinstance(schema, bool):
+        if not schema:
+            raise _error("no value matches the schema false; change it")
+        return {}
+    parts = list(_dictionaries(schema))
+    for part in parts:
+        _check(part)
+    rewriter = _Rewriter(
+        disable_additional_properties,
+        has_dynamic_ref=any("$dynamicRef" in part for part in parts),
+        has_unevaluated=any("unevaluatedItems" in part or "unevaluatedProperties" in part for part in parts),
+    )
+    prepared: dict[str, Any] = rewriter.rewrite(schema)
+    prepared.pop("x-guidance", None)
+    return prepared
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects of a document, schemas or not: a reference can point to any of them."""
+    if isinstance(value, dict):
+        yield value
+        for child in value.values():
+            yield from _dictionaries(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _dictionaries(child)
+
+
+def _check(part: dict[str, Any]) -> None:
+    """Reject an object that, as a schema, would be enforced wrongly."""
+    for name, value in part.items():
+        texts = [name] if name in _ANNOTATIONS else [name, *_strings(value)]
+        if any(_CONTROL_CHARACTERS.search(text) for text in texts):
+            raise _error(f"{name[:40]!r} contains a control character, which cannot be enforced; remove it")
+    pattern_names = part.get("patternProperties")
+    patterns = [part.get("pattern"), *(pattern_names if isinstance(pattern_names, dict) else ())]
+    for pattern in patterns:
+        if isinstance(pattern, str) and _CONTROL_ESCAPES.search(pattern):
+            raise _error(f"pattern {pattern[:80]!r} names a control character, which cannot be enforced; remove it")
+    min_properties, required = part.get("minProperties"), part.get("required", [])
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(min_properties, int) and min_properties > max(1, num_required) and _allows_other_properties(part):
+        # A property can occur twice in the text, but only once in the value.
+        raise _error(
+            f"minProperties {min_properties} of free properties cannot be enforced; name them in properties and "
+            "required, or set additionalProperties to false"
+        )
+
+
+def _allows_other_properties(schema: dict[str, Any]) -> bool:
+    return schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield a string, or the strings of a list; those of objects are checked as parts of their own."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for child in value:
+            yield from _strings(child)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewriter:
+    """Replaces keywords that llguidance lacks by equivalents."""
+
+    closes_objects: bool
+    """Forbid properties that a schema does not name."""
+    has_dynamic_ref: bool
+    """Whether $dynamicRef occurs in the document."""
+    has_unevaluated: bool
+    """Whether unevaluatedItems or unevaluatedProperties occurs: they depend on keywords that otherwise do nothing."""
+
+    def rewrite(self, schema: Any) -> Any:
+        """Return an equivalent schema."""
+        if not isinstance(schema, dict):
+            return schema
+        rewritten = {name: self._rewrite_keyword(name, value) for name, value in schema.items()}
+        for name in self._keywords_without_effect(rewritten):
+            del rewritten[name]
+        if rewritten.keys().isdisjoint(_IN_PLACE_KEYWORDS):
+            # Then the keywords of this schema alone evaluate properties and items.
+            if "unevaluatedProperties" in rewritten:
+                rewritten.setdefault("additionalProperties", rewritten.pop("unevaluatedProperties"))
+            if "unevaluatedItems" in rewritten and "contains" not in rewritten:
+                rewritten.setdefault("items", rewritten.pop("unevaluatedItems"))
+        if "$dynamicAnchor" in rewritten and "$anchor" not in rewritten and not self.has_dynamic_ref:
+            rewritten["$anchor"] = rewritten.pop("$dynamicAnchor")
+        if self.closes_objects and isinstance(rewritten.get("properties"), dict):
+            rewritten.setdefault("additionalProperties", False)
+        return rewritten
+
+    def _rewrite_keyword(self, name: str, value: Any) -> Any:
+        if name in _SCHEMA_KEYWORDS:
+            return self.rewrite(value)
+        if name in _SCHEMA_LIST_KEYWORDS and isinstance(value, list):
+            return [self.rewrite(child) for child in value]
+        if name in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            return {key: self.rewrite(child) for key, child in value.items()}
+        return value
+
+    def _keywords_without_effect(self, schema: dict[str, Any]) -> list[str]:
+        """Return keywords of a schema that llguidance rejects and that mean nothing here."""
+        names = [name for name in ("uniqueItems", "not") if schema.get(name) is False]
+        names += [n for n in ("propertyNames", "unevaluatedItems", "unevaluatedProperties") if schema.get(n) is True]
+        names += [name for name in ("dependentRequired", "dependentSchemas") if schema.get(name) == {}]
+        if "if" not in schema:
+            names += [name for name in ("then", "else") if name in schema]
+        elif "then" not in schema and "else" not in schema and not self.has_unevaluated:
+            names.append("if")
+        if "contains" not in schema:
+            names += [name for name in ("minContains", "maxContains") if name in schema]
+        elif schema.get("minContains") == 0 and "maxContains" not in schema and not self.has_unevaluated:
+            names += ["contains", "minContains"]
+        return names
+
+
+def _error(problem: str) -> InvalidArgument:
+    return InvalidArgument(f"structured_outputs: json: {problem}")

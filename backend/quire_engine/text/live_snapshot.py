@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that the live page shows: KV blocks by owner and adapters by name. Pure; contains no text of requests.
+
+The core knows digests, the text process names. A digest that several names share is one owner with the first name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_spec.constants import AdapterDigest, AdapterName
+
+MAX_ADAPTERS = 64
+MAX_OWNERS = 12
+"""Owners of KV blocks with a colour of their own; all others are one."""
+_STATE_ORDER = {"slot": 0, "host": 1}
+REMOVED = "removed"
+"""Owner of the blocks of adapters without a name; open requests keep their content."""
+OTHERS = "others"
+
+
+def build_live_snapshot(
+    core: Mapping[str, Any],
+    served_name: str,
+    digests_by_name: Mapping[AdapterName, AdapterDigest],
+    load_times: Mapping[tuple[str, str], float],
+) -> dict[str, Any]:
+    """Return the parts `model`, `kv_cache`, `owners`, `adapters`, `num_adapters` and `swap` of a snapshot.
+
+    Args:
+        core: result of the core's method `live`.
+        served_name: name of the base model.
+        digests_by_name: the adapters that requests can name.
+        load_times: mean seconds by name and destination (host or slot).
+    """
+    stats = core["stats"]
+    first_names: dict[str, str] = {}
+    for alias in sorted(digests_by_name):
+        first_names.setdefault(digests_by_name[alias], alias)
+    adapters: list[dict[str, Any]] = []
+    num_blocks: dict[str, int] = {}
+    slots = {digest: slot for slot, digest in enumerate(stats["slot_adapters"])}
+    for digest, state, num_running, num_waiting, num_owned_blocks in core["adapters"]:
+        name: str = served_name if digest is None else first_names.get(digest, REMOVED)
+        if num_owned_blocks:
+            num_blocks[name] = num_blocks.get(name, 0) + num_owned_blocks
+        if name != REMOVED and len(adapters) < MAX_ADAPTERS:
+            adapters.append(
+                {
+                    "name": name,
+                    "is_base": digest is None,
+                    "state": state,
+                    "slot": slots.get(digest),
+                    "running": num_running,
+                    "waiting": num_waiting,
+                    "host_load_s": load_times.get((name, "host")),
+                    "slot_load_s": load_times.get((name, "slot")),
+                }
+            )
+    adapters.sort(key=lambda row: (not row["is_base"], _STATE_ORDER.get(row["state"], 2), row["name"]))
+    owners = sorted(num_blocks.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(count for _, count in owners[MAX_OWNERS:])
+    return {
+        "model": served_name,
+        "kv_cache": {"blocks": stats["num_blocks"], "used": stats["num_used_blocks"]},
+        "swap": {"blocks": stats["num_host_blocks"], "used": stats["num_used_host_blocks"]},
+        "owners": [*owners[:MAX_OWNERS], *([(OTHERS, rest)] if rest else [])],
+        "adapters": adapters,
+        "num_adapters": len(digests_by_name),
+        "host_adapter_bytes": stats["host_adapter_bytes"],
+    }

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraint on the output of a request, with vLLM's names: a JSON schema, a regular expression, choices or a grammar.
+
+It checks types and sizes, without any library for grammars. Whether the constraint compiles is checked in the text
+process (quire_engine.structured_outputs). `SamplingParams` contains it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from quire_spec.errors import InvalidArgument, truncated_repr
+
+MAX_CONSTRAINT_BYTES = 256 * 1024
+"""Size of a constraint as JSON in UTF-8."""
+MAX_SCHEMA_DEPTH = 32
+"""Levels of objects and lists in a JSON schema or structural tag."""
+MAX_ENUM_VALUES = 10_000
+"""Values of an `enum`, and strings of `choice`."""
+MAX_BEGIN_TOKENS = 16
+CONSTRAINT_NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Fields of which exactly one is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must match. Exactly one of the first six fields is set.
+
+    Raises:
+        InvalidArgument: none or several of them are set, or a value has the wrong type or is too large.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    """JSON schema of the output; a text is parsed."""
+
+    regex: str | None = None
+    """Regular expression that the whole output matches, in the syntax of Rust's regex library."""
+
+    choice: tuple[str, ...] | None = None
+    """Strings, one of which is the output."""
+
+    grammar: str | None = None
+    """Grammar of the output in Lark or GBNF notation."""
+
+    json_object: bool | None = None
+    """True: the output is any JSON object."""
+
+    structural_tag: dict[str, Any] | str | None = None
+    """Free text with constrained parts: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; a text is
+    parsed."""
+
+    disable_any_whitespace: bool = True
+    """JSON without whitespace between its parts. False allows any: a small model can then fill max_tokens with it."""
+
+    disable_additional_properties: bool = False
+    """JSON objects have only the properties that the schema names, unless the schema says otherwise."""
+
+    whitespace_pattern: str | None = None
+    """Regular expression of the whitespace between the parts of JSON; replaces disable_any_whitespace."""
+
+    begin_after_token_ids: tuple[int, ...] = ()
+    """The constraint begins after these tokens, such as the end of the model's reasoning. The output cannot end before
+    them. Empty: it begins with the output."""
+
+    def __post_init__(self) -> None:
+        # The schema `false` is a constraint, if one that nothing matches; json_object false is none.
+        values = {name: getattr(self, name) for name in CONSTRAINT_NAMES}
+        present = [name for name, v in values.items() if v is not None and not (name == "json_object" and v is False)]
+        if len(present) != 1:
+            raise _error(
+                f"exactly one of {', '.join(CONSTRAINT_NAMES)} must be set, got {', '.join(present) or 'none'}"
+            )
+        for name in ("json", "structural_tag"):
+            self._normalize_json(name)
+        self._check_types()
+        self._check_sizes()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Build from the object that a client sent; raises InvalidArgument."""
+        names = [f.name for f in fields(cls)]
+        unknown = [name for name in values if name not in names]
+        if unknown:
+            raise _error(f"{truncated_repr(unknown[0])} is unknown; known are {', '.join(names)}")
+        # A field without a default accepts null as "not set"; null for another one means the default.
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, for JSON and `from_mapping`."""
+        pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
+
+    def _normalize_json(self, name: str) -> None:
+        """Parse a text, and check that the value is an object; a schema can also be true or false."""
+        value = getattr(self, name)
+        if isinstance(value, str):
+            if len(value) > MAX_CONSTRAINT_BYTES:
+                raise _error(f"{name} has {len(value)} characters; at most {MAX_CONSTRAINT_BYTES} bytes are allowed")
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise _error(f"{name} is not JSON: {str(error)[:100]}") from None
+            object.__setattr__(self, name, value)
+        if value is not None and not isinstance(value, dict) and not (name == "json" and isinstance(value, bool)):
+            raise _error(f"{name} must be an object, got {truncated_repr(value)}")
+
+    def _check_types(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        if isinstance(self.begin_after_token_ids, list):
+            object.__setattr__(self, "begin_after_token_ids", tuple(self.begin_after_token_ids))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _error(f"{name} must be a string with at least one character, got {truncated_repr(value)}")
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _error(f"{name} must be true or false, got {truncated_repr(getattr(self, name))}")
+        choice: Any = self.choice
+        if choice is not None and not (
+            isinstance(choice, tuple) and choice and all(isinstance(text, str) for text in choice)
+        ):
+            raise _error(f"choice must be a list of at least one string, got {truncated_repr(choice)}")
+        begin: Any = self.begin_after_token_ids
+        if (
+            not isinstance(begin, tuple)
+            or not all(type(i) is int and i >= 0 for i in begin)
+            or len(begin) > MAX_BEGIN_TOKENS
+        ):
+            raise _error(f"begin_after_token_ids must be a list of at most {MAX_BEGIN_TOKENS} token ids")
+
+    def _check_sizes(self) -> None:
+        if self.choice is not None and len(self.choice) > MAX_ENUM_VALUES:
+            raise _error(f"choice has {len(self.choice)} strings; at most {MAX_ENUM_VALUES} are allowed")
+        # The depth first, because the encoder recurses.
+        for name in ("json", "structural_tag"):
+            _check_document(name, getattr(self, name))
+        try:
+            num_bytes = len(json.dumps(self.to_mapping(), ensure_ascii=False).encode())
+        except (TypeError, ValueError) as error:
+            raise _error(f"a value is not JSON in valid Unicode: {str(error)[:100]}") from None
+        if num_bytes > MAX_CONSTRAINT_BYTES:
+            raise _error(f"the constraint has {num_bytes} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed")
+
+
+def _check_document(name: str, document: Any) -> None:
+    """Check the depth and the enums of a schema, without recursion."""
+    level, depth = [document], 0
+    while level:
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _error(f"{name} is nested more than {MAX_SCHEMA_DEPTH} levels deep; flatten it, or use $defs")
+        depth += 1
+        children: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                enum = value.get("enum")
+                if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:
+                    raise _error(f"{name} has an enum of {len(enum)} values; at most {MAX_ENUM_VALUES} are allowed")
+                children += [child for child in value.values() if isinstance(child, dict | list)]
+            elif isinstance(value, list):
+                children += [child for child in value if isinstance(child, dict | list)]
+        level = children
+
+
+def _error(problem: str) -> InvalidArgument:
+    return InvalidArgument(f"sampling parameter 'structured_outputs': {problem}")
+
+
+_FORMER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_whitespace_pattern": "whitespace_pattern",
+    "structural_tag": "structural_tag",
+}
+"""Names of the fields as parameters of a request in vLLM before 0.12."""
+FORMER_NAMES = frozenset({*_FORMER_NAMES, "guided_decoding", "guided_decoding_backend"})
+"""Names that `merge_former_names` replaces."""
+
+
+def merge_former_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of a request with vLLM's older names replaced by `structured_outputs`.
+
+    Raises:
+        InvalidArgument: both forms are present, or guided_decoding is not an object.
+    """
+    if not any(name in values for name in FORMER_NAMES):
+        return values
+    remaining = {name: value for name, value in values.items() if name not in FORMER_NAMES}
+    merged = {new: values[old] for old, new in _FORMER_NAMES.items() if values.get(old) is not None}
+    for name, value in merged.items():
+        if name == "choice" and isinstance(value, str):
+            merged[name] = _parse_list(value)
+    guided_decoding = values.get("guided_decoding")
+    if guided_decoding is not None:
+        if not isinstance(guided_decoding, Mapping):
+            raise _error(f"guided_decoding must be an object, got {truncated_repr(guided_decoding)}")
+        merged |= {n: v for n, v in guided_decoding.items() if n not in ("backend", "disable_fallback")}
+    if not merged:
+        return remaining
+    if remaining.get("structured_outputs") is not None:
+        raise _error(f"it is set, and so is its older name for {next(iter(merged))}; use one of them")
+    return remaining | {"structured_outputs": merged}
+
+
+def _parse_list(text: str) -> Any:
+    """Return the list that a text contains as JSON, for endpoints that accept only text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def GuidedDecodingParams(
+    *, backend: str | None = None, disable_fallback: bool | None = None, **constraint: Any
+) -> StructuredOutputsParams:
+    """Return a constraint by vLLM's older class name; `backend` and `disable_fallback` have no effect."""
+    return StructuredOutputsParams(**constraint)

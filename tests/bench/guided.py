@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of constraints: a batch under a JSON schema against the same batch without, and the first use of a schema.
+
+Both batches run in one process, in turns; a ratio is of two runs next to each other. The CPU time of the process is
+reported, too, because a busy machine changes it less than the time on the clock. The first use is measured where its
+cost is: the check in a worker process, and the compilation in the core.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels")]
+
+import measure  # noqa: E402
+import random_checkpoint  # noqa: E402
+
+from quire_engine import LLM, SamplingParams, StructuredOutputsParams  # noqa: E402
+from quire_engine.ipc.worker_pool import NUM_WORKERS  # noqa: E402
+from quire_engine.structured_outputs.checker import GrammarChecker  # noqa: E402
+from quire_spec.errors import QuireError  # noqa: E402
+
+MIN_RATIO = 0.93
+MAX_FIRST_USE_S = 0.05
+PROPERTIES: dict[str, Any] = {
+    "name": {"type": "string", "maxLength": 40},
+    "email": {"type": "string", "pattern": "^[a-z]{3,12}@[a-z]{3,12}[.](com|org)$"},
+    "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    "role": {"enum": ["admin", "editor", "reader"]},
+    "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 5},
+    "active": {"type": "boolean"},
+    "address": {
+        "type": "object",
+        "properties": {
+            "street": {"type": "string", "maxLength": 40},
+            "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+        },
+        "required": ["street", "zip"],
+        "additionalProperties": False,
+    },
+}
+
+
+def schema(suffix: str = "") -> dict[str, Any]:
+    """Return a schema of usual size; `suffix` makes it a new one."""
+    properties = {name + suffix: value for name, value in PROPERTIES.items()}
+    person = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    # Long enough for outputs of any length.
+    return {"type": "array", "items": person, "minItems": 1000}
+
+
+def measure_batches(llm: LLM, num_requests: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+    """Return the ratios of guided to unguided runs."""
+    rng = random.Random(0)
+    vocab_size = llm.engine.shape.vocab_size
+    prompts: list[Any] = [[rng.randrange(2, vocab_size) for _ in range(32)] for _ in range(num_requests)]
+    shared: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens}
+    variants = {
+        "unguided": SamplingParams(**shared, ignore_eos=True),
+        "guided": SamplingParams(**shared, structured_outputs=StructuredOutputsParams(json=schema())),
+    }
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for round_number in range(rounds + 1):
+        for name in list(variants)[:: 1 if round_number % 2 else -1]:
+            start, cpu_start = time.perf_counter(), time.process_time()
+            outputs = llm.generate(prompts, variants[name], use_tqdm=False)
+            elapsed = time.perf_counter() - start, time.process_time() - cpu_start
+            assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs), "equal lengths"
+            if round_number:  # the first round warms up
+                seconds[name].append(elapsed)
+    pairs = list(zip(seconds["unguided"], seconds["guided"], strict=True))
+    return {
+        "unguided_tokens_per_s": num_requests * num_tokens / statistics.median(s for s, _ in seconds["unguided"]),
+        "guided_tokens_per_s": num_requests * num_tokens / statistics.median(s for s, _ in seconds["guided"]),
+        "ratio": measure.summarize_spread([unguided[0] / guided[0] for unguided, guided in pairs]),
+        "cpu_ratio": measure.summarize_spread([unguided[1] / guided[1] for unguided, guided in pairs]),
+    }
+
+
+async def measure_first_use(llm: LLM, num_schemas: int) -> dict[str, float]:
+    """Return the seconds that a new schema adds: check in a worker process, then compilation for the core."""
+    engine = llm.engine
+    checker = GrammarChecker(engine.model_folder, engine.shape.vocab_size, engine.eos_token_ids)
+    compiler = engine.grammar_compiler()
+
+    async def use(suffix: str) -> float:
+        start = time.perf_counter()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        checker.submit(StructuredOutputsParams(json=schema(suffix)), done.set_result)
+        result = await done
+        if isinstance(result, QuireError):
+            raise result
+        await asyncio.to_thread(compiler.create, result)
+        return time.perf_counter() - start
+
+    # A pod starts the workers before a client can send anything.
+    checker.start()
+    while checker._workers._idle.qsize() < NUM_WORKERS:
+        await asyncio.sleep(0.1)
+    await use("first")
+    times = [await use(f"_{i}") for i in range(num_schemas)]
+    # The worker that is next dies; the other one serves.
+    pool = checker._workers
+    worker = await pool._idle.get()
+    os.kill(worker._process.pid, signal.SIGKILL)
+    pool._replace(worker)
+    after_death = await use("_after")
+    return {
+        "p50": measure.percentile(times, 50),
+        "p99": measure.percentile(times, 99),
+        "after_death": after_death,
+    }
+
+
+def main() -> int:
+    """Measure, print, and return 1 below a bar."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(random_checkpoint.SHAPES), default="135m-150k")
+    parser.add_argument("--model", type=Path, help="a model folder instead of a shape")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--schemas", type=int, default=100)
+    arguments = parser.parse_args()
+    folder = arguments.model or random_checkpoint.cached_checkpoint(arguments.shape)
+    llm = LLM(model=folder, device="cpu", max_model_len=256, kv_cache_memory_bytes=2**30)
+    batches = measure_batches(llm, arguments.requests, arguments.tokens, arguments.runs)
+    print(json.dumps(batches))
+    first_use = asyncio.run(measure_first_use(llm, arguments.schemas))
+    print(json.dumps({"batches": batches, "first_use_s": first_use}, indent=2))
+    is_met = batches["ratio"]["median"] >= MIN_RATIO and first_use["p99"] <= MAX_FIRST_USE_S
+    print(f"guided / unguided {batches['ratio']['median']:.3f}, bar {MIN_RATIO}")
+    print(f"first use p99 {1e3 * first_use['p99']:.1f} ms, bar {1e3 * MAX_FIRST_USE_S:g}")
+    return not is_met
+
+
+if __name__ == "__main__":
+    sys.exit(main())

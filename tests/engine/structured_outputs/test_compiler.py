@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of compiled grammars and of checked constraints stay within their limits."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from quire_engine.structured_outputs import compiler as compiler_module
+from quire_engine.structured_outputs.checker import GrammarChecker
+from quire_engine.structured_outputs.compiler import GrammarCompiler
+from quire_engine.structured_outputs.grammar_text import to_grammar_text
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
+from quire_spec.errors import QuireError
+
+TINY = Path(__file__).parents[3] / "examples/models/tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY)
+
+
+def grammar_text(**constraint):
+    return to_grammar_text(StructuredOutputsParams(**constraint))
+
+
+def test_compiled_grammars_are_bounded(tokenizer, monkeypatch):
+    monkeypatch.setattr(compiler_module, "MAX_CACHE_BYTES", 3 * compiler_module._MIN_BYTES)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [1])
+    texts = [grammar_text(choice=[f"text {i}"]) for i in range(6)]
+    first = compiler.compile(texts[0])
+    for text in texts[1:]:
+        assert compiler.compile(text) is compiler.compile(text)
+    assert len(compiler._templates) <= 3
+    assert compiler.compile(texts[0]) is not first
+
+
+def test_copies_are_independent_and_rewind_nothing(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [1])
+    text = grammar_text(regex="ab")
+    one, other = compiler.create(text), compiler.create(text)
+    [a], [b] = (tokenizer.encode(letter, add_special_tokens=False) for letter in "ab")
+    assert one.accept_token(a) and one.accept_token(b) and one.is_terminated
+    assert not other.accept_token(b) and "allows no token" in other.error
+    assert one.accept_token(1)
+
+
+def test_a_grammar_begins_after_its_tokens(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [1])
+    grammar = compiler.create(grammar_text(choice=["a"]), [7, 7, 8])
+    assert list(grammar.excluded_token_ids) == [1]
+    for token in (7, 7, 7, 8):
+        assert not grammar.has_begun
+        assert grammar.accept_token(token)
+    assert grammar.has_begun and not grammar.is_terminated and list(grammar.excluded_token_ids) == []
+    [a] = tokenizer.encode("a", add_special_tokens=False)
+    assert grammar.accept_token(a) and grammar.is_terminated
+
+
+def test_a_vocabulary_larger_than_the_tokenizer(tokenizer):
+    """Models pad their vocabulary; the padding is never allowed."""
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + 70, [1])
+    mask = compiler.create(grammar_text(regex="(?s:.*)")).matcher.compute_bitmask()
+    allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+    assert max(allowed) < tokenizer.vocab_size and len(allowed) > tokenizer.vocab_size - 150
+
+
+async def test_checked_constraints_are_bounded():
+    """Hundreds of schemas, one at a time; a worker answers each, and repeated ones come from the cache."""
+    checker = GrammarChecker(TINY, 2048, [1], max_cache_bytes=50_000)
+    results = []
+
+    async def check(**constraint):
+        future = asyncio.get_running_loop().create_future()
+        checker.submit(StructuredOutputsParams(**constraint), future.set_result)
+        results.append(await future)
+
+    for i in range(300):
+        await check(json={"properties": {f"name{i}": {"type": "string"}}})
+    await check(regex="(")
+    assert all(isinstance(result, str) for result in results[:-1])
+    assert isinstance(results[-1], QuireError)
+    assert checker.num_cached_bytes <= 50_000
+    checker.submit(StructuredOutputsParams(regex="("), results.append)
+    assert results[-1] is results[-2]
+
+
+def test_large_choices_compile_and_run(tokenizer):
+    """As separate terminals, 10,000 strings took seconds, and failed at the second token."""
+    words = [f"{i * 7919 % 99991:05d} word" for i in range(10_000)]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [1])
+    matcher = compiler.create(grammar_text(choice=words)).matcher
+    for token in tokenizer.encode(words[1234], add_special_tokens=False):
+        assert matcher.compute_bitmask() and matcher.consume_token(token)
+    assert matcher.is_accepting() and not matcher.is_error()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas that llguidance accepts and does not enforce are rejected, and rewritten schemas keep their meaning."""
+
+from pathlib import Path
+
+import pytest
+
+from quire_engine.structured_outputs.compiler import GrammarCompiler
+from quire_engine.structured_outputs.grammar_text import to_grammar_text
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
+from quire_spec.errors import InvalidArgument
+
+TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples/models/tiny")
+COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, [1])
+INTEGER = {"type": "integer"}
+
+
+def accepts(schema, text, **options):
+    constraint = StructuredOutputsParams(json=schema, **options)
+    matcher = COMPILER.create(to_grammar_text(constraint)).matcher
+    return matcher.consume_tokens(TOKENIZER.encode(text, add_special_tokens=False)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 2, "additionalProperties": INTEGER},  # "z" twice
+        {"type": "object", "required": ["a", "a"], "minProperties": 2},
+        {"patternProperties": {"^a": INTEGER}, "additionalProperties": False, "minProperties": 2},
+        {"const": "a\x01b"},  # the character would be left out
+        {"enum": [["a\x0bb"]]},
+        {"properties": {"\x02": INTEGER}},
+        {"type": "string", "pattern": "^a\x01b$"},
+        {"type": "string", "pattern": r"^a\x01b$"},
+        {"type": "string", "pattern": r"^a\u001fb$"},
+        {"type": "string", "pattern": r"^a\cAb$"},
+        {"patternProperties": {r"^a\x{1}b$": INTEGER}},
+        {"$ref": "#/hidden", "hidden": {"const": "\x03"}},
+        {"not": {}},
+        {"allOf": [{"unevaluatedProperties": False, "$ref": "#/$defs/a"}], "$defs": {"a": {}}},
+        {"x-guidance": {"lenient": True}, "uniqueItems": True},
+        {"properties": {"a": {"x-guidance": {"lenient": True}, "uniqueItems": True}}},
+        {"x-guidance": {"coerce_one_of": True}, "oneOf": [INTEGER, {"type": "number"}]},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+    ],
+    ids=str,
+)
+def test_rejects_what_would_not_be_enforced(schema):
+    with pytest.raises(InvalidArgument, match="structured_outputs: "):
+        accepts(schema, "1")
+
+
+def test_an_escape_cannot_hide_the_name_of_a_property():
+    schema = {"type": "object", "properties": {"a": INTEGER}}
+    assert accepts(schema, '{"a":1,"b":"x"}')
+    for text in (r'{"a":1,"\u0061":"x"}', '{"a":1,"a":"x"}', '{"a":"x"}', r'{"\u0061":"x"}'):
+        assert not accepts(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "object", "properties": {"a": INTEGER}, "unevaluatedProperties": False}, '{"a":1}', '{"b":1}'),
+        ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": {"const": 2}}, "[1,2]", "[1,3]"),
+        ({"type": "array", "items": INTEGER, "unevaluatedItems": False}, "[1,2]", '["a"]'),
+        ({"type": "array", "items": INTEGER, "uniqueItems": False}, "[1,1]", "[null]"),
+        ({"type": "array", "items": INTEGER, "contains": {}, "minContains": 0}, "[]", "[null]"),
+        ({"then": False, "else": False, "const": 1}, "1", "2"),
+        ({"properties": {"if": INTEGER, "then": {"const": "x"}}, "type": "object"}, '{"then":"x"}', '{"if":""}'),
+        ({"$ref": "#node", "$defs": {"a": {"$dynamicAnchor": "node", "const": 1}}}, "1", "2"),
+    ],
+)  # fmt: skip
+def test_rewritten_schemas_keep_their_meaning(schema, valid, invalid):
+    assert accepts(schema, valid)
+    assert not accepts(schema, invalid)
+
+
+def test_options_of_a_constraint():
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": INTEGER}}}}
+    for text in ('{"a":{"b":1,"c":2}}', '{"a":{},"c":2}'):
+        assert accepts(schema, text)
+        assert not accepts(schema, text, disable_additional_properties=True)
+    assert accepts(schema, '{"a":{"b":1}}', disable_additional_properties=True)
+    spaced = '{ "a" : {\n}}'
+    assert not accepts(schema, spaced)
+    assert accepts(schema, spaced, disable_any_whitespace=False)
+    assert not accepts(schema, spaced, whitespace_pattern=" ")
+    assert accepts(schema, '{ "a": { }}', whitespace_pattern=" ") or accepts(
+        schema, '{ "a": {} }', whitespace_pattern=" "
+    )
