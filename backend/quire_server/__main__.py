@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_server.logs import configure_logging
-from quire_server.model_server.vllm_repository import write_documents
+from quire_server.model_server.vllm_repository import read_served_model_names, write_documents
 from quire_server.supervisor.app import run
 from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.settings import SupervisorSettings
@@ -33,7 +33,7 @@ It listens on these ports:
   metrics      the server's own metrics
   health       GET /health/live, /health/ready, /metrics; GET /status, PUT /adapters (with the admin key)
   openai       the OpenAI API, only with --openai-port
-Point probes at the health port: the server itself answers 200 even if a model is dead.
+Point probes at the health port: it also reports the reason. The server's own ports report ready only if it does.
 
 Examples:
   python -m quire_server --engine engine.json --adapters adapters.json --served-name tales \\
@@ -49,9 +49,14 @@ _HOST_HELP = (
 _OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)"
 _OPENAI_KEYS_HELP = "API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)"
 _OPENAI_SHARED_PREFIX_CACHE_HELP = "let requests of different API keys use each other's cached prompts"
+_OPENAI_LIVE_HELP = "serve /live, a page that shows the running engine, on the port of the OpenAI API"
 _OPENAI_DEFAULTS_HELP = "auto (default): generation_config.json sets defaults in the OpenAI API; vllm: it does not"
 _OPENAI_CORS_HELP = "let web pages of this origin call the OpenAI API; * for all"
 _ADMIN_KEY_HELP = "key for /status and /adapters; without it they answer requests from this machine only"
+_SERVED_MODEL_NAME_HELP = "name of the base model in the OpenAI API; can be repeated (default: --served-name)"
+_FRONT_COUNT_HELP = "processes that serve the OpenAI API on one port (default: 1)"
+_RUNTIME_LORA_HELP = "let the OpenAI API load and unload adapters, with the admin key"
+_LORA_PATH_HELP = "folder from which it can load them; requires --allow-path-sources"
 _PVCS: dict[str, Any] = {"dest": "pvcs", "action": "append", "default": []}
 _DRAIN_HELP = "seconds for open requests to finish after the first signal (default: %(default)s)"
 _EXIT_CODES = """\
@@ -90,6 +95,12 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--vllm-repository cannot be combined with --engine or --adapters; give one or the other")
     if args.vllm_repository is None and args.device is not None:
         parser.error("--device requires --vllm-repository; otherwise set device in engine.json")
+    if args.openai_ssl_keyfile is not None and args.openai_ssl_certfile is None:
+        parser.error("--openai-ssl-keyfile requires --openai-ssl-certfile")
+    if args.allow_runtime_lora_updating and None in (args.admin_key_file, args.openai_port):
+        parser.error("--allow-runtime-lora-updating requires --admin-key-file and --openai-port")
+    if args.allowed_local_lora_path and not (args.allow_runtime_lora_updating and args.allow_path_sources):
+        parser.error("--allowed-local-lora-path requires --allow-runtime-lora-updating and --allow-path-sources")
     return args
 
 
@@ -100,8 +111,10 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
         folder = args.cache_dir / "vllm" / key
         values["engine"], values["adapters"] = write_documents(args.vllm_repository, args.device or "cuda", folder)
+        args.openai_served_model_name = [*args.openai_served_model_name, *read_served_model_names(args.vllm_repository)]
         # multi_lora.json may contain local folders.
         values["allow_path_sources"] = values["require_adapters"] = True
+    values["allowed_local_lora_paths"] = tuple(args.allowed_local_lora_path)
     values["openai_flags"] = tuple(_openai_flags(args))
     return SupervisorSettings(**{f.name: values[f.name] for f in fields(SupervisorSettings) if f.name in values})
 
@@ -110,12 +123,24 @@ def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
     """Yield the arguments of the OpenAI front that are not the supervisor's own."""
     if args.openai_api_keys_dir is not None:
         yield f"--api-keys-dir={args.openai_api_keys_dir}"
+    if args.allow_runtime_lora_updating:
+        yield f"--admin-key-file={args.admin_key_file.absolute()}"
     if args.openai_shared_prefix_cache:
         yield "--shared-prefix-cache"
+    if args.openai_live:
+        yield "--live"
     if args.openai_max_body_bytes is not None:
         yield f"--max-body-bytes={args.openai_max_body_bytes}"
     if args.openai_generation_config is not None:
         yield f"--generation-config={args.openai_generation_config}"
+    for name in args.openai_served_model_name:
+        yield f"--served-model-name={name}"
+    if args.openai_ssl_certfile is not None:
+        yield f"--ssl-certfile={args.openai_ssl_certfile}"
+    if args.openai_ssl_keyfile is not None:
+        yield f"--ssl-keyfile={args.openai_ssl_keyfile}"
+    if args.openai_enable_log_requests:
+        yield "--log-requests"
     for origin in args.openai_cors_origin:
         yield f"--cors-origin={origin}"
 
@@ -123,6 +148,12 @@ def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
 def _parse_port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _parse_front_count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= constants.MAX_OPENAI_FRONTS:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to {constants.MAX_OPENAI_FRONTS}, got {text!r}")
     return int(text)
 
 
@@ -157,12 +188,20 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--metrics-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.SERVER_METRICS_PORT}),
         ("--health-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.HEALTH_PORT}),
         ("--openai-port", "PORT", _parse_port, _OPENAI_HELP, {}),
+        ("--openai-served-model-name", "NAME", str, _SERVED_MODEL_NAME_HELP, {"action": "append", "default": []}),
         ("--openai-api-keys-dir", "DIR", _absolute_path, _OPENAI_KEYS_HELP, {}),
         ("--openai-shared-prefix-cache", None, bool, _OPENAI_SHARED_PREFIX_CACHE_HELP, {}),
+        ("--openai-live", None, bool, _OPENAI_LIVE_HELP, {}),
         ("--openai-cors-origin", "ORIGIN", str, _OPENAI_CORS_HELP, {"action": "append", "default": []}),
         ("--openai-generation-config", None, str, _OPENAI_DEFAULTS_HELP, {"choices": ("auto", "vllm")}),
+        ("--openai-ssl-certfile", "FILE", _absolute_path, "serve the OpenAI API over TLS: certificate chain", {}),
+        ("--openai-ssl-keyfile", "FILE", _absolute_path, "its key (default: in the same file)", {}),
+        ("--openai-api-server-count", "N", _parse_front_count, _FRONT_COUNT_HELP, {"default": 1}),
+        ("--openai-enable-log-requests", None, bool, "log each request of the OpenAI API", {}),
         ("--openai-max-body-bytes", "N", int, "maximum size of a request (default: 8 MiB)", {}),
         ("--admin-key-file", "FILE", Path, _ADMIN_KEY_HELP, {}),
+        ("--allow-runtime-lora-updating", None, bool, _RUNTIME_LORA_HELP, {}),
+        ("--allowed-local-lora-path", "DIR", _absolute_path, _LORA_PATH_HELP, {"action": "append", "default": []}),
     ),
     "adapter sources": (
         ("--secrets-dir", "DIR", Path, "Secrets, as DIR/<secret>/<key>, or DIR/<secret> as JSON", {}),

@@ -6,8 +6,10 @@ Runs in the environment of requirements.txt, which contains nothing of Quire: `p
 
 import asyncio
 import sys
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 
 MODELS = ("tales", "pirate", "sql")
 GREEDY = {"max_tokens": 12, "temperature": 0}
@@ -40,7 +42,7 @@ def check_openai(url):
     for error, fields in (
         (openai.NotFoundError, {"model": "absent"}),
         (openai.BadRequestError, {"model": "tales", "temperature": -1}),
-        (openai.BadRequestError, {"model": "tales", "extra_body": {"guided_json": {}}}),
+        (openai.BadRequestError, {"model": "tales", "extra_body": {"guided_json": []}}),
     ):
         try:
             client.completions.create(prompt="a", **fields)
@@ -48,6 +50,70 @@ def check_openai(url):
             assert caught.body["message"] and caught.body["code"] == caught.status_code
         else:
             raise AssertionError(f"no {error.__name__} for {fields}")
+
+
+class Weather(pydantic.BaseModel):
+    """Get the weather in a city."""
+
+    city: Literal["Paris", "Oslo"]
+    days: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+def check_tools(url):
+    """Calls match the schema with every adapter, because a grammar enforces it, and go through the client's helpers."""
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    for model in MODELS:
+        parsed = client.chat.completions.parse(model=model, messages=MESSAGES, **fields).choices[0]
+        [call] = parsed.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Weather) and parsed.finish_reason == "tool_calls"
+        assert parsed.message.content is None
+        with client.chat.completions.stream(model=model, messages=MESSAGES, **fields) as stream:
+            events = list(stream)
+            [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function == call.function
+        [done] = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert done.parsed_arguments == call.function.parsed_arguments
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+        turns = [*MESSAGES, parsed.message.to_dict(), result]
+        answer = client.chat.completions.create(model=model, messages=turns, tools=tools, tool_choice="none", **GREEDY)
+        assert answer.choices[0].message.content and answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def check_responses(url):
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    stop = {"stop": ["a", "e", "o", "\n"], "min_tokens": 6}
+    chat = client.chat.completions.create(
+        model="tales", messages=MESSAGES, max_tokens=200, temperature=0, extra_body=stop
+    )
+    fields = {"model": "tales", "max_output_tokens": 200, "temperature": 0, "extra_body": stop}
+    whole = client.responses.create(instructions="Be brief.", input="Tell a story.", **fields)
+    with client.responses.stream(instructions="Be brief.", input="Tell a story.", **fields) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert final.output_text == "".join(deltas) == whole.output_text == chat.choices[0].message.content
+    assert final.status == "completed" and final.usage == whole.usage
+    history = [*MESSAGES, *whole.output, {"role": "user", "content": "Go on."}]
+    assert client.responses.create(input=history, **fields).status == "completed"
+    parsed = client.responses.parse(model="tales", input="Weather?", text_format=Weather, temperature=0)
+    assert isinstance(parsed.output_parsed, Weather)
+    tool = openai.pydantic_function_tool(Weather, name="weather")["function"] | {"type": "function"}
+    calling = {"model": "tales", "tools": [tool], "parallel_tool_calls": False, "temperature": 0}
+    asked = client.responses.create(input="Weather?", tool_choice="required", **calling)
+    with client.responses.stream(input="Weather?", tool_choice="required", **calling) as stream:
+        streamed = stream.get_final_response().output[-1]
+    call = asked.output[-1]
+    assert Weather.model_validate_json(call.arguments) and streamed.arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    history = [{"role": "user", "content": "Weather?"}, *asked.output, result]
+    assert client.responses.create(input=history, tool_choice="none", max_output_tokens=20, **calling).output_text
+    try:
+        client.responses.retrieve(whole.id)
+    except openai.NotFoundError as caught:
+        assert "not stored" in caught.body["message"]
+    else:
+        raise AssertionError("no NotFoundError for a response that is not stored")
 
 
 def check_openai_asyncio(url):
@@ -67,7 +133,7 @@ def check_openai_asyncio(url):
 
 def main(url):
     """Run all checks; the first failure ends the run."""
-    for check in (check_openai, check_openai_asyncio):
+    for check in (check_openai, check_tools, check_responses, check_openai_asyncio):
         check(url)
         print(f"openai {openai.__version__}: {check.__name__} passed", flush=True)
 

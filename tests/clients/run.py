@@ -2,7 +2,6 @@
 """`make test-clients`: starts the example with `quire serve` and runs checks.py with pinned clients against it."""
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,10 @@ from support.quire_serve import EXAMPLES, example_document, running_service
 
 FOLDER = Path(__file__).parent
 ENVIRONMENT = FOLDER.parents[1] / ".venv-clients"
-TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}
+TEMPLATE = """{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
 
@@ -33,12 +35,12 @@ def main() -> int:
     python = create_environment()
     with tempfile.TemporaryDirectory(prefix="quire-clients-") as temporary:
         folder, document = Path(temporary), example_document()
-        model = folder / "model"
-        shutil.copytree(EXAMPLES / "models/tiny", model)
-        if not (model / "chat_template.jinja").exists():
-            (model / "chat_template.jinja").write_text(TEMPLATE)
-        document["spec"]["model"]["source"] = {"path": str(model)}
-        with running_service(document, folder) as service:
+        flags = []
+        if not (EXAMPLES / "models/tiny/chat_template.jinja").exists():
+            (folder / "chat.jinja").write_text(TEMPLATE)
+            flags = ["--chat-template", str(folder / "chat.jinja")]
+        with running_service(document, folder, *flags) as service:
+            assert service.status()["tool_call_parser"] == "hermes"
             url = f"http://127.0.0.1:{service.ports['openai']}/v1"
             return subprocess.run([python, FOLDER / "checks.py", url], check=False, timeout=300).returncode
 

@@ -47,6 +47,9 @@ EXPRESSIONS = (
 )  # fmt: skip
 
 
+SUFFIXES = {"counter": ("_total", ""), "histogram": ("_bucket", "_count", "_sum")}
+
+
 @pytest.fixture(scope="module")
 def exported(service):
     """Return labels by sample name, after every kind of traffic that the panels show."""
@@ -57,7 +60,7 @@ def exported(service):
     for family in text_string_to_metric_families(service.metrics()):
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
-        for suffix in ("_total", "") if family.type == "counter" else ("",):
+        for suffix in SUFFIXES.get(family.type, ("",)):
             labels.setdefault(family.name + suffix, set())
     return labels | operator_metrics()
 
@@ -66,7 +69,7 @@ def operator_metrics():
     """Return the labels of the operator's metrics from its registry; they have no samples before it runs."""
     labels = {}
     for collector in ControllerMetrics().registry._collector_to_names:
-        for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(collector._type, ("",)):
+        for suffix in SUFFIXES.get(collector._type, ("",)):
             labels[collector._name + suffix] = {*collector._labelnames, "le"}
     return labels
 

@@ -21,6 +21,9 @@ ARGUMENTS = {
     "max_lora_rank": 32,
     "device": "cpu",
     "dtype": "float32",
+    "served_model_name": ["llama-chat", "org/llama"],
+    "generation_config": "vllm",
+    "download_dir": "~/models",
 }
 
 
@@ -43,12 +46,24 @@ def write_adapters(model: Path, adapters: dict[str, Any]) -> None:
 
 
 def test_repository_answers_for_every_adapter_without_an_edit(repository: Path, tmp_path: Path) -> None:
-    with running_service(repository, tmp_path) as service:
+    with running_service(repository, tmp_path, ready_port="http") as service:
+        # The server reports ready when the first request would be answered, and each adapter's model likewise.
         base = service.text("llama", PROMPT, temperature=0)
+        for name in ("pirate", "sql"):
+            path = f"/v2/models/{name}/ready"
+            service.wait(lambda path=path: service.request("http", path).status == 200, 30, "ready")
         for name in ("pirate", "sql"):
             by_name = service.text(name, PROMPT, temperature=0)
             assert by_name == service.text("llama", PROMPT, temperature=0, lora_name=name) != base
         log = service.log.read_text()
+        cards = service.request("openai", "/v1/models").body["data"]
+        assert [(card["id"], card["parent"]) for card in cards[:3]] == [
+            *(("llama-chat", None), ("org/llama", None), ("pirate", "llama-chat"))
+        ]
+        for name in (None, "org/llama", "llama"):
+            body = {"model": name, "prompt": PROMPT, "temperature": 0, "max_tokens": 4}
+            answer = service.request("openai", "/v1/completions", body).body
+            assert answer["model"] == (name or "llama-chat") and answer["choices"][0]["text"] in base
     assert "distributed_executor_backend='ray'" in log and "not served: embedder" in log
 
 

@@ -69,6 +69,8 @@ class FakeProcess:
         return int(self.behaviour.get("exit_code", 2))
 
     async def listen(self, socket: str) -> None:
+        while not Path(self.behaviour.get(f"{self.name}_waits_for", "/")).exists():
+            await asyncio.sleep(0.02)
         print(f"{self.name} is up", file=sys.stderr, flush=True)
         server = await asyncio.start_unix_server(self.serve_client, self.run_dir / socket)
         await server.serve_forever()
@@ -134,6 +136,7 @@ class FakeText(FakeProcess):
     def __init__(self) -> None:
         super().__init__("text")
         self.digests_by_name: dict[str, str] = {}
+        self.loading_names: list[str] = []
         self.streams: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.draining = False
         self.watch_task = asyncio.create_task(self.watch_core())
@@ -166,10 +169,15 @@ class FakeText(FakeProcess):
         self.digests_by_name = adapters
         return {}
 
+    async def set_loading_adapters(self, names: list[str]) -> dict[str, Any]:
+        self.loading_names = names
+        return {}
+
     async def models(self) -> dict[str, Any]:
         names = {"served_name": self.served_name, "adapters": sorted(self.digests_by_name)}
         return {
             **names,
+            "loading": sorted(set(self.loading_names) - self.digests_by_name.keys()),
             "max_model_len": 2048,
             "sampling_defaults": {},
             "closed_reason": "" if self.core_connected else "no core",
@@ -208,8 +216,16 @@ class FakeText(FakeProcess):
         if self.draining or not self.core_connected:
             send(error_code=Code.UNAVAILABLE, error="draining, or not connected to core")
             return
+        if request.model in self.loading_names and request.model not in self.digests_by_name:
+            send(
+                error_code=Code.UNAVAILABLE, error=f"model {request.model!r}: the adapter is not loaded yet; try again"
+            )
+            return
         if request.model != self.served_name and request.model not in self.digests_by_name:
             send(error_code=Code.NOT_FOUND, error=f"model {request.model!r} does not exist")
+            return
+        if request.parsing is not None and request.chat is not None:
+            await self.stream_events(request, send)
             return
         word = self.digests_by_name.get(request.model, "base")[-8:] + " "
         cores_lost_before = self.num_cores_lost
@@ -221,6 +237,27 @@ class FakeText(FakeProcess):
                 send(error_code=Code.UNAVAILABLE, error="engine core is restarting; try again")
                 return
         send(text=word, token_ids=[1], num_output_tokens=limit, finish_reason="length")
+
+    async def stream_events(self, request: GenerateRequest, send: Any) -> None:
+        """Stream the events that the last message contains as JSON, or else the messages, in a delta for each."""
+        messages = request.chat["messages"] if request.chat else []
+        try:
+            events = json.loads(messages[-1]["content"])
+        except ValueError:
+            events = [["content", json.dumps(request.chat)]]
+        numbers = {"num_input_tokens": 7, "num_cached_tokens": 2}
+        deltas = [[event] for event in events] if request.stream and events else [events]
+        reason = "length" if request.params.get("max_tokens") == len(events) else "stop"
+        for i, parsed in enumerate(deltas, 1):
+            if ["fail"] in parsed:
+                send(error_code=Code.UNAVAILABLE, error="engine core is restarting; try again")
+                return
+            num_output = i if request.stream else len(events)
+            num_reasoning = sum(event[0] == "reasoning" for event in events[:num_output])
+            end = reason if i == len(deltas) else None
+            numbers |= {"num_output_tokens": num_output, "num_reasoning_tokens": num_reasoning}
+            send(parsed=parsed, token_ids=[1], finish_reason=end, **numbers)
+            await asyncio.sleep(0.005)
 
 
 def run_core() -> None:

@@ -93,6 +93,14 @@ class OpenAIFront:
         """Wait until the engine runs a sequence."""
         wait_for(lambda: self.engine.core_stats()["num_running"], what="a running sequence")
 
+    def text_workers(self, module: str) -> list[psutil.Process]:
+        """Return the processes of a module that the text process started and that live."""
+        found = []
+        for child in psutil.Process(self.engine.processes["text"].pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+                found += [child] if module in child.cmdline() else []
+        return found
+
     def memory_bytes(self) -> int:
         """Return the resident memory of the front."""
         return int(psutil.Process(self.process.pid).memory_info().rss)

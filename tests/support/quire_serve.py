@@ -104,9 +104,9 @@ class QuireServeProcess:
         self.seen_processes |= {*children, psutil.Process(self.process.pid)}
         return children
 
-    def pid(self, name: str) -> int:
+    def pid(self, name: str, key: str = "") -> int:
         """Return the process id of core, text or server from the status document."""
-        return int(self.status()["processes"][name]["pid"])
+        return int(self.status(key)["processes"][name]["pid"])
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the process and all its descendants, including reaped ones."""
@@ -167,9 +167,9 @@ class QuireServeProcess:
         response = self.request("health", "/health/ready", timeout=5)
         return response.status, response.body if isinstance(response.body, dict) else {}
 
-    def status(self) -> dict[str, Any]:
+    def status(self, key: str = "") -> dict[str, Any]:
         """Return the status document."""
-        response = self.request("health", "/status")
+        response = self.request("health", "/status", key=key)
         assert response.status == 200, response
         return response.body
 
@@ -342,11 +342,19 @@ def example_document() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running_service(document: dict[str, Any] | Path, folder: Path, *flags: str) -> Iterator[QuireServeProcess]:
-    """Start a service, wait until it is ready, stop it at the end, and check that nothing is left behind."""
+def running_service(
+    document: dict[str, Any] | Path, folder: Path, *flags: str, ready_port: str = "health"
+) -> Iterator[QuireServeProcess]:
+    """Start a service, wait until it is ready, stop it at the end, and check that nothing is left behind.
+
+    With `ready_port` http, the server's own readiness is polled, as clients of vllm_backend do.
+    """
     service = QuireServeProcess(document, folder, *flags)
     try:
-        service.wait_ready()
+        if ready_port == "health":
+            service.wait_ready()
+        else:
+            service.wait(lambda: service.request(ready_port, "/v2/health/ready").status == 200, 90, "ready")
         yield service
         service.stop()
     finally:

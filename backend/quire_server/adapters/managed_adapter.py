@@ -33,6 +33,8 @@ class ManagedAdapter:
     state: AdapterState = AdapterState.FETCHING
     since: str = field(default_factory=utc_now)
     error: str = ""
+    failure: QuireError | None = None
+    """Error of the last failure."""
     permanent_failure: bool = False
     """The adapter itself is wrong: there is no retry until the catalog changes."""
     failures: int = 0

@@ -13,7 +13,7 @@ own, and a broken adapter does not delay another. The manager knows neither sour
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +27,7 @@ from quire_spec.backoff import backoff
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
-from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, QuireError, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,8 @@ class AdapterManager:
         self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
         self._model_load_semaphore = asyncio.Semaphore(_MAX_MODEL_LOADS)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the catalog changes, and when an adapter begins or ceases to serve."""
         self._gating_names: set[str] = set()
         self._gate_deadline = 0.0
         self._unload_requested = asyncio.Event()
@@ -83,6 +85,11 @@ class AdapterManager:
     def catalog_version(self) -> CatalogVersion:
         """Version of the current catalog; generation 0 without a digest before the first one."""
         return self._catalog_version
+
+    @property
+    def catalog(self) -> AdapterCatalog:
+        """The current catalog; empty before the first one."""
+        return self._catalog or AdapterCatalog()
 
     def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Reject an invalid catalog; `replaces` is the digest of a catalog that it replaces even if that one is newer.
@@ -120,12 +127,36 @@ class AdapterManager:
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
         self._publish_if_empty()
+        self._spawn(self._publish_loading(), "publish loading adapters")
+        self.on_change()
+
+    def refresh(self, name: str) -> None:
+        """Read the source of an adapter again, and report an error even if the adapter can serve its last content."""
+        adapter = self._adapters[name]
+        adapter.latest_source = None
+        adapter.set_state(AdapterState.FETCHING)
+        self._set_desired(adapter, adapter.desired, adapter.exposed)
+
+    def result(self, name: str) -> tuple[AdapterState, QuireError | None]:
+        """Return the state of an adapter, and why it has failed; raises NotFound if it was removed."""
+        adapter = self._adapters.get(name)
+        if adapter is None or adapter.desired is None:
+            raise NotFound(f"adapter {name!r}: was removed from the catalog")
+        if adapter.state is AdapterState.READY and adapter.observed_generation != adapter.generation:
+            return AdapterState.FETCHING, None
+        return adapter.state, adapter.failure if adapter.state is AdapterState.FAILED else None
+
+    def is_known(self, name: str) -> bool:
+        """Return True until an adapter that the catalog no longer has was unloaded."""
+        return name in self._adapters
 
     def resync(self) -> None:
         """Reconcile every adapter, after a process has started or ended."""
         for adapter in self._adapters.values():
             adapter.changed.set()
         self._publish_if_empty()
+        if self._catalog is not None:
+            self._spawn(self._publish_loading(), "publish loading adapters")
 
     def gate_readiness(self) -> None:
         """Let all unsettled adapters delay readiness, for at most READINESS_GATE_S."""
@@ -161,6 +192,10 @@ class AdapterManager:
             if digest in core.adapters and text.aliases.get(name) == digest
         }
 
+    def exposed_names(self) -> set[str]:
+        """Return the adapters that have or get a server model."""
+        return {adapter.name for adapter in self._desired_adapters() if adapter.exposed}
+
     def digests_in_use(self) -> set[AdapterDigest]:
         """Return the digests that are desired or active."""
         return {
@@ -194,6 +229,7 @@ class AdapterManager:
                 if pause_s is None and adapter.desired is None:
                     del self._adapters[adapter.name]
                     return
+            self.on_change()
             await self._wait_for_change(adapter, pause_s)
 
     async def _wait_for_change(self, adapter: ManagedAdapter, timeout_s: float | None) -> None:
@@ -236,6 +272,7 @@ class AdapterManager:
         if not isinstance(error, QuireError):
             logger.error("adapter task failed name=%s", adapter.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
+        adapter.failure = error
         adapter.set_state(AdapterState.FAILED, adapter.describe_error(error))
         # Before the first await: a new catalog may reset it meanwhile.
         adapter.permanent_failure = isinstance(error, InvalidArgument)
@@ -340,6 +377,7 @@ class AdapterManager:
             self._aliases.pop(adapter.name, None)
             if self._handles.text is not None:
                 await self._handles.text.set_adapters(self._aliases, self._adapter_limits())
+            await self._publish_loading()
         except QuireError as error:
             logger.warning("adapter could not be removed name=%s error=%s", adapter.name, error)
             return _CONNECTION_RETRY_S
@@ -362,6 +400,22 @@ class AdapterManager:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
                 await text.set_adapters(self._aliases, self._adapter_limits())
+        await self._publish_loading()
+
+    async def _publish_loading(self) -> None:
+        """Send the names that the text process does not know yet but will, so that it reports them as not ready."""
+        if (text := self._handles.text) is None:
+            return
+
+        def loading_names() -> set[str]:
+            return {
+                adapter.name
+                for adapter in self._desired_adapters()
+                if adapter.name not in text.aliases and (adapter.active is not None or not adapter.permanent_failure)
+            }
+
+        with contextlib.suppress(QuireError):
+            await text.set_loading_adapters(loading_names)
 
     async def _unload_unused(self) -> None:
         """Unload adapters without a name."""

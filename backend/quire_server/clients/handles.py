@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,10 @@ class CoreHandle:
 class TextHandle:
     """Handle of the running text process."""
 
-    def __init__(self, control: ControlClient) -> None:
+    def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
+        self.tool_call_parser: str | None = status.get("tool_call_parser")
+        self.reasoning_parser: str | None = status.get("reasoning_parser")
         self.aliases: dict[str, AdapterDigest] = {}
         """Adapter name to digest, as last sent."""
         self.limits: dict[str, AdapterLimits] = {}
@@ -95,6 +97,8 @@ class TextHandle:
         self.published_digests: set[AdapterDigest] = set()
         """Digests of the aliases that were last sent or are being sent."""
         self._was_published = False
+        self._loading: Set[str] | None = None
+        """Names of `set_loading_adapters`, as last sent."""
         self._lock = asyncio.Lock()
 
     async def set_adapters(self, aliases: Mapping[str, AdapterDigest], limits: Mapping[str, AdapterLimits]) -> None:
@@ -110,6 +114,17 @@ class TextHandle:
                 await self.control.call("set_adapters", args, timeout_s=_CALL_TIMEOUT_S)
                 self.aliases, self.limits, self._was_published = new_aliases, new_limits, True
                 self.published_digests = set(new_aliases.values())
+
+    async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:
+        """Send the adapters that have no alias yet but will get one, if they changed.
+
+        A name with an alias need not be removed from the last ones, because the alias takes precedence.
+        """
+        async with self._lock:
+            names = loading_names()
+            if self._loading is None or self._loading - self.aliases.keys() != names:
+                await self.control.call("set_loading_adapters", {"names": sorted(names)}, timeout_s=_CALL_TIMEOUT_S)
+                self._loading = names
 
     async def is_core_connected(self) -> bool:
         """Return True if the text process is connected to the core."""

@@ -76,9 +76,12 @@ class ModelServerClient(AsyncExitStack):
         """
         await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
-    async def is_ready(self, name: str) -> bool:
-        """Return True if the server serves this model. The result stays True after the model's stub died."""
-        return await self._probe(f"/models/{name}/ready")
+    async def is_loaded(self, name: str) -> bool:
+        """Return True if the server has this model. The result stays True after the model's stub died.
+
+        This is not the server's readiness, which depends on what the supervisor knows (readiness_file.py).
+        """
+        return await self._probe(f"/models/{name}")
 
     async def is_live(self) -> bool:
         """Return True if the server responds."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
+from quire_server.model_server import readiness_file
 from quire_server.model_server.preload import preload
 from quire_spec import constants
 from quire_spec.errors import ConfigError
@@ -90,6 +91,8 @@ class ServerOptions:
     metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
     """Must be False without a GPU, where the server logs errors about missing NVIDIA libraries."""
+    readiness_file: Path | None = None
+    """File that says what is ready (readiness_file.py); None: what is loaded."""
     exit_timeout_s: int = 30
     """Time for requests in flight to finish after SIGTERM."""
     stub_timeout_s: int = 120
@@ -228,6 +231,8 @@ def server_command(
     if library := preload.find_or_build_library(backends):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
         env.setdefault(_GUARD_VARIABLE, "1" if needs_guard(install) else "0")
+        if options.readiness_file is not None:
+            env[readiness_file.VARIABLE] = str(options.readiness_file)
     if not options.gpu_metrics:
         # The server does not use GPUs, but would allocate memory on each visible one.
         env["CUDA_VISIBLE_DEVICES"] = ""

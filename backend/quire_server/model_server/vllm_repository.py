@@ -13,11 +13,14 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.model_repository import CONFIG_FILE, MODEL_FILE, VllmModelFolder, find_vllm_model
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, truncated_repr
 
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+ADAPTERS_FILE = "multi_lora.json"
+_MAX_SERVED_NAMES = 16
+_MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
 """Settings of config.pbtxt that cannot differ from what the server runs, or that only name a file."""
 
@@ -36,14 +39,44 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
     _log_ignored(model)
     path = model.version_dir / MODEL_FILE
     arguments = {key: value for key, value in read_json_object(path).items() if value is not None}
+    # It names the model in the OpenAI API only (read_served_model_names).
+    arguments.pop("served_model_name", None)
     fields = from_vllm_arguments(arguments, f"{path}: ")
-    if fields.get("model") and (model.version_dir / str(fields["model"])).is_dir():
-        fields["model"] = str((model.version_dir / fields["model"]).resolve())
+    for name in ("model", "generation_config"):
+        if fields.get(name) and (model.version_dir / str(fields[name])).is_dir():
+            fields[name] = str((model.version_dir / fields[name]).resolve())
+    if fields.get("download_dir"):
+        fields["download_dir"] = str(Path(fields["download_dir"]).expanduser().absolute())
     try:
         config = EngineConfig.from_json({"device": device, **fields})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return config, _read_catalog(model) if config.enable_lora else AdapterCatalog()
+
+
+def read_served_model_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of the base model in the OpenAI API: `served_model_name` in model.json; none: its folder's name.
+
+    Raises:
+        ConfigError: a name is not a text, too long, or that of an adapter.
+    """
+    model = find_vllm_model(folder)
+    path = model.version_dir / MODEL_FILE
+    value = read_json_object(path).get("served_model_name")
+    names = [] if value is None else value if isinstance(value, list) else [value]
+    if len(names) > _MAX_SERVED_NAMES:
+        raise ConfigError(f"{path}: served_model_name: at most {_MAX_SERVED_NAMES} names, got {len(names)}; give fewer")
+    for name in names:
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_SERVED_NAME_CHARS:
+            raise ConfigError(
+                f"{path}: served_model_name: {truncated_repr(name)} is not a name of 1 to {_MAX_SERVED_NAME_CHARS} "
+                "characters; give another"
+            )
+    adapters = model.version_dir / ADAPTERS_FILE
+    for name in names if adapters.exists() else ():
+        if name in read_json_object(adapters):
+            raise ConfigError(f"{path}: served_model_name: {name!r} is an adapter in {adapters}; rename one of them")
+    return tuple(names)
 
 
 def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path]:
@@ -64,7 +97,7 @@ def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path
 
 
 def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
-    path = model.version_dir / "multi_lora.json"
+    path = model.version_dir / ADAPTERS_FILE
     if not path.exists():
         raise ConfigError(f"{path}: missing, but model.json has enable_lora; write {{}} to it for no adapters")
     sources: dict[str, dict[str, Any]] = {}

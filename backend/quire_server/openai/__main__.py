@@ -13,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +23,11 @@ import uvloop
 
 from quire_server.openai.app import Application
 from quire_server.openai.http.protocol import LimitedHttpProtocol
+from quire_server.openai.http.server import FrontServer
 from quire_server.openai.settings import DEFAULT_MAX_BODY_BYTES, FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec import constants
+from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import is_ipv6
 
 logger = logging.getLogger("quire_server.openai")
@@ -52,13 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"openai: --port {settings.port}: cannot listen ({error.strerror}); use another port", file=sys.stderr)
         return constants.EXIT_CONFIG
-    uvloop.run(_serve(settings, listener))
+    try:
+        uvloop.run(_serve(settings, listener))
+    except ConfigError as error:
+        print(f"openai: {error}", file=sys.stderr)
+        return constants.EXIT_CONFIG
     return 0
 
 
 async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
     client = TextClient(settings.run_dir / constants.TEXT_SOCKET)
-    connect_task = asyncio.create_task(client.run())
     config = uvicorn.Config(
         Application(settings, client),
         http=LimitedHttpProtocol,
@@ -71,13 +77,26 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
         proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        listener.close()
+        raise ConfigError(
+            f"--ssl-certfile {settings.ssl_certfile}, --ssl-keyfile {settings.ssl_keyfile}: cannot be used ({error}); "
+            "give a PEM certificate chain and its key without a password"
+        ) from error
+    connect_task = asyncio.create_task(client.run())
     logger.info("OpenAI front starting host=%s port=%d", settings.host, settings.port)
     # All objects created so far live as long as the process: keep the garbage collector from scanning them.
     gc.collect()
     gc.freeze()
     try:
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await FrontServer(config, settings.probe_socket, settings.run_dir / constants.CLOSING_FILE).serve(
+            sockets=[listener]
+        )
     finally:
         connect_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -93,6 +112,8 @@ def _raise_file_limit() -> None:
 def _listen(settings: FrontSettings) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if is_ipv6(settings.host) else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.reuse_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((settings.host, settings.port))
         listener.listen(_BACKLOG)
@@ -106,6 +127,13 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser = argparse.ArgumentParser(prog="python -m quire_server.openai", description="Serve the OpenAI API.")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the pod's Unix sockets")
     parser.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base model")
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the base model in this API; can be repeated (default: the one of --served-name)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=constants.OPENAI_PORT, help="default: %(default)s")
     parser.add_argument(
@@ -115,8 +143,12 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         "--api-keys-dir", type=Path, metavar="DIR", help="API keys: each file is a key, its name is shown in metrics"
     )
     parser.add_argument(
+        "--admin-key-file", type=Path, metavar="FILE", help="let requests with this key load and unload adapters"
+    )
+    parser.add_argument(
         "--shared-prefix-cache", action="store_true", help="let requests of different keys share cached prompts"
     )
+    parser.add_argument("--live", action="store_true", help="serve /live, a page that shows the running engine")
     parser.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin read responses"
     )
@@ -126,17 +158,32 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         default="auto",
         help="auto: defaults of sampling parameters come from generation_config.json; vllm: they do not",
     )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key (default: in the same file)")
+    parser.add_argument("--probe-socket", type=Path, metavar="FILE", help="also answer on this Unix socket, for probes")
+    parser.add_argument("--reuse-port", action="store_true", help="share the port with other fronts")
+    parser.add_argument("--log-requests", action="store_true", help="log each request")
     args = parser.parse_args(argv)
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        parser.error("--ssl-keyfile requires --ssl-certfile")
     return FrontSettings(
-        args.run_dir,
-        args.served_name,
-        args.host,
-        args.port,
-        args.max_body_bytes,
-        args.api_keys_dir,
-        args.shared_prefix_cache,
-        args.generation_config == "auto",
-        tuple(args.cors_origin),
+        run_dir=args.run_dir,
+        served_name=args.served_name,
+        served_model_names=tuple(args.served_model_name),
+        host=args.host,
+        port=args.port,
+        max_body_bytes=args.max_body_bytes,
+        api_keys_dir=args.api_keys_dir,
+        admin_key_file=args.admin_key_file,
+        shared_prefix_cache=args.shared_prefix_cache,
+        live=args.live,
+        uses_generation_config=args.generation_config == "auto",
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        probe_socket=args.probe_socket,
+        reuse_port=args.reuse_port,
+        log_requests=args.log_requests,
+        cors_origins=tuple(args.cors_origin),
     )
 
 

@@ -3,8 +3,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import partial
+from typing import Any
 
 from quire_server.openai.chat import ChatCompletions
 from quire_server.openai.completions import Completions
@@ -21,11 +23,14 @@ from quire_server.openai.http.message import (
     Scope,
     Send,
 )
+from quire_server.openai.live.routes import Live
+from quire_server.openai.lora_adapters import LoraAdapters
 from quire_server.openai.models import Models
+from quire_server.openai.responses.responses import Responses
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_server.openai.tokenization import Tokenization
-from quire_spec.errors import Code
+from quire_spec.errors import Code, truncated_repr
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +50,12 @@ class Application:
         self._settings = settings
         self._client = client
         self._access = AccessControl(settings)
-        models, tokenization = Models(client), Tokenization(client)
+        models, tokenization = Models(client, settings), Tokenization(client)
+        lora_adapters = LoraAdapters(settings.run_dir)
         completions = Completions(client, settings)
         chat = ChatCompletions(client, settings)
-        self._routes: Mapping[str, Mapping[str, _Handler]] = {
+        responses = Responses(client, chat)
+        self._routes: dict[str, Mapping[str, _Handler]] = {
             "/health": {"GET": models.health},
             "/version": {"GET": models.version},
             "/metrics": {"GET": models.metrics},
@@ -56,9 +63,16 @@ class Application:
             "/v1/models/": {"GET": models.get},
             "/v1/completions": {"POST": completions.handle},
             "/v1/chat/completions": {"POST": chat.handle},
+            "/v1/responses": {"POST": responses.create},
+            "/v1/responses/": dict.fromkeys(("GET", "POST", "DELETE"), responses.get),
+            "/v1/load_lora_adapter": {"POST": lora_adapters.load},
+            "/v1/unload_lora_adapter": {"POST": lora_adapters.unload},
             "/tokenize": {"POST": tokenization.tokenize},
             "/detokenize": {"POST": tokenization.detokenize},
         }
+        if settings.live:
+            live = Live(client)
+            self._routes |= {"/live": {"GET": live.page}, "/live/events": {"GET": live.events}}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -69,6 +83,8 @@ class Application:
             # Browsers send no key with it.
             await self._send(request, Response(b"", 204, headers=headers), send)
             return
+        if self._settings.log_requests:
+            send = _logged(request, send)
         try:
             await self._respond(request, send)
         except ClientDisconnected:
@@ -95,13 +111,14 @@ class Application:
         except ClientDisconnected:
             raise
         except Exception:
-            logger.exception("request failed path=%s request_id=%s", request.path, request.request_id)
+            logger.exception("request failed path=%s %s", request.path, request.log_ids)
             await self._send_error(request, ApiError(500, "internal error; see the log of the pod"), send)
 
     def _handler(self, request: HttpRequest) -> _Handler:
         path = request.path
-        if path.startswith("/v1/models/"):
-            path, request.path_arg = "/v1/models/", path[len("/v1/models/") :]
+        for prefix in ("/v1/models/", "/v1/responses/"):
+            if path.startswith(prefix):
+                path, request.path_arg = prefix, path[len(prefix) :]
         if (methods := self._routes.get(path)) is None:
             raise ApiError(404, f"{path[:100]}: no such route", "path")
         method = "GET" if request.method == "HEAD" else request.method
@@ -126,7 +143,7 @@ class Application:
         except Exception:
             if not is_started:
                 raise
-            logger.exception("stream failed path=%s request_id=%s", request.path, request.request_id)
+            logger.exception("stream failed path=%s %s", request.path, request.log_ids)
             event = _error_event(ApiError(500, "internal error; see the log of the pod"))
             await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
@@ -150,6 +167,24 @@ class Application:
     async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
         self._client.report_rejected(CODE_BY_STATUS.get(error.status, Code.INVALID_ARG))
         await self._send(request, Response(error.body(), error.status, headers=error.headers()), send)
+
+
+def _logged(request: HttpRequest, send: Send) -> Send:
+    """Return a `send` that logs the request at the end of its response."""
+    started_at, status = time.monotonic(), 0
+
+    async def send_and_log(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        await send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            logger.info(
+                "request method=%s path=%s status=%d seconds=%.3f api_key=%s %s",
+                *(request.method[:20], truncated_repr(request.path), status, time.monotonic() - started_at),
+                *(request.api_key_name or "-", request.log_ids),
+            )
+
+    return send_and_log
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -12,14 +12,27 @@ from quire_server.openai.logprobs import chat_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_server.openai.tools import normalize_tools, output_parsing
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import OutputDelta
+from quire_spec.protocol.parsed_output import (
+    ContentDelta,
+    Event,
+    ParsedOutput,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    decode_events,
+    merge_events,
+)
 
 
 class ConversationFields(GenerationFields, kw_only=True):
     """Fields of a request that contains a conversation."""
 
     messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
     add_generation_prompt: bool | None = None
     """None: True, unless continue_final_message."""
     continue_final_message: bool = False
@@ -34,6 +47,11 @@ class ChatFields(ConversationFields, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     """Wins over max_tokens."""
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    """False: the response does not contain the reasoning."""
+    separate_reasoning: bool = True
+    """False: the reasoning is part of the content, as in SGLang."""
 
 
 class ChatCompletions:
@@ -45,17 +63,28 @@ class ChatCompletions:
 
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
-        fields, sampling_values = parse_fields(await request.json_object(), ChatFields)
-        prompt = Prompt(chat=build_conversation(fields))
-        defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
-        values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
-        params, copies = build_sampling_params(values, fields.stream)
-        generation = Generation("chatcmpl-", request, fields, params, copies, [prompt], self._settings.served_name)
+        generation, fields, params = await self.prepare(request, await request.json_object(), "chatcmpl-")
         formatter = ChatFormatter(generation, fields, params)
         deltas = generation.deltas(self._client)
         if fields.stream:
             return EventStream(formatter.events(deltas))
         return Response(await formatter.document(deltas))
+
+    async def prepare(
+        self, request: HttpRequest, document: dict[str, Any], id_prefix: str
+    ) -> tuple[Generation, ChatFields, SamplingParams]:
+        """Check a request and return its generation, which has not started; raises ApiError if the request is wrong."""
+        fields, sampling_values = parse_fields(document, ChatFields)
+        chat = build_conversation(fields)
+        parsing = output_parsing(
+            chat["tools"], fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
+        )
+        prompt = Prompt(chat=chat, parsing=parsing)
+        defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
+        values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
+        params, copies = build_sampling_params(values, fields.stream)
+        generation = Generation(id_prefix, request, fields, params, copies, [prompt], self._settings)
+        return generation, fields, params
 
 
 def build_conversation(fields: ConversationFields) -> dict[str, Any]:
@@ -67,7 +96,7 @@ def build_conversation(fields: ConversationFields) -> dict[str, Any]:
         raise ApiError(400, "continue_final_message: not possible with add_generation_prompt; set only one of them")
     return {
         "messages": normalize_messages(fields.messages),
-        "tools": None,
+        "tools": normalize_tools(fields.tools),
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": fields.continue_final_message,
         "template_kwargs": normalize_template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort),
@@ -115,23 +144,23 @@ class ChatFormatter(Formatter):
         if not choice.is_started:
             choice.is_started = True
             first = self._first_event(choice)
-        if delta.finish_reason is not None or self._has_details:
-            return first + self.encode_event(self._chunk_choice(choice, delta))
-        if not delta.text:
-            return first
-        return b'%b%b%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
-            first,
-            self._prefixes[choice.index],
-            encode(delta.text),
-        )
+        events = self._events(choice, delta)
+        if delta.finish_reason is None and not self._has_details:
+            return first + b"".join([self._event_of(choice, event) for event in events])
+        # The last chunk has the tokens of the delta and the reason of the end.
+        chunk = self.encode_event(self._chunk_choice(choice, delta, _delta_document(events[-1]) if events else {}))
+        return first + b"".join([self._event_of(choice, event) for event in events[:-1]]) + chunk
 
     def complete_choice(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
         """Return a choice of a complete response."""
+        message = _message(merge_events(self._events(choice, delta)), delta.parsed is not None)
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         document: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._echo + delta.text},
+            "message": message,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": _finish_reason(choice, delta),
             "stop_reason": delta.stop_reason,
         }
         if self._fields.return_token_ids:
@@ -140,6 +169,11 @@ class ChatFormatter(Formatter):
         if self._params.prompt_logprobs is not None:
             document["prompt_logprobs"] = self.generation.prompt_logprobs.get(choice.request_index)
         return document
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage so far, with the tokens of the reasoning."""
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self.generation.choices)
+        return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
     def _first_event(self, choice: Choice) -> bytes:
         document: dict[str, Any] = {
@@ -155,12 +189,30 @@ class ChatFormatter(Formatter):
             event += self.encode_event({**document, "delta": {"content": self._echo}})
         return event
 
-    def _chunk_choice(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:
+    def _events(self, choice: Choice, delta: OutputDelta) -> list[Event]:
+        """Return what a delta adds to the message."""
+        if delta.parsed is None:
+            return [ContentDelta(delta.text)] if delta.text else []
+        events = decode_events(delta.parsed)
+        choice.has_tool_calls |= any(isinstance(event, ToolCallStart) for event in events)
+        if self._fields.include_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, ReasoningDelta)]
+
+    def _event_of(self, choice: Choice, event: Event) -> bytes:
+        """Return an event in the middle of an output."""
+        if isinstance(event, ContentDelta) and not self.continuous_usage:
+            prefix = self._prefixes[choice.index]
+            return b'%b%b},"logprobs":null,"finish_reason":null}]}\n\n' % (prefix, encode(event.text))
+        document = {"index": choice.index, "delta": _delta_document(event), "logprobs": None, "finish_reason": None}
+        return self.encode_event(document)
+
+    def _chunk_choice(self, choice: Choice, delta: OutputDelta, delta_document: dict[str, Any]) -> dict[str, Any]:
         document: dict[str, Any] = {
             "index": choice.index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": delta_document,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": _finish_reason(choice, delta),
         }
         if delta.finish_reason is not None:
             document["stop_reason"] = delta.stop_reason
@@ -172,3 +224,37 @@ class ChatFormatter(Formatter):
         if not self._fields.logprobs or delta.logprobs is None:
             return None
         return chat_logprobs(delta.logprobs, self._fields.top_logprobs or 0, self._fields.return_tokens_as_token_ids)
+
+
+def _finish_reason(choice: Choice, delta: OutputDelta) -> str | None:
+    """Return tool_calls for an output that ended by itself with a call. A call that was cut keeps `length`."""
+    return "tool_calls" if delta.finish_reason == "stop" and choice.has_tool_calls else delta.finish_reason
+
+
+def _delta_document(event: Event) -> dict[str, Any]:
+    """Return the `delta` of a chunk."""
+    match event:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case ToolCallStart(index, name, call_id):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(output: ParsedOutput, is_parsed: bool) -> dict[str, Any]:
+    """Return the message of a complete response. Its content is null if there are only calls or reasoning."""
+    message: dict[str, Any] = {"role": "assistant", "content": output.content}
+    if is_parsed and not output.content:
+        message["content"] = None
+    if output.reasoning:
+        message |= {"reasoning": output.reasoning, "reasoning_content": output.reasoning}
+    if output.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in output.tool_calls
+        ]
+    return message

@@ -24,6 +24,9 @@ TEMPLATE_KWARGS = frozenset(
     }
 )
 """Arguments that a request can pass to the template. Any other name could replace what the server itself passes."""
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_TOOL_CALLS = 256
+"""Of one message."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
@@ -45,6 +48,10 @@ def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort
                 400, f"chat_template_kwargs: {name[:80]!r} is not allowed; use {', '.join(sorted(TEMPLATE_KWARGS))}"
             )
     check_depth(kwargs, "chat_template_kwargs")
+    if reasoning_effort is not None and reasoning_effort not in REASONING_EFFORTS:
+        raise ApiError(
+            400, f"reasoning_effort: must be one of {', '.join(REASONING_EFFORTS)}, got {reasoning_effort[:80]!r}"
+        )
     effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
     if reasoning_effort == "none":
         effort["enable_thinking"] = False  # type: ignore[assignment]
@@ -129,6 +136,8 @@ def _parse_arguments(call: object, path: str) -> dict[str, Any]:
 
 
 def _list(fields: Mapping[str, Any], name: str, path: str) -> list[Any]:
-    if not isinstance(value := fields[name], list):
-        raise ApiError(400, f"{path}.{name}: must be a list, got {truncated_repr(value)}")
+    if not isinstance(value := fields[name], list) or len(value) > MAX_TOOL_CALLS:
+        raise ApiError(
+            400, f"{path}.{name}: must be a list of at most {MAX_TOOL_CALLS} calls, got {truncated_repr(value)}"
+        )
     return value

@@ -47,7 +47,7 @@ class Completions:
         if fields.echo:
             prompts = [await self._with_text(prompt) for prompt in prompts]
             params = replace(params, prompt_logprobs=params.logprobs if params.logprobs is not None else None)
-        generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings.served_name)
+        generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
         formatter = CompletionFormatter(generation, fields, params, omits_output)
         return_prompt_token_ids = fields.echo and params.logprobs is not None
         deltas = generation.deltas(self._client, return_prompt_token_ids)

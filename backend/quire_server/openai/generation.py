@@ -14,9 +14,12 @@ from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.output_stream import OutputStream
 from quire_server.openai.request_fields import GenerationFields
+from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_spec.dataclass_json import to_json
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta
+from quire_spec.protocol.parsed_output import OutputParsing
 
 KEEP_ALIVE_S = 15.0
 """Interval of comments in a stream without events. Proxies close connections that are idle for 60 s."""
@@ -34,18 +37,25 @@ class Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     chat: dict[str, Any] | None = None
+    parsing: OutputParsing | None = None
+    """How the output is parsed; None: it is a text."""
 
 
 class Choice:
     """State of one choice of the response."""
 
-    __slots__ = ("index", "is_started", "num_tokens", "request_index", "text_offset")
+    __slots__ = (
+        *("has_tool_calls", "index", "is_started", "num_reasoning_tokens", "num_tokens", "request_index"),
+        "text_offset",
+    )
 
     def __init__(self, index: int, request_index: int) -> None:
         self.index = index
         self.request_index = request_index
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.is_started = False
+        self.has_tool_calls = False
         self.text_offset = 0
 
 
@@ -64,12 +74,13 @@ class Generation:
         params: SamplingParams,
         copies: int,
         prompts: Sequence[Prompt],
-        served_name: str,
+        settings: FrontSettings,
     ) -> None:
         """`copies` is the number of equal engine requests per prompt. Raises ApiError for too many choices."""
         self.id = id_prefix + (fields.request_id or http_request.request_id)[:128]
         self.created = int(time.time())
-        self.model = served_name if fields.model is None else fields.model
+        self.model = settings.model_names[0] if fields.model is None else fields.model
+        self._engine_model = settings.engine_model(self.model)
         self.fields = fields
         self.params = params
         self.prompts = prompts
@@ -133,7 +144,7 @@ class Generation:
         return [
             GenerateRequest(
                 client.new_id(),
-                self.model,
+                self._engine_model,
                 prompt.text,
                 prompt.token_ids,
                 params,
@@ -145,6 +156,7 @@ class Generation:
                 self.params.logprobs is not None,
                 prompt.chat,
                 self._api_key_name,
+                None if prompt.parsing is None else to_json(prompt.parsing),
             )
             for prompt in self.prompts
             for _ in range(self.copies)
@@ -152,6 +164,7 @@ class Generation:
 
     def _count(self, request_index: int, choice: Choice, delta: OutputDelta) -> None:
         choice.num_tokens = delta.num_output_tokens
+        choice.num_reasoning_tokens = delta.num_reasoning_tokens
         self._num_input_tokens[request_index] = delta.num_input_tokens
         self._num_cached_tokens[request_index] = delta.num_cached_tokens
         if delta.prompt_token_ids is not None:

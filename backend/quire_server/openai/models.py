@@ -9,6 +9,7 @@ import msgspec
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest, Reply, Response
+from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 
 _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -17,8 +18,9 @@ _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 class Models:
     """The routes."""
 
-    def __init__(self, client: TextClient) -> None:
+    def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
+        self._names = settings.model_names
         self._created = int(time.time())
 
     async def get_all(self, request: HttpRequest) -> Reply:
@@ -30,6 +32,10 @@ class Models:
         for card in await self._cards():
             if card["id"] == request.path_arg:
                 return Response(msgspec.json.encode(card))
+        if request.path_arg in (await self._client.call("models"))["loading"]:
+            raise ApiError(
+                503, f"model: the adapter {request.path_arg!r} is not loaded yet; try again", retry_after_s=1.0
+            )
         raise ApiError(404, f"model: {request.path_arg[:100]!r} is not served; GET /v1/models lists the names")
 
     async def health(self, request: HttpRequest) -> Reply:
@@ -50,7 +56,7 @@ class Models:
 
     async def _cards(self) -> list[dict[str, Any]]:
         models = await self._client.call("models")
-        base = models["served_name"]
+        base = self._names[0]
         return [
             {
                 "id": name,
@@ -58,8 +64,8 @@ class Models:
                 "created": self._created,
                 "owned_by": "quire",
                 "root": name,
-                "parent": None if name == base else base,
+                "parent": None if name in self._names else base,
                 "max_model_len": models["max_model_len"],
             }
-            for name in (base, *models["adapters"])
+            for name in (*self._names, *models["adapters"])
         ]

@@ -15,16 +15,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire_server.openai.errors import ApiError
+from quire_server.openai.response_format import merge_response_format
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.structured_outputs import FORMER_NAMES, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr
 
-SAMPLING_FIELDS = frozenset(f.name for f in dataclass_fields(SamplingParams)) - {"detokenize"}
+SAMPLING_FIELDS = (frozenset(f.name for f in dataclass_fields(SamplingParams)) | FORMER_NAMES) - {"detokenize"}
 
 BOOKKEEPING_FIELDS = frozenset(
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "session_id", "prompt_cache_key"),
-        *("prompt_cache_retention", "prediction", "modalities", "verbosity", "web_search_options"),
-        *("parallel_tool_calls", "include_reasoning"),
+        *("prompt_cache_retention", "prediction", "verbosity", "web_search_options"),
     }
 )
 """Accepted and ignored: they do not change what the model may answer."""
@@ -36,16 +37,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "logprob_token_ids": (),
     "truncation_side": ("left",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "tools": (),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "thinking_token_budget": (),
@@ -54,6 +45,9 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "documents": ([],),
+    "return_prompt_text": (False,),
+    "chat_template": (),
+    "modalities": (["text"],),
     "audio": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
@@ -91,6 +85,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    """Constraint on the output in the form of the OpenAI API; becomes `structured_outputs`."""
 
 
 def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T, dict[str, Any]]:
@@ -107,7 +103,7 @@ def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T
     try:
         fields = msgspec.convert(present, fields_type)
     except msgspec.ValidationError as error:
-        raise ApiError(400, _describe(error)) from None
+        raise ApiError(400, describe_invalid(error)) from None
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options: requires stream; set stream to true, or leave stream_options out")
     if fields.cache_salt is not None and (
@@ -116,7 +112,8 @@ def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T
         raise ApiError(
             400, f"cache_salt: must have at most {MAX_SALT_CHARS} characters and none of '@', '/', '\\' and NUL"
         )
-    return fields, {name: present[name] for name in present if name in SAMPLING_FIELDS and name not in own_fields}
+    values = {name: present[name] for name in present if name in SAMPLING_FIELDS and name not in own_fields}
+    return fields, values | merge_response_format(fields.response_format, values.get("structured_outputs"))
 
 
 def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[SamplingParams, int]:
@@ -129,6 +126,7 @@ def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[Samplin
     """
     values, copies = dict(values), 1
     try:
+        values = dict(merge_former_names(values))
         if values.get("temperature", 1) == 0 and type(values.get("n")) is int and "best_of" not in values:
             copies = SamplingParams(n=values.pop("n")).n
         params = SamplingParams(**values)
@@ -152,7 +150,7 @@ def _check_unsupported(name: str, value: Any, own_fields: set[str]) -> None:
     raise ApiError(400, f"{truncated_repr(name)}: is not a field of this request; {hint}", name[:80])
 
 
-def _describe(error: msgspec.ValidationError) -> str:
+def describe_invalid(error: msgspec.ValidationError) -> str:
     """Return a msgspec message in the form `field: problem`."""
     match = _MSGSPEC_PATH.match(str(error))
     if match is None:

@@ -4,7 +4,6 @@
 Handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves it.
 """
 
-import hmac
 import ipaddress
 import json
 import logging
@@ -14,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from quire_server.adapters.manager import StaleCatalog
+from quire_server.openai.http.admin_key import AdminKey
 from quire_server.supervisor.supervisor import Supervisor
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_catalog import REPLACES_HEADER, AdapterCatalog
@@ -40,10 +40,10 @@ class AdminAPI:
     def __init__(self, supervisor: Supervisor, key_file: Path | None) -> None:
         """Raises ConfigError if the key file cannot be read or is empty."""
         self._supervisor = supervisor
-        self._key_file = key_file
-        if key_file is not None:
+        self._key = AdminKey(key_file) if key_file is not None else None
+        if self._key is not None:
             try:
-                self._read_key()
+                self._key.read()
             except Unavailable as error:
                 raise ConfigError(str(error)) from error
 
@@ -92,30 +92,18 @@ class AdminAPI:
 
     def _authorize(self, request: web.Request) -> None:
         """Reject a request without the admin key, or from another machine if there is no key file."""
-        if self._key_file is None:
+        if self._key is None:
             if not _is_local(request):
                 raise web.HTTPForbidden(
                     text="only requests from this machine are allowed; start the supervisor with --admin-key-file to "
                     "allow others"
                 )
             return
-        presented_key = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(presented_key, self._read_key()):
+        if not self._key.matches(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(
                 text="send 'Authorization: Bearer KEY' with the key of --admin-key-file",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-    def _read_key(self) -> bytes:
-        """Read the key on every request, so that a rotated Secret takes effect without a restart."""
-        assert self._key_file is not None, "no key file"
-        try:
-            key = self._key_file.read_bytes().strip()
-        except OSError as error:
-            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: {error.strerror}") from error
-        if not key:
-            raise Unavailable(f"--admin-key-file {str(self._key_file)!r}: the file is empty; write the key to it")
-        return key
 
 
 def _is_local(request: web.Request) -> bool:

@@ -16,12 +16,14 @@ from aiohttp import web
 
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.adapters.manager import AdapterManager
+from quire_server.adapters.runtime_adapters import RuntimeAdapters
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_server.logs import LogRelay
 from quire_server.model_server import launch
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_server.supervisor.child_process import become_subreaper
+from quire_server.supervisor.control_server import ControlServer
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.supervisor import Supervisor
@@ -65,6 +67,10 @@ async def run(settings: SupervisorSettings) -> None:
         _check_ports(settings)
         supervisor = Supervisor(settings, process_manager, adapter_manager, session)
         await stack.enter_async_context(_admin_server(supervisor, settings))
+        if settings.allow_runtime_lora_updating:
+            runtime_adapters = RuntimeAdapters(adapter_manager, settings.allowed_local_lora_paths)
+            methods = {"load_lora_adapter": runtime_adapters.load, "unload_lora_adapter": runtime_adapters.unload}
+            await stack.enter_async_context(ControlServer(methods).listen(run_folder / constants.SUPERVISOR_SOCKET))
         adapter_manager.set_catalog(catalog)
         await supervisor.run(_install_signal_handlers(process_manager, run_folder))
 

@@ -10,13 +10,19 @@ import aiohttp
 
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.settings import SupervisorSettings
-from quire_spec.net.addresses import format_for_url
+from quire_spec import constants
 
 _START_TIMEOUT_S = 60.0
 _PROBE_INTERVAL_S = 0.1
 _PING_INTERVAL_S = 5.0
 _UNRESPONSIVE_TIMEOUT_S = 60.0
+_PROBE_URL = "http://localhost/version"
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+def openai_process_name(index: int) -> str:
+    """Return the name of a front for status, logs and metrics."""
+    return f"openai-{index}" if index else "openai"
 
 
 class OpenAIFront:
@@ -26,14 +32,15 @@ class OpenAIFront:
         self,
         settings: SupervisorSettings,
         run_dir: Path,
-        port: int,
+        index: int,
         relay: Callable[[str, str], None],
         mark_ready: Callable[[], None],
     ) -> None:
-        """`mark_ready` is called when the process answers for the first time."""
+        """`mark_ready` is called when the process answers for the first time. `index` counts the fronts of the pod."""
         self._settings = settings
         self._run_dir = run_dir
-        self._port = port
+        self._name = openai_process_name(index)
+        self._probe_socket = run_dir / constants.openai_probe_socket(index)
         self._relay = relay
         self._mark_ready = mark_ready
 
@@ -41,31 +48,33 @@ class OpenAIFront:
         """Start the process."""
         settings = self._settings
         argv = [sys.executable, "-m", "quire_server.openai", "--run-dir", str(self._run_dir)]
-        argv += ["--served-name", settings.served_name, "--host", settings.host, "--port", str(self._port)]
-        argv += settings.openai_flags
-        return await ChildProcess.start("openai", argv, self._relay)
+        argv += ["--served-name", settings.served_name, "--host", settings.host, "--port", str(settings.openai_port)]
+        argv += [f"--probe-socket={self._probe_socket}", *settings.openai_flags]
+        if settings.openai_api_server_count > 1:
+            argv.append("--reuse-port")
+        return await ChildProcess.start(self._name, argv, self._relay)
 
     async def session(self, child: ChildProcess) -> str:
         """Watch a process until it must be killed; return the reason."""
-        url = f"http://{format_for_url(self._settings.loopback)}:{self._port}/version"
-        async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
+        connector = aiohttp.UnixConnector(str(self._probe_socket))
+        async with aiohttp.ClientSession(connector=connector, timeout=_PROBE_TIMEOUT) as session:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                while not await _answers(session, url):
+                while not await _answers(session):
                     await asyncio.sleep(_PROBE_INTERVAL_S)
             self._mark_ready()
             loop = asyncio.get_running_loop()
             last_answer = loop.time()
             while loop.time() - last_answer < _UNRESPONSIVE_TIMEOUT_S:
                 await asyncio.sleep(_PING_INTERVAL_S)
-                if await _answers(session, url):
+                if await _answers(session):
                     last_answer = loop.time()
         return f"no response for {_UNRESPONSIVE_TIMEOUT_S:g} s"
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+async def _answers(session: aiohttp.ClientSession) -> bool:
     """Return True if the front answers with any status; while the text process restarts, it still lives."""
     try:
-        async with session.get(url) as response:
+        async with session.get(_PROBE_URL) as response:
             return response.status > 0
     except (aiohttp.ClientError, TimeoutError):
         return False

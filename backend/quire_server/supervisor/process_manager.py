@@ -14,49 +14,35 @@ Owns the processes and their handles. adapters/manager.py reloads adapters; supe
 import asyncio
 import contextlib
 import logging
-import os
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire_server.clients.control_client import ConnectionLost, ControlClient
+from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
 from quire_server.frontend import open_requests
-from quire_server.model_server import launch, repository
+from quire_server.model_server import launch, readiness_file, repository
 from quire_server.model_server.client import ModelServerClient
+from quire_server.model_server.readiness_file import ReadinessFile
+from quire_server.supervisor import engine_process
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
-from quire_server.supervisor.openai_front import OpenAIFront
+from quire_server.supervisor.openai_front import OpenAIFront, openai_process_name
 from quire_server.supervisor.run_dir import REPOSITORY, write_shm_prefix
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
-from quire_spec.errors import QuireError, Unavailable
+from quire_spec.errors import QuireError
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 3600.0
-"""Timeout for core to load its weights. On Kubernetes the startup probe is shorter and decides."""
 SERVER_START_TIMEOUT_S = 300.0
-_ENGINE_SOCKETS = {"core": constants.CORE_SOCKET, "text": constants.TEXT_SOCKET}
-_CONNECT_RETRY_S = 0.05
 _PROBE_INTERVAL_S = 0.1
-_PING_INTERVAL_S = 5.0
-_UNRESPONSIVE_TIMEOUT_S = 120.0
-"""A process without a response for this long counts as hung. A step of a large model on a slow CPU is shorter."""
-_EXIT_GRACE_S = 2.0
-"""Time for a process to exit after it closed its connection to the supervisor."""
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
 """Exit timeout of the server after the drain. Idle keep-alive connections of clients would delay its exit longer."""
 _STOP_TIMEOUT_S = 10.0
-
-ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Default environment of the engine processes: sizes of torch's and oneDNN's caches of compiled matrix products. There
-is one entry for each number of tokens and weight shape. With the default of 1,024 entries, a core that computes float32
-on a CPU grew by 0.7 GB in some thousand requests. With 128 it grew by 0.15 GB and was as fast."""
 
 
 class ProcessManager:
@@ -79,8 +65,11 @@ class ProcessManager:
         self._server_runtime = server_runtime
         addresses = settings.host, settings.http_port, settings.grpc_port, settings.metrics_port
         key, shm_prefix = launch.new_key(), launch.new_shm_prefix()
+        self._readiness_file = ReadinessFile(run_dir / readiness_file.NAME)
         self._options = launch.ServerOptions(
-            run_dir / REPOSITORY, settings.served_name, run_dir, key, shm_prefix, *addresses, has_gpu, _EXIT_TIMEOUT_S
+            *(run_dir / REPOSITORY, settings.served_name, run_dir, key, shm_prefix, *addresses, has_gpu),
+            readiness_file=self._readiness_file.path,
+            exit_timeout_s=_EXIT_TIMEOUT_S,
         )
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
@@ -90,12 +79,31 @@ class ProcessManager:
         notify = self._notify_change
         self.processes = {
             name: ManagedProcess(name, partial(self._start_engine, name), partial(self._engine_session, name), notify)
-            for name in _ENGINE_SOCKETS
+            for name in engine_process.SOCKETS
         }
         self.processes["server"] = ManagedProcess("server", self._start_server, self._server_session, notify)
         if settings.openai_port is not None:
-            front = OpenAIFront(settings, run_dir, settings.openai_port, relay, lambda: openai.mark_ready())
-            openai = self.processes["openai"] = ManagedProcess("openai", front.start, front.session, notify)
+            for index in range(settings.openai_api_server_count):
+                self._add_openai_front(index)
+
+    def _add_openai_front(self, index: int) -> None:
+        name = openai_process_name(index)
+        front = OpenAIFront(
+            self._settings, self._run_dir, index, self._relay, lambda: self.processes[name].mark_ready()
+        )
+        self.processes[name] = ManagedProcess(name, front.start, front.session, self._notify_change)
+
+    def engine_is_ready(self) -> bool:
+        """Return True if the base model answers requests."""
+        handles = self.handles
+        has_engine = handles.core is not None and handles.text is not None and self.core_connected
+        return has_engine and handles.server is not None and handles.server.base_ready
+
+    def publish_readiness(self, is_draining: bool, adapters: Mapping[str, bool]) -> None:
+        """Let the server report what is ready; `adapters` contains each adapter with a model, and if it serves."""
+        is_ready = self.engine_is_ready() and not is_draining
+        models = {name: is_ready and is_serving for name, is_serving in adapters.items()}
+        self._readiness_file.write(is_ready, {self._settings.served_name: is_ready, **models})
 
     async def run(self) -> None:
         """Keep all processes running until cancelled; raises StartupFailed if a process does not start."""
@@ -110,6 +118,7 @@ class ProcessManager:
 
     async def drain(self, timeout_s: float) -> bool:
         """Let the text process reject new requests and finish the open ones; return False if some are still open."""
+        (self._run_dir / constants.CLOSING_FILE).touch()
         if self.handles.text is None:
             return True
         try:
@@ -126,8 +135,9 @@ class ProcessManager:
         for task in self._tasks:
             task.cancel()
         # With open requests, text is stopped first, so that the stubs and the front end them with an error.
-        for name in ("openai", "server", "text", "core") if drained else ("text", "openai", "server", "core"):
-            child = self.processes[name].child if name in self.processes else None
+        fronts = [name for name in self.processes if name.startswith("openai")]
+        for name in (*fronts, "server", "text", "core") if drained else ("text", *fronts, "server", "core"):
+            child = self.processes[name].child
             if child is not None and not child.exited.done():
                 code = await child.stop(_STOP_TIMEOUT_S)
                 logger.info("process stopped name=%s exit_code=%d", name, code)
@@ -141,12 +151,8 @@ class ProcessManager:
     # Starts
 
     async def _start_engine(self, name: str) -> ChildProcess:
-        # A killed process leaves its socket file behind.
-        (self._run_dir / _ENGINE_SOCKETS[name]).unlink(missing_ok=True)
         settings = self._settings
-        argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(settings.engine)]
-        argv += ["--served-name", settings.served_name, "--run-dir", str(self._run_dir)]
-        return await ChildProcess.start(name, argv, self._relay, ENGINE_ENV | os.environ)
+        return await engine_process.start(name, settings.engine, settings.served_name, self._run_dir, self._relay)
 
     async def _start_server(self) -> ChildProcess:
         socket = self._run_dir / constants.TEXT_SOCKET
@@ -159,12 +165,12 @@ class ProcessManager:
     # Sessions: each sets its handle while its process serves, and returns why the process must be killed
 
     async def _engine_session(self, name: str, child: ChildProcess) -> str:
-        async with self._connect(name) as control:
-            status = await control.call("status", timeout_s=START_TIMEOUT_S)
-            setattr(self.handles, name, CoreHandle(control, status) if name == "core" else TextHandle(control))
+        async with engine_process.connect(name, self._run_dir) as control:
+            status = await control.call("status", timeout_s=engine_process.START_TIMEOUT_S)
+            setattr(self.handles, name, CoreHandle(control, status) if name == "core" else TextHandle(control, status))
             try:
                 self.processes[name].mark_ready()
-                return await self._watch_connection(control)
+                return await engine_process.watch_connection(control)
             finally:
                 setattr(self.handles, name, None)
                 self.core_connected = False
@@ -176,7 +182,7 @@ class ProcessManager:
             settings.loopback, settings.http_port, settings.grpc_port, self._options.key
         ) as client:
             async with asyncio.timeout(SERVER_START_TIMEOUT_S):
-                while not await client.is_ready(settings.served_name):
+                while not await client.is_loaded(settings.served_name):
                     await asyncio.sleep(_PROBE_INTERVAL_S)
             stubs = StubWatcher(child.pid, lambda stub: self._spawn(self._on_stub_death(child, stubs, stub)))
             self.handles.server = ServerHandle(
@@ -194,46 +200,14 @@ class ProcessManager:
                 self.handles.server = None
                 self._notify_change()
 
-    @contextlib.asynccontextmanager
-    async def _connect(self, name: str) -> AsyncIterator[ControlClient]:
-        """Connect to a process that is starting; retry until it listens."""
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                try:
-                    control = await ControlClient.connect(name, self._run_dir / _ENGINE_SOCKETS[name])
-                    break
-                except OSError:
-                    await asyncio.sleep(_CONNECT_RETRY_S)
-        try:
-            yield control
-        finally:
-            await control.close()
-
-    async def _watch_connection(self, control: ControlClient) -> str:
-        while True:
-            try:
-                async with asyncio.timeout(_PING_INTERVAL_S):
-                    await control.closed.wait()
-                # The exit of the process is usually detected first and cancels this session.
-                await asyncio.sleep(_EXIT_GRACE_S)
-                return "connection closed"
-            except TimeoutError:
-                pass
-            try:
-                await control.call("status", timeout_s=_UNRESPONSIVE_TIMEOUT_S)
-            except ConnectionLost:
-                continue
-            except Unavailable:
-                return f"no response for {_UNRESPONSIVE_TIMEOUT_S:g} s"
-
     async def _watch_server(self, client: ModelServerClient) -> str:
         loop = asyncio.get_running_loop()
         last_response = loop.time()
-        while loop.time() - last_response < _UNRESPONSIVE_TIMEOUT_S:
-            await asyncio.sleep(_PING_INTERVAL_S)
+        while loop.time() - last_response < engine_process.UNRESPONSIVE_TIMEOUT_S:
+            await asyncio.sleep(engine_process.PING_INTERVAL_S)
             if await client.is_live():
                 last_response = loop.time()
-        return f"no response for {_UNRESPONSIVE_TIMEOUT_S:g} s"
+        return f"no response for {engine_process.UNRESPONSIVE_TIMEOUT_S:g} s"
 
     async def _watch_core_connection(self) -> None:
         """Poll whether the text process is connected to the core."""
@@ -245,7 +219,7 @@ class ProcessManager:
             if connected != self.core_connected:
                 self.core_connected = connected
                 self._notify_change()
-            await asyncio.sleep(_CONNECTED_POLL_S if connected else _CONNECT_RETRY_S)
+            await asyncio.sleep(_CONNECTED_POLL_S if connected else engine_process.CONNECT_RETRY_S)
 
     # Stubs
 

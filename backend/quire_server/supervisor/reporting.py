@@ -22,7 +22,8 @@ def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: flo
     host = format_for_url(settings.host)
     failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
-    openai = [] if settings.openai_port is None else [f"  OpenAI    http://{host}:{settings.openai_port}/v1"]
+    scheme = "https" if any(flag.startswith("--ssl-certfile") for flag in settings.openai_flags) else "http"
+    openai = [] if settings.openai_port is None else [f"  OpenAI    {scheme}://{host}:{settings.openai_port}/v1"]
     lines = [
         f"Quire {status.version} is ready after {startup_s:.1f} s",
         f"  HTTP      http://{host}:{settings.http_port}/v2/models/{status.served_name}/generate",

@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire_server.frontend import open_requests
-from quire_server.model_server import launch, repository
+from quire_server.model_server import launch, readiness_file, repository
 from quire_spec import constants
 from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
 _SHM_PREFIX = "shm-prefix"
-_OWNED_NAMES = (constants.TEXT_SOCKET, constants.CORE_SOCKET, REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX)
+_SOCKETS = (
+    *(constants.TEXT_SOCKET, constants.CORE_SOCKET, constants.SUPERVISOR_SOCKET),
+    *map(constants.openai_probe_socket, range(constants.MAX_OPENAI_FRONTS)),
+)
+_OWNED_NAMES = (
+    *(*_SOCKETS, REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX),
+    *(readiness_file.NAME, constants.CLOSING_FILE),
+)
 
 
 @contextlib.contextmanager
@@ -28,7 +35,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
         ConfigError: the folder cannot be created, its path is too long for a socket, or another supervisor uses it.
     """
     run_dir = Path(os.path.realpath(run_dir))
-    if len(os.fsencode(run_dir / constants.TEXT_SOCKET)) > constants.MAX_SOCKET_PATH:
+    if len(os.fsencode(run_dir / constants.SUPERVISOR_SOCKET)) > constants.MAX_SOCKET_PATH:
         raise ConfigError(f"--run-dir {str(run_dir)!r}: the path is too long for a Unix socket; use a shorter path")
     is_new = not run_dir.exists()
     try:

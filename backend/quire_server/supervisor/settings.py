@@ -31,10 +31,16 @@ class SupervisorSettings:
     health_port: int = constants.HEALTH_PORT
     openai_port: int | None = None
     """Port of the OpenAI front; None: not served."""
+    openai_api_server_count: int = 1
+    """Number of processes that serve it."""
     openai_flags: tuple[str, ...] = ()
     """Further arguments of the OpenAI front."""
     admin_key_file: Path | None = None
     """Key for /status and /adapters; None: only requests from this machine are allowed."""
+    allow_runtime_lora_updating: bool = False
+    """Whether the OpenAI API can load and unload adapters, with the admin key."""
+    allowed_local_lora_paths: tuple[Path, ...] = ()
+    """Folders that may contain the adapters that it loads."""
     secrets_dir: Path | None = None
     pvcs: Mapping[str, Path] = field(default_factory=dict)
     """Mount point of each PersistentVolumeClaim."""

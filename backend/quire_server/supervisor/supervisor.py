@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 
 from quire_server.adapters.manager import AdapterManager
-from quire_server.clients.handles import ServerHandle
 from quire_server.supervisor import reporting
 from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.process_manager import ProcessManager
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PROGRESS_LOG_S = 5.0
 _MAX_PROGRESS_LOG_S = 60.0
 _PRUNE_INTERVAL_S = 3600.0
+_READINESS_DELAY_S = 0.02
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
@@ -51,6 +51,8 @@ class Supervisor:
         self.draining = False
         """True after a stop signal; the pod never becomes ready again."""
         process_manager.on_change = self.on_process_change
+        adapter_manager.on_change = self._publish_readiness_soon
+        self._readiness_timer: asyncio.TimerHandle | None = None
 
     # Used by the health port
 
@@ -61,7 +63,7 @@ class Supervisor:
         for name, process in self._process_manager.processes.items():
             if process.state is not ProcessState.READY:
                 return f"{name} is {process.state.value.lower()}"
-        server: ServerHandle | None = self._process_manager.handles.server
+        server = self._process_manager.handles.server
         if server is None or not server.base_ready:
             return f"model {self._settings.served_name!r} is loading on the server"
         if not self._process_manager.core_connected:
@@ -72,7 +74,8 @@ class Supervisor:
 
     def status(self) -> PodStatus:
         """Return the status document."""
-        reason, core = self.not_ready_reason(), self._process_manager.handles.core
+        reason, handles = self.not_ready_reason(), self._process_manager.handles
+        core, text = handles.core, handles.text
         adapters = self._adapter_manager.statuses()
         return PodStatus(
             version=version("quire-llm"),
@@ -86,6 +89,8 @@ class Supervisor:
             models=self._served_models(),
             adapters=adapters,
             catalogue=self._adapter_manager.catalog_version.digest,
+            tool_call_parser=text.tool_call_parser if text else None,
+            reasoning_parser=text.reasoning_parser if text else None,
         )
 
     async def metrics(self) -> str:
@@ -128,10 +133,26 @@ class Supervisor:
         if all_up and not self._all_were_up:
             self._adapter_manager.gate_readiness()
         self._all_were_up = all_up
+        self._publish_readiness()
         self._adapter_manager.resync()
+
+    def _publish_readiness_soon(self) -> None:
+        """Publish after a change of an adapter. Changes that come together share one update, which visits them all."""
+        if self._readiness_timer is None:
+            self._readiness_timer = asyncio.get_running_loop().call_later(_READINESS_DELAY_S, self._publish_readiness)
+
+    def _publish_readiness(self) -> None:
+        """Update what the server reports as ready."""
+        if self._readiness_timer is not None:
+            self._readiness_timer.cancel()
+            self._readiness_timer = None
+        served = self._adapter_manager.served_names()
+        adapters = {name: name in served for name in self._adapter_manager.exposed_names()}
+        self._process_manager.publish_readiness(self.draining, adapters)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain and stop all processes; raises StartupFailed if a process does not start."""
+        self._publish_readiness()
         run_task = asyncio.create_task(self._process_manager.run(), name="pod")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
         background_tasks = [asyncio.create_task(self._log_progress()), asyncio.create_task(self._prune_cache())]
@@ -155,6 +176,7 @@ class Supervisor:
     async def _drain(self, run_task: "asyncio.Task[None]") -> bool:
         """Let open requests finish; return False if some did not."""
         self.draining = True
+        self._publish_readiness()
         timeout_s = self._settings.drain_timeout_s
         logger.info("draining: rejecting new requests, waiting for open ones timeout_s=%g", timeout_s)
         drain_task = asyncio.create_task(self._process_manager.drain(timeout_s))

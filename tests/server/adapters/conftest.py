@@ -68,7 +68,7 @@ class PodHarness:
                 case "core":
                     self.handles.core = CoreHandle(process, {})
                 case "text":
-                    self.handles.text = TextHandle(process)
+                    self.handles.text = TextHandle(process, {})
                 case "server":
                     self.handles.server = ServerHandle(process, "tales", self.folder / "text.sock", lambda: None, print)
         self.manager.resync()

@@ -93,7 +93,7 @@ class PodHarness:
             setattr(self, name, process)
             factories = {
                 "core": lambda: CoreHandle(process, {}),
-                "text": lambda: TextHandle(process),
+                "text": lambda: TextHandle(process, {}),
                 "server": lambda: ServerHandle(process, "tales", Path("text.sock"), lambda: None, lambda name: None),
             }
             setattr(self.handles, name, factories[name]())

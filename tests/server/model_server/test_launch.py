@@ -191,13 +191,13 @@ async def test_client_with_the_key_loads_and_unloads(running):
             await client.load_model("keyed", config, files)
     async with running.client() as client:
         assert await client.is_live()
-        assert not await client.is_ready("keyed")
+        assert not await client.is_loaded("keyed")
         await client.load_model("keyed", config, files)
-        assert await client.is_ready("keyed")
+        assert await client.is_loaded("keyed")
         response = await asyncio.to_thread(running.generate, "keyed", "submit", exclude_input_in_output=True)
         assert '"model": "keyed"' in response.body["text_output"]
         await client.unload_model("keyed")
-        assert not await client.is_ready("keyed")
+        assert not await client.is_loaded("keyed")
         with pytest.raises(Internal, match="failed to load"):
             await client.load_model("keyed", {}, {})
 
@@ -208,7 +208,7 @@ async def test_client_ignores_proxies(running, unused_tcp_port, monkeypatch):
         monkeypatch.setenv(name, f"http://127.0.0.1:{unused_tcp_port}")
     async with running.client() as client:
         await client.load_model("near", repository.model_config("near", BASE, running.socket), repository.model_files())
-        assert await client.is_ready("near")
+        assert await client.is_loaded("near")
         await client.unload_model("near")
 
 

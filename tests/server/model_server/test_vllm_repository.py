@@ -5,7 +5,11 @@ import json
 
 import pytest
 
-from quire_server.model_server.vllm_repository import read_vllm_repository, write_documents
+from quire_server.model_server.vllm_repository import (
+    read_served_model_names,
+    read_vllm_repository,
+    write_documents,
+)
 from quire_spec.documents.adapter_catalog import AdapterCatalog, HuggingFaceSource
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
@@ -190,3 +194,24 @@ def test_write_documents(vllm, tmp_path):
     engine, adapters = write_documents(folder, "cpu", tmp_path / "out")
     assert (EngineConfig.load(engine).block_size, EngineConfig.load(engine).device) == (32, "cpu")
     assert [a.name for a in AdapterCatalog.load(adapters).adapters] == ["My_lora"]
+
+
+def test_arguments_of_the_openai_api_and_of_downloads(vllm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = {"model": "org/name", "served_model_name": ["a", "org/b"], "download_dir": "cache"}
+    folder = vllm(arguments | {"generation_config": "defaults"})
+    (folder / "1/defaults").mkdir()
+    config, _ = read_vllm_repository(folder)
+    assert (config.download_dir, config.generation_config) == (str(tmp_path / "cache"), str(folder / "1/defaults"))
+    assert read_served_model_names(folder) == ("a", "org/b")
+    other = vllm({"model": "org/name", "served_model_name": "one"}, name="other")
+    assert read_served_model_names(other) == ("one",) and read_vllm_repository(other)[0].generation_config == "auto"
+
+
+@pytest.mark.parametrize(
+    "names", [5, "", [""], ["a"] * 17, "x" * 257, [["a"]], "sql"], ids=lambda value: str(value)[:20]
+)
+def test_rejects_names_that_cannot_be_served(vllm, names):
+    folder = vllm({"model": "m", "served_model_name": names}, {"sql": "org/sql"})
+    with pytest.raises(ConfigError, match="served_model_name"):
+        read_served_model_names(folder)

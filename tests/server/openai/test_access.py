@@ -20,6 +20,8 @@ COMPLETION = {"model": "base", "prompt": list(range(100, 180)), "max_tokens": 1}
 ROUTES = [
     *(("GET", path) for path in ("/v1/models", "/v1/models/base", "/nothing", "/invocations", "/v2/embed", "/docs")),
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
+    *(("POST", path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/responses")),
+    *(("GET", "/v1/responses/resp_1"), ("DELETE", "/v1/responses/resp_1")),
     ("GET", "//health"),
     ("GET", "/health/../v1/models"),
     ("GET", "/%76%31/models"),
@@ -56,7 +58,7 @@ def test_every_other_route_needs_a_key(guarded, method, path, headers):
 
 
 def test_open_routes_need_none(guarded):
-    assert [guarded.request(path).status for path in sorted(access.OPEN_ROUTES)] == [200, 200, 200]
+    assert [guarded.request(path).status for path in sorted(access.OPEN_ROUTES)] == [200, 404, 200, 200]
 
 
 def test_keys_rotate_without_a_restart(guarded, keys):
@@ -107,6 +109,11 @@ def test_keys_that_cannot_be_read_accept_nobody(tmp_path):
         for authorization in (b"Bearer ", b"Bearer", b"", b"Bearer x"):
             with pytest.raises(api_keys.ApiError, match="valid API key"):
                 checked.authenticate(authorization)
+
+
+def test_adapters_cannot_be_changed_unless_the_server_allows_it(front):
+    answer = front.request("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"})
+    assert answer.status == 403 and "edit spec.adapters of the LLMService" in answer.message
 
 
 @pytest.mark.parametrize(
@@ -185,6 +192,8 @@ def test_bytes_that_are_not_http_close_their_connection_only(front, data):
         b'{"prompt": "a", "' + b"k" * 100_000 + b'": 1}',
         b'{"prompt": "a", "metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
         b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "stop": "\\udfff"}',
         b'{"messages": [{"role": "user", "content": "a"}], "chat_template": "{% for i in range(10**9) %}{% endfor %}"}',
     ],
     ids=lambda value: str(value)[:50],

@@ -7,14 +7,17 @@ import shutil
 import threading
 import time
 from types import SimpleNamespace
+from typing import Literal
 
-import psutil
+import openai
+import pydantic
 import pytest
 from support.engine_processes import wait_for
 from support.openai_front import TINY, running_front
 from transformers import AutoTokenizer
 
-from quire_engine.text.chat_renderer import NUM_WORKERS, RENDER_TIMEOUT_S
+from quire_engine.ipc.worker_pool import NUM_WORKERS
+from quire_engine.text.chat_renderer import RENDER_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,8 +26,23 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'developer' 
 {% endfor %}{{ eos_token }}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}
 {% endfor %}{% endfor %}{% endif %}{% if m.content == 'bomb' %}{{ m.content * 10**9 }}{% endif %}
 {% endfor %}{% if enable_thinking is defined %}thinking={{ enable_thinking }}{% endif %}
-{% if add_generation_prompt %}assistant:{% endif %}"""
+{% if tools %}{{ tools | tojson }} <tool_call> {% endif %}{# </think> #}
+{% if add_generation_prompt %}assistant:{% if thinking %}<think>{% endif %}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
 USER = [{"role": "user", "content": "Once upon a time"}]
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+WEATHER = {"properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": DAYS}, "required": ["city", "days"]}
+STRICT = {"type": "object", "additionalProperties": False, **WEATHER}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Weather.", "parameters": STRICT, "strict": True},
+    }
+]
+UNTHINKING = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+ANY_CALL = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 200}
+ANY_CALL |= UNTHINKING
+FORCED = {"type": "function", "function": {"name": "other"}}
 GREEDY = {"model": "base", "messages": USER, "max_tokens": 10, "temperature": 0}
 
 
@@ -144,6 +162,81 @@ def test_roles_parts_and_tool_arguments_reach_the_template(chat):
     assert "thinking=False" in chat.request("/detokenize", {"tokens": thinking}).body["prompt"]
 
 
+def checked_calls(message):
+    """Return the calls of a message, which must match their schema."""
+    for call in message.tool_calls:
+        assert (call.type, call.function.name) == ("function", "weather")
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"city", "days"} and arguments["city"] in ("Paris", "Oslo")
+        assert arguments["days"] in range(1, 10)
+    assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
+    return message.tool_calls
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_required_tools_are_called_streamed_or_not(chat_client, choice):
+    """The model was not trained for tools, so only the grammar makes it write calls."""
+    fields = ANY_CALL | {"tool_choice": choice, "temperature": 1.5, "parallel_tool_calls": False}
+    whole = chat_client.chat.completions.create(**fields)
+    [choice_of_whole] = whole.choices
+    assert len(checked_calls(choice_of_whole.message)) == 1
+    assert (choice_of_whole.finish_reason, choice_of_whole.message.content) == ("tool_calls", None)
+    with chat_client.chat.completions.stream(stream_options={"include_usage": True}, **fields) as stream:
+        events = list(stream)
+        streamed = stream.get_final_completion()
+    assert streamed.choices[0].finish_reason == "tool_calls"
+    assert checked_calls(streamed.choices[0].message)
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [event.name for event in done] == ["weather"] * len(streamed.choices[0].message.tool_calls)
+    chunks = [event.chunk for event in events if event.type == "chunk"]
+    deltas = [part.delta for chunk in chunks for part in chunk.choices]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", "")
+    parts = [part for delta in deltas for part in delta.tool_calls or []]
+    starts = [part for part in parts if part.id is not None]
+    assert all(part.id.startswith("chatcmpl-tool-") and part.function.arguments == "" for part in starts)
+    assert [part.index for part in starts] == list(range(len(starts)))
+    assert all(part.function.name is None for part in parts if part not in starts)
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_strict_tools_of_the_parse_helper(chat_client):
+    class Weather(pydantic.BaseModel):
+        city: Literal["Paris", "Oslo"]
+
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    fields = ANY_CALL | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    for choice in chat_client.chat.completions.parse(**fields).choices:
+        assert all(call.function.parsed_arguments.city in ("Paris", "Oslo") for call in choice.message.tool_calls)
+    text = chat_client.chat.completions.create(**ANY_CALL | {"tools": [tool], "max_tokens": 5, "temperature": 0})
+    assert text.choices[0].message.content and text.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_constrained_answer_with_tools_is_a_call_or_the_answer(chat_client):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for seed in range(3):
+        fields = ANY_CALL | {"response_format": answer, "temperature": 2, "seed": seed, "parallel_tool_calls": False}
+        message = chat_client.chat.completions.create(**fields).choices[0].message
+        assert checked_calls(message) if message.tool_calls else json.loads(message.content)["ok"] in (True, False)
+
+
+def test_reasoning_that_fills_the_output(chat, chat_client):
+    thinking = GREEDY | {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    whole = chat_client.chat.completions.create(**thinking)
+    message = whole.choices[0].message
+    assert (message.content, whole.choices[0].finish_reason) == (None, "length")
+    assert message.reasoning == message.reasoning_content != ""
+    assert whole.usage.completion_tokens_details.reasoning_tokens == whole.usage.completion_tokens == 10
+    chunks = list(chat_client.chat.completions.create(stream=True, **thinking))
+    assert "".join(chunk.choices[0].delta.model_extra.get("reasoning", "") for chunk in chunks) == message.reasoning
+    for option in ({"include_reasoning": False}, {"separate_reasoning": False}):
+        body = GREEDY | {"chat_template_kwargs": {"thinking": True}, **option}
+        answer = chat.request("/v1/chat/completions", body).body["choices"][0]["message"]
+        assert "reasoning" not in answer and "reasoning_content" not in answer
+        assert (answer["content"] or "").strip("\n") == (message.reasoning if "separate_reasoning" in option else "")
+
+
 def test_generation_config_sets_the_defaults(chat):
     body = {"model": "base", "messages": USER, "ignore_eos": True}
     answers = [chat.request("/v1/chat/completions", body).body for _ in range(2)]
@@ -178,8 +271,24 @@ def test_continue_final_message(chat, chat_client):
         ({"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": USER, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "is not allowed"),
         ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "is not allowed"),
-        ({"messages": USER, "tools": [{"type": "function"}]}, "tools: is not supported"),
-        ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"messages": USER, "tools": []}, "tools: must be a list with at least one"),
+        ({"messages": USER, "tools": [{"type": "function"}]}, r"tools\[0\]: must have the form"),
+        ({"messages": USER, "tools": [{"function": {"name": "a b"}}]}, r"tools\[0\].function.name: must have"),
+        ({"messages": USER, "tools": [{"function": {"name": "f", "parameters": []}}]}, "parameters: must be a JSON"),
+        ({"messages": USER, "tools": [{"function": {"name": "f"}}] * 2}, "'f' occurs more than once"),
+        ({"messages": USER, "tools": [{"function": {"name": "f"}}] * 1000}, "at most 256"),
+        ({"messages": USER, "tools": TOOLS, "tool_choice": "always"}, "tool_choice: must be none"),
+        ({"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice: must have the form"),
+        ({"messages": USER, "tools": TOOLS, "tool_choice": FORCED}, "'other' is not among the tools; use weather"),
+        ({"messages": USER, "tool_choice": "required"}, "tool_choice: requires tools"),
+        (
+            {"messages": USER, "tools": [{"function": {"name": "f", "parameters": {"type": 5}}}]}
+            | {"tool_choice": "required"},
+            "tools: the parameters of a tool are not supported|structured_outputs",
+        ),
+        ({"messages": USER, "parallel_tool_calls": "no"}, "parallel_tool_calls: expected `bool`"),
+        ({"messages": USER, "reasoning_effort": "huge"}, "reasoning_effort: must be one of none, minimal"),
+        ({"messages": USER, "response_format": {"type": "json"}}, "response_format: type must be text, json_object"),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs: requires logprobs"),
         ({"messages": USER, "logprobs": 2}, "logprobs: expected `bool`"),
         ({"messages": [{"role": "user", "content": "a", "x": eval("[" * 40 + "]" * 40)}]}, "nested"),
@@ -200,8 +309,7 @@ def test_a_model_without_a_template_is_a_clear_error(front):
 
 
 def workers(front):
-    text = psutil.Process(front.engine.processes["text"].pid)
-    return [child for child in text.children() if "quire_engine.text.render_worker" in child.cmdline()]
+    return front.text_workers("quire_engine.text.render_worker")
 
 
 def test_a_template_that_takes_too_long_is_killed_and_others_are_served(chat, chat_client):

@@ -4,6 +4,7 @@
 import asyncio
 import json
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import openai
@@ -121,9 +122,9 @@ def test_stop_reason(client):
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"prompt": "a", "guided_json": {}}, "guided_json"),
-        ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}, "guided_json": {}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"regx": "a"}}, "structured_outputs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
@@ -232,7 +233,7 @@ async def test_an_idle_stream_gets_comments(monkeypatch):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    settings = FrontSettings(run_dir=None, served_name="base", host="127.0.0.1", port=1)
+    settings = FrontSettings(run_dir=Path(), served_name="base", host="127.0.0.1", port=1)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     await Application(settings, text)(scope, receive, send)
     assert sent[0]["status"] == 200 and dict(sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")

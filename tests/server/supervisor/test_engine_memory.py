@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from quire_server.supervisor.process_manager import ENGINE_ENV
+from quire_server.supervisor.engine_process import ENGINE_ENV
 
 GROWTH = """
 import psutil, torch

@@ -3,11 +3,16 @@
 
 import asyncio
 import os
+import re
 import signal
+import ssl
 import time
+import urllib.request
 
 import openai
+import psutil
 import pytest
+from nodocker_cluster.pki import CertificateAuthority
 from nodocker_cluster.ports import free_ports
 from support.quire_serve import StreamedResponse
 from support.supervisor_harness import adapter_folder, catalog, started_supervisor
@@ -82,3 +87,46 @@ def test_sigterm_lets_open_streams_end(pod):
     assert chunks[-1].choices[0].finish_reason == "length" and len(chunks) == 150
     assert pod.process.wait(20) == 0
     pod.assert_nothing_left()
+
+
+def test_two_fronts_share_a_port_with_tls_and_one_may_die(tmp_path):
+    CertificateAuthority(tmp_path).issue("front", "front", hosts=["localhost", "127.0.0.1"])
+    [port] = free_ports(1)
+    flags = [f"--openai-port={port}", "--openai-api-server-count=2", "--openai-enable-log-requests"]
+    flags += [f"--openai-ssl-certfile={tmp_path / 'front.crt'}", f"--openai-ssl-keyfile={tmp_path / 'front.key'}"]
+    context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+    def get(path, **headers):
+        """Send a request on a connection of its own."""
+        request = urllib.request.Request(f"https://127.0.0.1:{port}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=20, context=context) as response:
+            return response.headers["x-request-id"], response.read().decode()
+
+    def fronts_that_answered(pod):
+        return set(re.findall(r"^(openai\S*) *\|.*request_id=same", pod.log.read_text(), re.MULTILINE))
+
+    with started_supervisor(tmp_path / "pod", catalog(1), *flags) as pod:
+        pod.wait_ready(30)
+        pod.wait(lambda: f"https://127.0.0.1:{port}/v1" in pod.stdout.read_text(), 10, "announced")
+
+        def both_answered():
+            assert get("/version", **{"X-Request-Id": "same", "traceparent": traceparent})[0] == "same"
+            return fronts_that_answered(pod) == {"openai", "openai-1"}
+
+        pod.wait(both_answered, 20, "answered by both")
+        assert "path='/version' status=200" in pod.log.read_text()
+        assert f"request_id=same traceparent={traceparent}" in pod.log.read_text()
+        get("/version", **{"X-Request-Id": "same", "traceparent": "forged=1"})
+        assert "forged" not in pod.log.read_text()
+        assert {get("/metrics")[1] for _ in range(8)} == {get("/metrics")[1]}, "one scrape gives all"
+        victim = psutil.Process(pod.pid("openai-1"))
+        victim.kill()
+        pod.wait(lambda: not victim.is_running(), 10, "gone")
+        pod.wait(lambda: get("/v1/models") and pod.status()["processes"]["openai-1"]["restarts"] == 1, 20, "restarted")
+        pod.wait(lambda: pod.health()[0] == 200, 20, "ready")
+        assert pod.status()["processes"]["openai"]["restarts"] == 0
+        pod.process.send_signal(signal.SIGTERM)
+        assert pod.process.wait(30) == 0
+        pod.assert_nothing_left()
+        assert not pod.run_dir.exists()

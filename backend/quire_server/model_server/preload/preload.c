@@ -18,13 +18,20 @@
 //
 // TRITONSERVER_DataTypeByteSize: the size of BYTES is 0, by which the server divides if a request asks for the classes
 // of our outputs. Such a caller gets 1, and the server then rejects the request.
+//
+// TRITONSERVER_ServerIsReady, TRITONSERVER_ServerModelIsReady: the server reports ready as soon as a model is loaded,
+// even while the engine starts or is dead. If QUIRE_READINESS_FILE is set, its answer is true only if that file agrees
+// (readiness_file.py describes it). This does not depend on QUIRE_SERVER_GUARD.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -33,6 +40,7 @@
 // Bounds the wait of a thread that would wait for itself. Otherwise the queue has room again after milliseconds.
 enum { LIMIT_MS = 10000 };
 enum { MAX_FDS = 1 << 20, MAX_DISCARDED_BYTES = 64 << 20 };
+enum { MAX_READINESS_BYTES = 1 << 20, MAX_NAME_BYTES = 256 };
 enum { DIVISION_BYTES = 16 }; // after a call, in which the caller divides by its result
 
 typedef ssize_t Send(int, const void *, size_t, int);
@@ -41,14 +49,19 @@ typedef int Accept(int, struct sockaddr *, socklen_t *, int);
 typedef int Close(int);
 typedef ssize_t ReadV(int, const struct iovec *, int);
 typedef uint32_t ByteSize(int);
+typedef void *ServerIsReady(void *, bool *);
+typedef void *ModelIsReady(void *, const char *, int64_t, bool *);
 
 static Send *next_send;
 static Accept *next_accept;
 static Close *next_close;
 static ReadV *next_readv;
 static ByteSize *next_byte_size;
+static ServerIsReady *next_server_is_ready;
+static ModelIsReady *next_model_is_ready;
 static int is_server;  // false in the server's children, which inherit its environment
 static int is_guarded; // true if the guards are on
+static const char *readiness_path;
 
 // State of each accepted connection, by file descriptor; one thread at a time uses a connection. Kept for the next
 // connection with the same descriptor, but not used while `is_open` is 0.
@@ -64,6 +77,9 @@ __attribute__((constructor)) static void start(void) {
   next_close = (Close *)dlsym(RTLD_NEXT, "close");
   next_readv = (ReadV *)dlsym(RTLD_NEXT, "readv");
   next_byte_size = (ByteSize *)dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
+  next_server_is_ready = (ServerIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerIsReady");
+  next_model_is_ready = (ModelIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelIsReady");
+  readiness_path = getenv("QUIRE_READINESS_FILE");
   is_server = strcmp(program_invocation_short_name, "tritonserver") == 0;
   const char *guard = getenv("QUIRE_SERVER_GUARD");
   is_guarded = is_server && (guard == NULL || strcmp(guard, "0") != 0);
@@ -160,4 +176,41 @@ static int divides(const unsigned char *address) {
 uint32_t TRITONSERVER_DataTypeByteSize(int datatype) {
   uint32_t size = next_byte_size(datatype);
   return size == 0 && is_guarded && divides(__builtin_return_address(0)) ? 1 : size;
+}
+
+// Return the readiness file as a string, or NULL; the caller frees it. A missing file is empty: nothing is ready.
+static char *read_readiness(void) {
+  int fd = open(readiness_path, O_RDONLY | O_CLOEXEC);
+  struct stat status;
+  if (fd >= 0 && (fstat(fd, &status) != 0 || status.st_size > MAX_READINESS_BYTES)) {
+    next_close(fd);
+    return NULL;
+  }
+  size_t size = fd < 0 ? 0 : (size_t)status.st_size;
+  char *text = calloc(1, size + 1);
+  if (fd >= 0) {
+    if (text != NULL && read(fd, text, size) != (ssize_t)size) text[0] = 0;
+    next_close(fd);
+  }
+  return text;
+}
+
+void *TRITONSERVER_ServerIsReady(void *server, bool *ready) {
+  void *error = next_server_is_ready(server, ready);
+  if (error != NULL || !*ready || readiness_path == NULL) return error;
+  char *text = read_readiness();
+  *ready = text != NULL && text[0] == '+';
+  free(text);
+  return NULL;
+}
+
+void *TRITONSERVER_ServerModelIsReady(void *server, const char *name, int64_t version, bool *ready) {
+  void *error = next_model_is_ready(server, name, version, ready);
+  if (error != NULL || !*ready || readiness_path == NULL || strlen(name) > MAX_NAME_BYTES) return error;
+  char line[MAX_NAME_BYTES + 4];
+  snprintf(line, sizeof line, "\n-%s\n", name);
+  char *text = read_readiness();
+  *ready = text != NULL && text[0] != 0 && strstr(text, line) == NULL;
+  free(text);
+  return NULL;
 }

@@ -7,12 +7,17 @@ closed by default.
 
 import ipaddress
 
-from quire_server.openai.errors import ApiError
+from quire_server.openai.errors import ApiError, error_from_code
+from quire_server.openai.http.admin_key import AdminKey
 from quire_server.openai.http.api_keys import ApiKeys
 from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.settings import FrontSettings
+from quire_spec.errors import Unavailable
 
-OPEN_ROUTES = frozenset({"/health", "/version", "/metrics"})
+OPEN_ROUTES = frozenset({"/health", "/version", "/metrics", "/live"})
+"""The file of the live page contains no data; its events need a key."""
+ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Routes that need the admin key instead of an API key."""
 _CORS_HEADERS = [
     (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
     (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
@@ -25,6 +30,7 @@ class AccessControl:
 
     def __init__(self, settings: FrontSettings) -> None:
         self._keys = ApiKeys(settings.api_keys_dir, settings.shared_prefix_cache) if settings.api_keys_dir else None
+        self._admin_key = AdminKey(settings.admin_key_file) if settings.admin_key_file else None
         self._is_loopback = is_loopback(settings.host)
         self._origins = {origin.encode() for origin in settings.cors_origins}
 
@@ -32,8 +38,16 @@ class AccessControl:
         """Accept a request and set the name of its key, or raise ApiError."""
         if self._keys is None:
             self._check_without_keys(request)
-        elif request.path not in OPEN_ROUTES:
+        if request.path in ADMIN_ROUTES and self._admin_key is not None:
+            self._check_admin_key(self._admin_key, request)
+        elif self._keys is not None and request.path not in OPEN_ROUTES:
             request.api_key_name = self._keys.authenticate(request.headers.get(b"authorization", b""))
+        if request.path in ADMIN_ROUTES and self._admin_key is None:
+            raise ApiError(
+                403,
+                f"{request.path}: adapters cannot be changed through this API; on a cluster edit spec.adapters of the "
+                "LLMService, which owns them, elsewhere start the server with --allow-runtime-lora-updating",
+            )
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
         """Return the prefix cache's salt for a request that contains the field cache_salt `salt`."""
@@ -49,6 +63,14 @@ class AccessControl:
     def preflight_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         """Return further headers for an OPTIONS request of a browser; none unless its origin is configured."""
         return _CORS_HEADERS if self.cors_headers(request) else []
+
+    def _check_admin_key(self, key: AdminKey, request: HttpRequest) -> None:
+        try:
+            is_admin = key.matches(request.headers.get(b"authorization", b"").decode("latin-1"))
+        except Unavailable as error:
+            raise error_from_code(error.code, str(error)) from None
+        if not is_admin:
+            raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with the admin key", "authorization")
 
     def _check_without_keys(self, request: HttpRequest) -> None:
         """Keep web pages out, which could otherwise send requests from the browser of a user on this machine."""

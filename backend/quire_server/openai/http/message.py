@@ -21,6 +21,8 @@ BODY_TIMEOUT_S = 60.0
 _MAX_DISCARDED_BODIES = 8
 """How many times the limit is read of a body that is too large."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""Of the W3C's Trace Context; anything else is not logged."""
 
 
 def _keep(salt: str | None) -> str | None:
@@ -42,6 +44,8 @@ class HttpRequest:
     max_body_bytes: int
     request_id: str = ""
     """X-Request-Id of the client if it is valid, else a new id; returned with the response."""
+    traceparent: str = ""
+    """Trace and span of the client, for logs; empty without a valid header."""
     api_key_name: str = ""
     """Name of the API key; empty without keys."""
     path_arg: str = ""
@@ -58,7 +62,14 @@ class HttpRequest:
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        return cls(scope["method"], scope["path"], headers, receive, max_body_bytes, request_id)
+        traceparent = headers.get(b"traceparent", b"")
+        trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else ""
+        return cls(scope["method"], scope["path"], headers, receive, max_body_bytes, request_id, trace)
+
+    @property
+    def log_ids(self) -> str:
+        """The ids that connect a log line with those of other systems."""
+        return f"request_id={self.request_id}" + (f" traceparent={self.traceparent}" if self.traceparent else "")
 
     async def json_object(self) -> dict[str, Any]:
         """Return the body, which must be a JSON object.
@@ -68,7 +79,7 @@ class HttpRequest:
             ClientDisconnected: the client left.
         """
         body = await self._read_body()
-        self._cancel_on_disconnect()
+        self.cancel_on_disconnect()
         try:
             document = msgspec.json.decode(body)
         except UnicodeDecodeError:
@@ -105,7 +116,7 @@ class HttpRequest:
             raise ApiError(413, f"body: larger than {limit} bytes; send less")
         return b"".join(chunks)
 
-    def _cancel_on_disconnect(self) -> None:
+    def cancel_on_disconnect(self) -> None:
         """Cancel the current task when the client leaves."""
         task = asyncio.current_task()
         assert task is not None, "an ASGI server runs each request in a task"

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of the adapter catalog at run time, one adapter at a time, as vLLM's load and unload routes make them.
+
+Owns what a location of a request may name. The adapter manager loads and unloads; the changes are lost when the
+supervisor ends, because they are in no document. Called by the supervisor's control server.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from quire_server.adapters.manager import AdapterManager
+from quire_spec.constants import check_model_name
+from quire_spec.dataclass_json import from_json
+from quire_spec.documents.adapter_catalog import (
+    AdapterCatalog,
+    AdapterSpec,
+    HttpSource,
+    HuggingFaceSource,
+    S3Source,
+    Source,
+)
+from quire_spec.documents.pod_status import AdapterState
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable, truncated_repr
+
+logger = logging.getLogger(__name__)
+
+_LOAD_TIMEOUT_S = 600.0
+"""The default timeout of OpenAI's client."""
+_POLL_S = 0.02
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+class RuntimeAdapters:
+    """Loads and unloads single adapters."""
+
+    def __init__(self, manager: AdapterManager, allowed_paths: Sequence[Path]) -> None:
+        """`allowed_paths` are the folders that may contain local adapters."""
+        self._manager = manager
+        self._allowed_paths = [path.resolve() for path in allowed_paths]
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def load(self, args: Mapping[str, Any]) -> None:
+        """Add the adapter `name` with the content of `location`; return when it serves requests.
+
+        If it cannot be loaded, the catalog is as before.
+
+        Raises:
+            InvalidArgument: the name or the location is wrong, or the adapter is, or it exists and `in_place` is false.
+            NotFound, Unavailable: the source has no adapter, or does not answer.
+        """
+        name, source = str(args["name"]), self._source(args["location"])
+        check_model_name(name, "lora_name")
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock:
+            previous = self._find(name)
+            if previous is not None and not args["in_place"]:
+                raise InvalidArgument(
+                    f"lora_name: the adapter {name!r} is already loaded; set load_inplace to true to replace it"
+                )
+            self._put(name, AdapterSpec(name, source) if previous is None else replace(previous, source=source))
+            self._manager.refresh(name)
+            try:
+                async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                    await self._wait_settled(name)
+            except BaseException as error:
+                self._put(name, previous)
+                if isinstance(error, TimeoutError):
+                    raise Unavailable(f"lora_name: {name!r} was not loaded within {_LOAD_TIMEOUT_S:g} s") from None
+                raise
+        logger.info("adapter loaded at run time name=%s", name)
+
+    async def unload(self, args: Mapping[str, Any]) -> None:
+        """Remove the adapter `name`; raises NotFound if there is none."""
+        name = str(args["name"])
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock:
+            if self._find(name) is None:
+                raise NotFound(f"lora_name: the adapter {name[:100]!r} does not exist; GET /v1/models lists the names")
+            self._put(name, None)
+            while self._manager.is_known(name):
+                await asyncio.sleep(_POLL_S)
+        logger.info("adapter unloaded at run time name=%s", name)
+
+    async def _wait_settled(self, name: str) -> None:
+        while True:
+            status, error = self._manager.result(name)
+            if status is AdapterState.READY:
+                return
+            if error is not None:
+                raise error
+            await asyncio.sleep(_POLL_S)
+
+    def _find(self, name: str) -> AdapterSpec | None:
+        return next((adapter for adapter in self._manager.catalog.adapters if adapter.name == name), None)
+
+    def _put(self, name: str, adapter: AdapterSpec | None) -> None:
+        """Replace, add or remove an adapter of the catalog, which may have changed in the meantime."""
+        catalog = self._manager.catalog
+        adapters = [adapter if other.name == name else other for other in catalog.adapters]
+        if adapter is not None and adapter not in adapters:
+            adapters.append(adapter)
+        changed = replace(catalog, adapters=tuple(other for other in adapters if other is not None))
+        self._manager.set_catalog(AdapterCatalog.from_json(changed.to_json()))
+
+    def _source(self, location: object) -> Source:
+        """Return the source of a location: a source of the catalog, a folder, an URL, or a hub id."""
+        if isinstance(location, dict):
+            source = from_json(Source, location, "lora_path")
+            source.validate("lora_path")
+            return source if source.path is None else Source(path=self._local_folder(source.path))
+        if not isinstance(location, str) or not location:
+            raise InvalidArgument(f"lora_path: must be a folder, URL, hub id or source, got {truncated_repr(location)}")
+        if location.startswith("s3://"):
+            return Source(s3=S3Source(location))
+        if location.startswith(("http://", "https://")):
+            return Source(http=HttpSource(location))
+        if _HUB_ID.fullmatch(location) and not any((root / location).is_dir() for root in self._allowed_paths):
+            return Source(huggingFace=HuggingFaceSource(location))
+        return Source(path=self._local_folder(location))
+
+    def _local_folder(self, path: str) -> str:
+        """Return the real path of a folder in an allowed one; a relative path is looked up in each of them."""
+        try:
+            for root in self._allowed_paths:
+                folder = (root / path).resolve()
+                if folder.is_relative_to(root) and folder.is_dir():
+                    return str(folder)
+        except (OSError, ValueError):  # too long, or with a NUL
+            pass
+        allowed = ", ".join(map(str, self._allowed_paths)) or "none"
+        raise InvalidArgument(
+            f"lora_path: {truncated_repr(path)} is not a folder in an allowed one ({allowed}); use another folder, or "
+            "start the server with --allowed-local-lora-path"
+        )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of batches: `python -m quire_server.batch`. `quire batch` starts it."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from quire_server.batch.http_endpoint import HttpEndpoint
+from quire_server.batch.input_file import InputFile
+from quire_server.batch.progress import Progress
+from quire_server.batch.reply import Endpoint
+from quire_server.batch.result_store import ResultStore
+from quire_server.batch.runner import BatchRunner, RunnerSettings
+from quire_spec import constants
+from quire_spec.errors import ConfigError, QuireError
+
+EXIT_STOPPED_EARLY = 1
+EXIT_LINES_FAILED = 3
+DEFAULT_HTTP_INFLIGHT = 64
+DEFAULT_HTTP_PRIORITY = 100
+_CANCEL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_HELP = """\
+Run the requests of a file in the format of OpenAI's Batch API, on a server (--url) or on the model of engine.json.
+`quire batch --help` explains the files and has examples."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a batch; return the exit code."""
+    args = _parse_args(argv)
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if not args.verbose:
+        # It reports the end of each connection, also the orderly one.
+        logging.getLogger("quire_server.openai.text_client").setLevel(logging.ERROR)
+    try:
+        return asyncio.run(_run_until_signal(args))
+    except QuireError as error:
+        print(f"quire batch: {error}", file=sys.stderr)
+        return constants.EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_STOPPED_EARLY
+
+
+async def _run_until_signal(args: argparse.Namespace) -> int:
+    """Run a batch; SIGINT, SIGTERM and SIGHUP end it in order."""
+    received: list[int] = []
+    task = asyncio.create_task(_run(args))
+
+    def on_signal(signal_number: int) -> None:
+        received.append(signal_number)
+        task.cancel()
+
+    for signal_number in _CANCEL_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal, signal_number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        print("quire batch: stopped; run the same command again to continue", file=sys.stderr)
+        return 128 + received[0]
+
+
+async def _run(args: argparse.Namespace) -> int:
+    error_file = args.error_file or args.output.with_suffix(".errors.jsonl")
+    with (
+        ResultStore(args.output, error_file, args.input) as results,
+        InputFile(args.input, results.is_done) as input_file,
+    ):
+        num_lines = await asyncio.to_thread(input_file.count_lines)
+        num_before = results.num_done
+        if num_before:
+            print(f"quire batch: continuing after {num_before} of {num_lines} lines", file=sys.stderr)
+        async with _open_endpoint(args) as (endpoint, settings):
+            progress = Progress(num_lines, results)
+            try:
+                await BatchRunner(endpoint, input_file, results, progress, settings).run()
+            finally:
+                progress.close()
+        num_ok = results.num_done - results.num_failed
+        print(f"quire batch: {num_ok} results in {args.output}", file=sys.stderr)
+        if results.num_failed:
+            print(f"quire batch: {results.num_failed} failed lines in {error_file}", file=sys.stderr)
+        return EXIT_LINES_FAILED if results.num_failed else 0
+
+
+@contextlib.asynccontextmanager
+async def _open_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, RunnerSettings]]:
+    """Yield the endpoint of the command line, and how to send requests to it."""
+    if args.url is None:
+        # Needs packages that a client of a server does not.
+        from quire_server.batch.local import open_local_endpoint
+
+        async with open_local_endpoint(args) as (endpoint, max_inflight):
+            yield endpoint, RunnerSettings(args.max_inflight or max_inflight, retry_s=args.retry_timeout)
+        return
+    max_inflight = args.max_inflight or DEFAULT_HTTP_INFLIGHT
+    priority = DEFAULT_HTTP_PRIORITY if args.priority is None else args.priority
+    api_key = os.environ.get(args.api_key_env, "")
+    async with HttpEndpoint(args.url, api_key, max_inflight, args.timeout) as endpoint:
+        yield endpoint, RunnerSettings(max_inflight, priority, args.retry_timeout)
+
+
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m quire_server.batch", description=_HELP)
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests, one on each line")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="results, appended as they end")
+    parser.add_argument("--error-file", type=Path, metavar="FILE", help="failed lines (default: OUTPUT.errors.jsonl)")
+    parser.add_argument("--max-inflight", type=int, metavar="N", help="requests that are open at the same time")
+    parser.add_argument("--retry-timeout", type=float, default=600.0, metavar="S", help="default: %(default)s")
+    parser.add_argument("--verbose", action="store_true", help="also log repeated requests and the engine's log")
+    server = parser.add_argument_group("on a server")
+    server.add_argument("--url", help="root of a server of the OpenAI API")
+    server.add_argument(
+        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable of the API key"
+    )
+    server.add_argument("--priority", type=int, metavar="N", help="priority of requests that have none")
+    server.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="time limit of one request")
+    local = parser.add_argument_group("on this machine")
+    local.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
+    local.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the adapter catalog")
+    local.add_argument("--served-name", metavar="NAME", help="model name of the base model")
+    local.add_argument("--run-dir", type=Path, metavar="DIR", help="sockets; used by one batch or server at a time")
+    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="fetched adapters; kept across runs")
+    local.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    local.add_argument("--pvc", dest="pvcs", action="append", default=[], metavar="CLAIM=DIR")
+    args = parser.parse_args(argv)
+    local_values = (args.engine, args.adapters, args.served_name, args.run_dir, args.cache_dir)
+    if args.url is None and None in local_values:
+        parser.error("--engine, --adapters, --served-name, --run-dir and --cache-dir are required, or --url")
+    if args.max_inflight is not None and args.max_inflight < 1:
+        parser.error(f"--max-inflight {args.max_inflight}: must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assembly of a batch on this machine: run folder, adapters, engine, connection to the text process."""
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.batch.local_endpoint import LocalEndpoint
+from quire_server.batch.local_engine import LocalEngine, fetch_adapters
+from quire_server.downloads.adapter_cache import AdapterCache
+from quire_server.logs import LogRelay
+from quire_server.openai.text_client import TextClient
+from quire_server.supervisor import run_dir
+from quire_server.supervisor.child_process import become_subreaper
+from quire_sources.factory import SourceOptions
+from quire_spec import constants
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.engine.config import EngineConfig
+
+
+@contextlib.asynccontextmanager
+async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[LocalEndpoint, int]]:
+    """Start the engine of the command line; yield its endpoint, and how many requests keep it busy.
+
+    Raises:
+        ConfigError: a document, a folder or an adapter is not usable.
+        StartupFailed: a process did not start.
+    """
+    config, catalog = EngineConfig.load(args.engine), AdapterCatalog.load(args.adapters)
+    constants.check_model_name(args.served_name, "--served-name")
+    become_subreaper()
+    pvcs = dict(_parse_pvc(text) for text in args.pvcs)
+    options = SourceOptions(args.secrets_dir, pvcs, allow_paths=True)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(run_dir.locked_run_dir(args.run_dir))
+        fetcher = await stack.enter_async_context(AdapterFetcher(AdapterCache(args.cache_dir), options))
+        adapters = await fetch_adapters(catalog, args.served_name, fetcher)
+        relay = LogRelay(True) if args.verbose else _drop
+        engine = LocalEngine(args.engine.absolute(), args.served_name, folder, adapters, relay)
+        client = TextClient(folder / constants.TEXT_SOCKET)
+        await stack.enter_async_context(_running(engine.run(), client.run()))
+        await engine.wait_ready()
+        # Twice as many as run, so that the next ones are tokenized when a sequence ends.
+        max_inflight = max(1, min(2 * config.max_num_seqs, config.max_num_queued_reqs))
+        yield LocalEndpoint(engine, client, folder, args.served_name), max_inflight
+
+
+@contextlib.asynccontextmanager
+async def _running(*coroutines: Awaitable[Any]) -> AsyncIterator[None]:
+    """Run the coroutines in the background; the error of one ends the context."""
+
+    async def run(coroutine: Awaitable[Any]) -> None:
+        await coroutine
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(coroutine)) for coroutine in coroutines]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+
+
+def _drop(name: str, line: str) -> None:
+    """Drop the output of a process; the end of it is in the error of a failed start."""
+
+
+def _parse_pvc(text: str) -> tuple[str, Path]:
+    claim, _, folder = text.partition("=")
+    return claim, Path(folder)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text and the core process of a batch: starts them, loads the adapters, and repeats both when a process dies.
+
+The processes are those of a pod, without the server and without a port. Adapters do not change during a batch, so they
+are fetched once, before the processes start.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
+from quire_server.clients.handles import CoreHandle, TextHandle
+from quire_server.supervisor import engine_process
+from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.managed_process import ManagedProcess
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.errors import ConfigError, InvalidArgument, QuireError
+
+_POLL_INTERVAL_S = 0.05
+_STOP_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """Both processes."""
+
+    def __init__(
+        self,
+        engine: Path,
+        served_name: str,
+        run_dir: Path,
+        adapters: Mapping[str, CachedAdapter],
+        relay: Callable[[str, str], None],
+    ) -> None:
+        """`engine` is the path of engine.json, `relay(name, line)` gets the processes' output."""
+        self._engine = engine
+        self._served_name = served_name
+        self._run_dir = run_dir
+        self._adapters = adapters
+        self._relay = relay
+        self._core: CoreHandle | None = None
+        self._ready = asyncio.Event()
+        self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the error of an adapter that the core rejects."""
+        sessions = {"core": self._core_session, "text": self._text_session}
+        self._processes = {
+            name: ManagedProcess(name, partial(self._start, name), session, lambda: None)
+            for name, session in sessions.items()
+        }
+
+    async def run(self) -> None:
+        """Keep both processes running until cancelled.
+
+        Raises:
+            StartupFailed: a process did not start.
+            ConfigError: the core rejects an adapter.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._raise_rejected())
+                for process in self._processes.values():
+                    group.create_task(process.run())
+        except ExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        finally:
+            for process in self._processes.values():
+                if process.child is not None:
+                    await process.child.stop(_STOP_TIMEOUT_S)
+
+    async def wait_ready(self) -> None:
+        """Wait until requests for the model and all adapters can run."""
+        await self._ready.wait()
+
+    async def _raise_rejected(self) -> None:
+        await self._rejected
+
+    async def _start(self, name: str) -> ChildProcess:
+        return await engine_process.start(name, self._engine, self._served_name, self._run_dir, self._relay)
+
+    async def _core_session(self, child: ChildProcess) -> str:
+        async with engine_process.connect("core", self._run_dir) as control:
+            core = CoreHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
+            for name, adapter in self._adapters.items():
+                try:
+                    await core.load_adapter(adapter.digest, adapter.folder, False)
+                except InvalidArgument as error:
+                    if not self._rejected.done():
+                        self._rejected.set_exception(ConfigError(f"adapter {name!r}: {error}"))
+            self._processes["core"].mark_ready()
+            self._core = core
+            try:
+                return await engine_process.watch_connection(control)
+            finally:
+                self._core = None
+                self._ready.clear()
+
+    async def _text_session(self, child: ChildProcess) -> str:
+        async with engine_process.connect("text", self._run_dir) as control:
+            text = TextHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
+            await text.set_adapters({name: adapter.digest for name, adapter in self._adapters.items()}, {})
+            self._processes["text"].mark_ready()
+            watch_task = asyncio.create_task(engine_process.watch_connection(control))
+            try:
+                while not watch_task.done():
+                    await self._update_ready(text)
+                    await asyncio.sleep(_POLL_INTERVAL_S)
+                return watch_task.result()
+            finally:
+                watch_task.cancel()
+                self._ready.clear()
+
+    async def _update_ready(self, text: TextHandle) -> None:
+        """Poll whether the text process has a core with all adapters."""
+        if self._ready.is_set():
+            return
+        try:
+            is_connected = await text.is_core_connected()
+        except QuireError:
+            return
+        if is_connected and self._core is not None and not self._core.control.closed.is_set():
+            self._ready.set()
+            logger.info("engine ready adapters=%d", len(self._adapters))
+
+
+async def fetch_adapters(
+    catalog: AdapterCatalog, served_name: str, fetcher: AdapterFetcher
+) -> dict[str, CachedAdapter]:
+    """Return the content of each adapter by name.
+
+    Raises:
+        ConfigError: an adapter cannot be fetched; the message lists all of them.
+    """
+    if any(adapter.name == served_name for adapter in catalog.adapters):
+        raise ConfigError(f"adapters: {served_name!r} is the base model's name; give the adapter another")
+    contents, problems = {}, []
+    for adapter in catalog.adapters:
+        try:
+            contents[adapter.name] = await fetcher.fetch(adapter.source)
+        except QuireError as error:
+            problems.append(f"adapter {adapter.name!r}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return contents

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line of an input file: a request, or what is wrong with it. Pure; knows neither files nor servers.
+
+The format is that of OpenAI's Batch API: {"custom_id", "method": "POST", "url", "body"}.
+"""
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+"""A server without one of these routes answers its lines with 404."""
+MAX_CUSTOM_ID_CHARS = 512
+_MAX_SORT_CHARS = 2048
+_MAX_MESSAGE_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """A request of an input file."""
+
+    number: int
+    """Line number, from 1."""
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    sort_key: tuple[str, str]
+    """Model and start of the prompt: equal models share adapter slots, equal starts KV blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is not a request."""
+
+    id: str
+    """Number and digest of the line, so that a corrected line has another id."""
+    custom_id: str | None
+    code: str
+    """As in OpenAI's error files."""
+    message: str
+
+
+def parse_line(number: int, line: bytes) -> RequestLine | BadLine:
+    """Parse a line of an input file."""
+    custom_id = None
+    try:
+        document = json.loads(line, parse_constant=_reject_constant)
+        if not isinstance(document, dict):
+            raise ValueError(f"must be a JSON object, got {type(document).__name__}")
+    except (ValueError, RecursionError) as error:
+        problem = "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        return bad_line(number, line, None, "invalid_json_line", f"line {number}: is not a JSON object: {problem}")
+    custom_id = document.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        problem = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters"
+        return bad_line(number, line, None, "invalid_custom_id", f"line {number}: {problem}")
+    if problem_and_code := _check(document):
+        problem, code = problem_and_code
+        return bad_line(number, line, custom_id, code, f"line {number}: {problem}")
+    body = document["body"]
+    return RequestLine(number, custom_id, document["url"], body, (body.get("model") or "", _prompt_start(body)))
+
+
+def bad_line(number: int, line: bytes, custom_id: str | None, code: str, message: str) -> BadLine:
+    """Return the error for a line."""
+    digest = blake2b(line, digest_size=8).hexdigest()
+    return BadLine(f"batch_line_{number}_{digest}", custom_id, code, message[: _MAX_MESSAGE_CHARS + 100])
+
+
+def _check(document: dict[str, Any]) -> tuple[str, str] | None:
+    """Return what is wrong with a line, and the code of the error."""
+    if (method := document.get("method")) != "POST":
+        return f"method must be POST, got {_shorten(method)}", "invalid_method"
+    if (url := document.get("url")) not in URLS:
+        return f"url must be one of {', '.join(URLS)}, got {_shorten(url)}", "invalid_url"
+    if not isinstance(body := document.get("body"), dict):
+        return f"body must be a JSON object, got {_shorten(body)}", "invalid_body"
+    if not isinstance(model := body.get("model"), str | None):
+        return f"body.model must be a string, got {_shorten(model)}", "invalid_body"
+    if body.get("stream"):
+        return "body.stream must be false in a batch; leave it out", "invalid_body"
+    return None
+
+
+def _prompt_start(body: dict[str, Any]) -> str:
+    prompt = next((body[name] for name in ("messages", "prompt", "input") if name in body), "")
+    # A slice of the values first: the text of a long prompt would be built for nothing.
+    start = prompt[:64] if isinstance(prompt, list) else prompt
+    text = start if isinstance(start, str) else json.dumps(start)
+    return text[:_MAX_SORT_CHARS]
+
+
+def _shorten(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")

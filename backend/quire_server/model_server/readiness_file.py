@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server reports as ready on its own ports: a file that the supervisor writes and preload.c reads.
+
+The server knows only that a model is loaded. Its answers to readiness requests are true only if this file agrees.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+NAME = "readiness"
+VARIABLE = "QUIRE_READINESS_FILE"
+"""Environment variable of the server with the path of the file."""
+
+
+class ReadinessFile:
+    """Content: a line + or - for the server, then a line with + or - and the name for each model of Quire.
+
+    The server's own answer counts for a model that is not listed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._content = ""
+
+    def write(self, is_ready: bool, models: Mapping[str, bool]) -> None:
+        """Replace the content, if it changes, in one step."""
+        lines = [_sign(is_ready), *(_sign(is_model_ready) + name for name, is_model_ready in sorted(models.items()))]
+        content = "\n".join(lines) + "\n"
+        if content == self._content:
+            return
+        new = self.path.with_suffix(".new")
+        try:
+            new.write_text(content)
+            os.replace(new, self.path)
+            self._content = content
+        except OSError as error:
+            # Without the file nothing is ready. The next change writes it again.
+            logger.error("readiness cannot be written, the server reports not ready error=%s", error)
+            self._content = ""
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+
+def _sign(is_ready: bool) -> str:
+    return "+" if is_ready else "-"

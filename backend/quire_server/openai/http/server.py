@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""uvicorn's server with a Unix socket for probes, renewable certificates, and an orderly end of client connections.
+
+Several fronts share one port (SO_REUSEPORT), so a probe of the port reaches any of them. On its own socket, which has
+no TLS, each answers for itself.
+
+Clients keep connections open, and a connection stays with its pod although the Service no longer names that pod. Before
+a pod stops, its front therefore closes each connection after a response, and later the idle ones. A client then opens
+its next connection to another pod, before this one rejects requests.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+CERTIFICATE_CHECK_INTERVAL_S = 10.0
+CLOSE_IDLE_AFTER_S = 5.0
+"""Less than the delay between the file and SIGTERM in a pod (pod_template.PROPAGATION_S)."""
+_CLOSING_CHECK_TICKS = 10
+"""uvicorn updates the headers of responses at each tenth tick, once a second."""
+
+logger = logging.getLogger(__name__)
+
+
+class FrontServer(uvicorn.Server):
+    """The HTTP server of one front."""
+
+    def __init__(self, config: uvicorn.Config, probe_socket: Path | None, closing_file: Path) -> None:
+        """`closing_file` exists once the pod is about to stop."""
+        super().__init__(config)
+        self._closing_file = closing_file
+        self._is_closing = False
+        self._probe_socket = probe_socket
+        self._certificate_task: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets)
+        config = self.config
+        if self._probe_socket is not None:
+
+            def create_protocol() -> asyncio.Protocol:
+                protocol_class = config.http_protocol_class
+                return protocol_class(  # type: ignore[call-arg]
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state
+                )
+
+            # A killed front leaves its socket file behind.
+            self._probe_socket.unlink(missing_ok=True)
+            server = await asyncio.get_running_loop().create_unix_server(create_protocol, str(self._probe_socket))
+            self.servers.append(server)
+        if config.ssl is not None:
+            self._certificate_task = asyncio.create_task(self._reload_certificates(config.ssl))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn every 0.1 s."""
+        if not self._is_closing and counter % _CLOSING_CHECK_TICKS == 0 and self._closing_file.exists():
+            self._is_closing = True
+            self.config.encoded_headers.append((b"connection", b"close"))
+            asyncio.get_running_loop().call_later(CLOSE_IDLE_AFTER_S, self._close_idle_connections)
+            logger.info("closing connections after their responses num_connections=%d", len(self._connections()))
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to listen, and let open responses end."""
+        if self._certificate_task is not None:
+            self._certificate_task.cancel()
+        await super().shutdown(sockets)
+
+    def _connections(self) -> list[Any]:
+        return list(self.server_state.connections)
+
+    def _close_idle_connections(self) -> None:
+        for connection in self._connections():
+            # uvicorn closes it now if it has no request, else after the response.
+            connection.shutdown()
+
+    async def _reload_certificates(self, context: ssl.SSLContext) -> None:
+        """Use renewed files for new connections, as a mounted Secret changes without a restart."""
+        loaded = self._certificate_signature()
+        while True:
+            await asyncio.sleep(CERTIFICATE_CHECK_INTERVAL_S)
+            if (signature := self._certificate_signature()) == loaded:
+                continue
+            try:
+                assert self.config.ssl_certfile is not None, "TLS requires a certificate"
+                context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
+            except (OSError, ssl.SSLError) as error:
+                # The certificate and its key may be written one after the other.
+                logger.error("renewed certificate cannot be used, the last one stays in use error=%s", error)
+                continue
+            loaded = signature
+            logger.info("certificate reloaded")
+
+    def _certificate_signature(self) -> object:
+        try:
+            stats = [os.stat(file) for file in (self.config.ssl_certfile, self.config.ssl_keyfile) if file is not None]
+        except OSError:
+            return None
+        return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats]

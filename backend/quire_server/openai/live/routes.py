@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GET /live, a page about the running engine, and GET /live/events, the state that it draws once a second.
+
+The page is one file without a build step. Its Content-Security-Policy allows only its own script and style, by hash. It
+needs no key, because it contains nothing; the events need one. All watchers share one snapshot a second, and without
+watchers none is made.
+"""
+
+import asyncio
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncGenerator
+from importlib import resources
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.errors import ApiError
+from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
+from quire_server.openai.text_client import TextClient
+
+PAGE = "live.html"
+INTERVAL_S = 1.0
+MAX_WATCHERS = 32
+_ELEMENT = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class Live:
+    """The routes."""
+
+    def __init__(self, client: TextClient) -> None:
+        self._client = client
+        self._page = resources.files(__package__).joinpath(PAGE).read_bytes()
+        self._page_headers = [
+            (b"content-security-policy", content_security_policy(self._page)),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"cache-control", b"no-cache"),
+        ]
+        self._num_watchers = 0
+        self._snapshot = b""
+        self._snapshot_time = 0.0
+        self._lock = asyncio.Lock()
+
+    async def page(self, request: HttpRequest) -> Reply:
+        """GET /live."""
+        return Response(self._page, content_type=b"text/html; charset=utf-8", headers=self._page_headers)
+
+    async def events(self, request: HttpRequest) -> Reply:
+        """GET /live/events: one snapshot a second as server-sent events, until the client leaves."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise ApiError(
+                503, f"live: {MAX_WATCHERS} pages are open already; close one, or read /metrics", retry_after_s=10.0
+            )
+        request.cancel_on_disconnect()
+        return EventStream(self._events())
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        self._num_watchers += 1
+        try:
+            while True:
+                yield await self._event()
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            self._num_watchers -= 1
+
+    async def _event(self) -> bytes:
+        """Return the event of this second."""
+        async with self._lock:
+            now = time.monotonic()
+            if not self._snapshot or now - self._snapshot_time > INTERVAL_S / 2:
+                self._snapshot = b"data: %b\n\n" % msgspec.json.encode(await self._take_snapshot())
+                self._snapshot_time = now
+            return self._snapshot
+
+    async def _take_snapshot(self) -> dict[str, Any]:
+        try:
+            snapshot: dict[str, Any] = await self._client.call("live")
+        except ApiError as error:
+            # The page stays, and shows why it has no state.
+            snapshot = {"unavailable": error.message}
+        return {"time": time.time(), "version": version("quire-llm"), **snapshot}
+
+
+def content_security_policy(page: bytes) -> bytes:
+    """Return the policy that allows the page's own inline elements and requests to its own server, and nothing else."""
+    hashes = {b"script": b"", b"style": b""}
+    for kind, content in _ELEMENT.findall(page):
+        hashes[kind] += b" 'sha256-%b'" % base64.b64encode(hashlib.sha256(content).digest())
+    return (
+        b"default-src 'none'; script-src%b; style-src%b; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'" % (hashes[b"script"], hashes[b"style"])
+    )

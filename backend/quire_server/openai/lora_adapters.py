@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with the fields and answers of vLLM.
+
+They change the adapter catalog, which the supervisor owns; http/access.py checks the admin key before. The supervisor
+listens only if it was started with --allow-runtime-lora-updating.
+"""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire_server.openai.chat_messages import check_depth
+from quire_server.openai.errors import ApiError, error_from_code
+from quire_server.openai.http.message import HttpRequest, Reply, Response
+from quire_server.openai.request_fields import describe_invalid
+from quire_spec.constants import SUPERVISOR_SOCKET
+from quire_spec.errors import Code
+from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.messages import ControlRequest, ControlResponse
+
+_READ_BYTES = 2**16
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class LoadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str | dict[str, Any]
+    """A folder, a hub id, an URL, or a source as in the adapter catalog."""
+    load_inplace: bool = False
+    """Replace an adapter that is loaded already."""
+
+
+class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    """Accepted and ignored: the name identifies an adapter."""
+
+
+class LoraAdapters:
+    """The routes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._socket = run_dir / SUPERVISOR_SOCKET
+        self._ids = itertools.count(1)
+
+    async def load(self, request: HttpRequest) -> Reply:
+        """POST /v1/load_lora_adapter: answers when the adapter serves requests, or with the reason why it does not."""
+        fields = _parse(await request.json_object(), LoadFields)
+        check_depth(fields.lora_path, "lora_path")
+        args = {"name": fields.lora_name, "location": fields.lora_path, "in_place": fields.load_inplace}
+        await self._call("load_lora_adapter", args)
+        return _text(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
+
+    async def unload(self, request: HttpRequest) -> Reply:
+        """POST /v1/unload_lora_adapter: requests that are running finish with the adapter."""
+        fields = _parse(await request.json_object(), UnloadFields)
+        await self._call("unload_lora_adapter", {"name": fields.lora_name})
+        return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
+
+    async def _call(self, method: str, args: dict[str, Any]) -> None:
+        """Call the supervisor, which limits the time; raises ApiError."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(self._socket))
+        except OSError:
+            raise error_from_code(Code.UNAVAILABLE, "the supervisor does not answer; try again") from None
+        decoder = FrameDecoder()
+        try:
+            writer.write(encode_frame(ControlRequest(next(self._ids), method, args)))
+            while data := await reader.read(_READ_BYTES):
+                for message in decoder.feed(data):
+                    if isinstance(message, ControlResponse):
+                        if message.error_code is not None:
+                            raise error_from_code(message.error_code, message.error)
+                        return
+        except OSError:
+            pass
+        finally:
+            writer.close()
+        raise error_from_code(Code.UNAVAILABLE, "the supervisor ended during the request; try again")
+
+
+def _parse(document: dict[str, Any], fields_type: type[_T]) -> _T:
+    try:
+        return msgspec.convert(document, fields_type)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, describe_invalid(error)) from None
+
+
+def _text(message: str) -> Response:
+    return Response(message.encode(), content_type=b"text/plain; charset=utf-8")

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`response_format` of a request: the OpenAI API's form of a constraint, as the field `structured_outputs`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire_server.openai.errors import ApiError
+from quire_spec.errors import truncated_repr
+
+
+def merge_response_format(response_format: Mapping[str, Any] | None, structured_outputs: Any) -> dict[str, Any]:
+    """Return `structured_outputs` with the constraint of `response_format`; empty if it has none.
+
+    `structured_outputs` of the same request can contain options, such as disable_any_whitespace.
+
+    Raises:
+        ApiError: the format is not one of text, json_object, json_schema and structural_tag, or has no schema.
+    """
+    constraint = _constraint(response_format) if response_format is not None else {}
+    if not constraint:
+        return {}
+    if structured_outputs is None:
+        return {"structured_outputs": constraint}
+    if not isinstance(structured_outputs, Mapping):
+        raise ApiError(400, "structured_outputs: must be an object")
+    return {"structured_outputs": {**structured_outputs, **constraint}}
+
+
+def _constraint(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    format_type = response_format.get("type")
+    if format_type == "text":
+        return {}
+    if format_type == "json_object":
+        return {"json_object": True}
+    if format_type == "json_schema":
+        definition = response_format.get("json_schema")
+        schema = definition.get("schema") if isinstance(definition, Mapping) else None
+        if not isinstance(schema, Mapping | bool):
+            raise ApiError(400, f"response_format: json_schema.schema must be an object, got {truncated_repr(schema)}")
+        return {"json": schema}
+    if format_type == "structural_tag":
+        return {"structural_tag": {name: value for name, value in response_format.items() if name != "type"}}
+    raise ApiError(
+        400,
+        "response_format: type must be text, json_object, json_schema or structural_tag, got "
+        f"{truncated_repr(format_type)}",
+    )

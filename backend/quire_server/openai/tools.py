@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools of a chat request: checks the definitions and the choice. Chat completions and /tokenize use it."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire_server.openai.chat_messages import check_depth
+from quire_server.openai.errors import ApiError
+from quire_spec.errors import truncated_repr
+from quire_spec.protocol.parsed_output import OutputParsing
+
+MAX_TOOLS = 256
+MAX_NAME_CHARS = 128
+MAX_TOOLS_BYTES = 512 * 1024
+_NAME = re.compile(r"[\w.:/-]+")
+_FUNCTION_FIELDS = {"description": str, "parameters": dict, "strict": bool}
+
+
+def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Return the tools for a template, each as {type, function}; None without tools. Raises ApiError."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not tools:
+        raise ApiError(400, "tools: must be a list with at least one tool; leave it out for none")
+    if len(tools) > MAX_TOOLS:
+        raise ApiError(400, f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}")
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    if len(msgspec.json.encode(functions)) > MAX_TOOLS_BYTES:
+        raise ApiError(400, f"tools: have more than {MAX_TOOLS_BYTES} bytes as JSON; shorten descriptions or schemas")
+    names = [function["name"] for function in functions]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ApiError(400, f"tools: the name {repeated!r} occurs more than once; rename one of the tools")
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def output_parsing(
+    tools: Sequence[dict[str, Any]] | None, tool_choice: object, parallel_tool_calls: bool, separate_reasoning: bool
+) -> OutputParsing:
+    """Return how the outputs of a request with these tools are parsed; raises ApiError for a wrong choice."""
+    choice, function = tool_choice, None
+    if isinstance(choice, dict):
+        named = choice.get("function", choice)
+        function = named.get("name") if isinstance(named, dict) and choice.get("type") == "function" else None
+        choice = "function"
+        if not isinstance(function, str):
+            raise ApiError(400, 'tool_choice: must have the form {"type": "function", "function": {"name": "..."}}')
+    if choice is None:
+        choice = "auto"
+    if choice not in ("none", "auto", "required", "function"):
+        raise ApiError(400, f"tool_choice: must be none, auto, required or a function, got {truncated_repr(choice)}")
+    if not tools:
+        if choice in ("required", "function"):
+            raise ApiError(400, "tool_choice: requires tools; add them, or leave tool_choice out")
+        choice = "none"
+    elif function is not None and function not in (names := [tool["function"]["name"] for tool in tools]):
+        raise ApiError(400, f"tool_choice: {function[:80]!r} is not among the tools; use {', '.join(names[:10])}")
+    return OutputParsing(choice, function, parallel_tool_calls, separate_reasoning)
+
+
+def _function(tool: object, path: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    if not isinstance(function, dict):
+        raise ApiError(400, f'{path}: must have the form {{"type": "function", "function": {{"name": "..."}}}}')
+    name = function.get("name")
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        raise ApiError(
+            400,
+            f"{path}.function.name: must have 1 to {MAX_NAME_CHARS} letters, digits and characters of _-.:/, got "
+            f"{truncated_repr(name)}",
+        )
+    check_depth(function, path)
+    normalized: dict[str, Any] = {"name": name}
+    for field, field_type in _FUNCTION_FIELDS.items():
+        if (value := function.get(field)) is None:
+            continue
+        if not isinstance(value, field_type):
+            kind = {str: "a text", dict: "a JSON schema", bool: "true or false"}[field_type]
+            raise ApiError(400, f"{path}.function.{field}: must be {kind}, got {truncated_repr(value)}")
+        normalized[field] = value
+    # Templates read all three; Qwen's fail without parameters.
+    return {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}, **normalized}

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page: what it may load and show, who can read its events, and the page itself in a browser."""
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+
+import pytest
+from support.browser import requires_chromium, running_browser
+from support.engine_processes import wait_for
+from support.openai_front import running_front
+
+from quire_server.openai.live import routes
+
+KEY = "sk-live-test"
+SECRET = "the purple hippopotamus"
+HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
+PAGE_BYTES = 30 * 2**10
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("live")
+    (folder / "keys").mkdir()
+    (folder / "keys" / "alice").write_text(KEY)
+    with running_front(folder / "run", "--live", f"--api-keys-dir={folder / 'keys'}") as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with running_browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+class Watcher:
+    """An open connection to the events."""
+
+    def __init__(self, front, key=KEY):
+        self.connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
+        self.connection.request("GET", "/live/events", headers={"Authorization": f"Bearer {key}"})
+        self.response = self.connection.getresponse()
+
+    def next(self):
+        while not (line := self.response.readline()).startswith(b"data: "):
+            assert line, "the stream ended"
+        return json.loads(line[6:])
+
+    def close(self):
+        self.response.close()
+        self.connection.close()
+
+
+def test_the_policy_allows_the_page_alone(live):
+    page = live.request("/live")
+    assert page.status == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
+    for directive, element in (("script-src", "script"), ("style-src", "style")):
+        [content] = re.findall(rf"<{element}>(.*?)</{element}>", page.body, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    assert len(page.body) < PAGE_BYTES
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|https?://|\son\w+=", page.body)
+
+
+def test_the_page_is_served_only_if_it_is_enabled(front):
+    assert front.request("/live").status == front.request("/live/events").status == 404
+
+
+def test_events_need_the_key_in_a_header(live):
+    assert live.request("/live/events").status == live.request(f"/live/events?key={KEY}").status == 401
+
+
+def test_a_snapshot_shows_counts_and_no_text_of_requests(live):
+    watcher = Watcher(live)
+    with live.client(KEY) as client:
+        stream = client.completions.create(
+            model="base", prompt=SECRET, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        while (snapshot := watcher.next())["requests"]["running"] != 1:
+            pass
+        stream.close()
+    watcher.close()
+    assert SECRET not in json.dumps(snapshot)
+    [(owner, num_blocks)] = snapshot["owners"]
+    assert owner == "base" and 0 < num_blocks <= snapshot["kv_cache"]["used"] < snapshot["kv_cache"]["blocks"]
+    assert snapshot["counters"]["prompt_tokens_total"] > 0
+
+
+def test_watchers_are_bounded_and_their_end_is_noticed(live):
+    watchers = [Watcher(live) for _ in range(routes.MAX_WATCHERS)]
+    assert all(watcher.next()["model"] == "base" for watcher in watchers)
+    rejected = Watcher(live)
+    assert rejected.response.status == 503
+    for watcher in (*watchers, rejected):
+        watcher.close()
+
+    def is_accepted():
+        watcher = Watcher(live)
+        watcher.close()
+        return watcher.response.status == 200
+
+    wait_for(is_accepted, what="a free place")
+
+
+def test_events_outlive_the_core(live):
+    watcher = Watcher(live)
+    assert "unavailable" not in watcher.next()
+    live.engine.kill("core")
+    while "restarting" not in watcher.next().get("unavailable", ""):
+        pass
+    live.engine.start("core")
+    while "unavailable" in watcher.next():
+        pass
+    watcher.close()
+
+
+@requires_chromium
+def test_the_page_in_a_browser(live, browser, tmp_path):
+    browser.open(f"{live.url}/live")
+    browser.wait("!document.getElementById('login').hidden", "the question for a key")
+    enter = "document.getElementById('key').value = arguments[0]; document.getElementById('key-form').requestSubmit()"
+    browser.run(enter, "wrong")
+    browser.wait("document.getElementById('state').textContent === 'needs an API key'", "the rejection of the key")
+    # The browser reports each response with 401 as an error.
+    assert all("401" in problem for problem in browser.problems())
+    browser.run(enter, KEY)
+    browser.wait("document.getElementById('state').className === 'on'", "the first event")
+    browser.wait("document.getElementById('models').length", "the models")
+    assert browser.run("return [document.title, location.search]") == ["base · Quire live", ""]
+    assert browser.run("return document.getElementById('grid').childElementCount") == 400
+    browser.run("document.getElementById('prompt-form').requestSubmit()")
+    browser.wait("document.getElementById('answer').textContent.length > 40", "an answer")
+    for width in (1280, 390):
+        browser.resize(width, 900, dark=width == 390)
+        assert browser.run("return document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+    browser.screenshot(tmp_path / "live.png")
+    assert browser.problems() == []
+
+
+@requires_chromium
+def test_names_and_output_are_text(live, browser):
+    """A hostile state and a hostile answer, past the front, which accepts no such names."""
+    browser.open(f"{live.url}/live")
+    row = {"name": HOSTILE, "is_base": False, "state": HOSTILE, "slot": None, "running": 1, "waiting": 0}
+    state = {
+        "time": 1, "version": HOSTILE, "model": HOSTILE, "requests": {"running": 1, "waiting": 0, "open": 1},
+        "kv_cache": {"blocks": 10, "used": 3}, "swap": {"blocks": 0, "used": 0}, "owners": [[HOSTILE, 9]],
+        "adapters": [row], "num_adapters": 1, "host_adapter_bytes": 0, "counters": {},
+    }  # fmt: skip
+    # In one script, because the next event of the engine draws its own state.
+    script = "draw(arguments[0]); return arguments[1].map((id) => document.getElementById(id).textContent)"
+    model, *others = browser.run(f"{script}.concat([document.title])", state, ["model", "owners", "rows"])
+    assert model == HOSTILE and all(HOSTILE in text for text in others)
+    chunk = json.dumps({"choices": [{"text": HOSTILE}]})
+    browser.run("window.fetch = async () => new Response(arguments[0]); answer()", f"data: {chunk}\n\ndata: [DONE]\n\n")
+    browser.wait("document.getElementById('answer').textContent", "the answer")
+    assert browser.run("return document.getElementById('answer').textContent") == HOSTILE
+    assert browser.run("return document.querySelectorAll('img').length") == 0
+    # A script of another origin, or one that was added, does not run.
+    browser.run("const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s)")
+    assert browser.run("return window.ran === undefined")
+    assert any("Content Security Policy" in problem for problem in browser.problems())

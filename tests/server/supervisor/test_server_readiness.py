@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readiness on the server's own ports: never true while a request would fail, from the start to the drain."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import tritonclient.grpc.aio as grpcaio
+from support.supervisor_harness import adapter_folder, catalog, started_supervisor
+from tritonclient.utils import InferenceServerException
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(180)]
+
+REACTION_S = 1.0
+"""Time after a death in which readiness may still be true."""
+
+
+async def readiness(pod, client, *models):
+    """Return what both protocols report for the server and for models; None while the server does not answer."""
+    answers = []
+    for path in ("health/ready", *(f"models/{model}/ready" for model in models)):
+        status = (await asyncio.to_thread(pod.request, "http", f"/v2/{path}")).status
+        answers.append(None if status == 0 else status == 200)
+    try:
+        over_grpc = [await client.is_server_ready(), *[await client.is_model_ready(model) for model in models]]
+    except InferenceServerException:
+        over_grpc = [None] * (1 + len(models))
+    return answers, over_grpc
+
+
+async def wait_readiness(pod, client, models, expected, timeout_s):
+    started = time.monotonic()
+    while (answers := await readiness(pod, client, *models)) != (expected, expected):
+        assert time.monotonic() - started < timeout_s, (answers, pod.health(), pod.tail())
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started
+
+
+async def watch(pod, deaths):
+    """Fail if a request fails within 0.2 s after its model was reported ready, except right after a death."""
+    num_ready = 0
+    while True:
+        for model in ("tales", "a"):
+            is_ready = (await asyncio.to_thread(pod.request, "http", f"/v2/models/{model}/ready")).status == 200
+            answer = await asyncio.to_thread(pod.generate, model, "x", max_tokens=1) if is_ready else None
+            num_ready += is_ready
+            if answer is not None and answer.status != 200 and answer.status != 0:
+                now = time.monotonic()
+                assert any(now - died < REACTION_S + 0.5 for died in deaths), (model, answer)
+        await asyncio.sleep(0.02)
+
+
+def test_ready_is_true_only_while_requests_are_answered(tmp_path):
+    document = catalog(1, a=adapter_folder(tmp_path / "a"), broken=adapter_folder(tmp_path / "broken", rank=0))
+    deaths = []
+
+    async def scenario(pod):
+        async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
+            watcher = asyncio.create_task(watch(pod, deaths))
+            # The server is up before the core.
+            await wait_readiness(pod, client, ["tales"], [False, False], 20)
+            assert await client.is_server_live()
+            (tmp_path / "start").touch()
+            await wait_readiness(pod, client, ["tales", "a"], [True, True, True], 30)
+            pod.wait_ready(30)
+            for victim in ("core", "text"):
+                deaths.append(time.monotonic())
+                os.kill(pod.pid(victim), signal.SIGKILL)
+                seconds = await wait_readiness(pod, client, ["tales", "a"], [False, False, False], 5)
+                print(f"\nnot ready {seconds:.2f} s after the death of {victim}")
+                assert seconds < REACTION_S + 0.5
+                assert await client.is_server_live()
+                while (await asyncio.to_thread(pod.generate, "tales", "x", max_tokens=1)).status != 200:
+                    await asyncio.sleep(0.02)
+                seconds = await wait_readiness(pod, client, ["tales"], [True, True], 5)
+                print(f"ready {seconds:.2f} s after the first answer")
+                assert seconds < 1.0 + 0.5
+                await wait_readiness(pod, client, ["a"], [True, True], 20)
+            pod.put_adapters(catalog(2))
+            await wait_readiness(pod, client, ["tales", "a"], [True, True, False], 10)
+            watcher.cancel()
+            stream = asyncio.create_task(pod.http_stream("tales", "x", max_tokens=100))
+            await asyncio.sleep(0.2)
+            pod.process.send_signal(signal.SIGTERM)
+            await wait_readiness(pod, client, ["tales"], [False, False], 2)
+            assert (await stream).error is None
+            with pytest.raises(asyncio.CancelledError):
+                await watcher
+
+    with started_supervisor(tmp_path / "pod", document, core_waits_for=str(tmp_path / "start")) as pod:
+        asyncio.run(scenario(pod))
+        assert pod.process.wait(30) == 0
