@@ -295,6 +295,8 @@ def empty_set(cluster, namespace):
 
     def found():
         sets = cluster.items("apps/v1", "ReplicaSet", namespace, labelSelector=selector)
-        return next((rs for rs in sets if len(sets) > 1 and not rs["spec"]["replicas"]), None)
+        # A new set has no replicas at first, either.
+        oldest = min(sets, key=lambda rs: int(rs["metadata"]["annotations"]["deployment.kubernetes.io/revision"]))
+        return oldest if len(sets) > 1 and not oldest["spec"]["replicas"] else None
 
     return wait_for(found, 60, "pods are replaced")

@@ -101,7 +101,7 @@ def test_kubectl_get_shows_columns(cluster, namespace, service):
     assert shown.pop("AGE")
     assert shown == {
         "NAME": "s", "READY": "True", "REASON": "Ready", "MODEL": "s", "GPU": "NVIDIA-L4", "TP": "1", "REPLICAS": "2",
-        "ADAPTERS": "2/2",
+        "ADAPTERS": "2/2", "URL": "http://s.team.svc:8004/v1",
     }  # fmt: skip
     service(STATUSES["no GPU"])
     shown = columns(cluster, namespace)

@@ -13,9 +13,10 @@ from support.engine_processes import wait_for
 from support.fake_kubelet import COMPLETED, FakeContainer
 from support.fake_model_server import FakeModelServer
 
+from quire_operator.api.llmservice import LLMService
 from quire_operator.cli import main
 from quire_operator.controller import plan_service
-from quire_operator.plan import build_plan, planner
+from quire_operator.plan import build_plan, plan, planner
 from quire_operator.render import model_storage, pod_template
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
@@ -43,7 +44,9 @@ def new_release(monkeypatch):
 
 
 def test_an_upgrade_of_the_operator_restarts_no_pod(cluster, namespace, kubelet, new_release):
-    with ControllerHarness(cluster, namespace) as old:
+    # The previous release does not know the OpenAI API.
+    with pytest.MonkeyPatch.context() as previous_release, ControllerHarness(cluster, namespace) as old:
+        previous_release.setattr(LLMService, "openai_port", None)
         cluster.apply(llm_service(), namespace)
         old.wait_settled()
         before = old.child("Deployment")
@@ -59,13 +62,16 @@ def test_an_upgrade_of_the_operator_restarts_no_pod(cluster, namespace, kubelet,
         cluster.request("PATCH", path, theirs, "application/strategic-merge-patch+json")
         wait_for(lambda: new.child("Deployment")["spec"]["template"] == before["spec"]["template"], 20, "as it was")
         assert new.child("Deployment")["spec"]["replicas"] == 2
-        assert new.status()["plan"]["plannerVersion"] == 1
+        assert new.status()["plan"]["plannerVersion"] == plan.VERSION
+        assert "openai" not in ports(new) | new.status()["address"]
         # The first change of the pods brings the new release's.
         cluster.merge(API, KIND, "tales", {"spec": {"engine": {"maxModelLen": 1024}}}, namespace)
         new.wait_settled()
         (server,) = new.child("Deployment")["spec"]["template"]["spec"]["containers"]
         assert (server["image"], server["startupProbe"]["periodSeconds"]) == ("quire:next-cpu", 7)
         assert new.status()["plan"]["plannerVersion"] == 99
+        assert ports(new)["openai"] == 8004
+        assert new.status()["address"]["url"] == f"http://tales.{namespace}.svc:8004/v1"
 
 
 def test_update_policy_auto_upgrades_pods(cluster, namespace, kubelet, new_release):
@@ -165,6 +171,10 @@ def test_the_documented_diff_shows_the_changes_of_a_release(cluster, namespace, 
 
 def http_source(url):
     return {"source": {"http": {"url": url}}}
+
+
+def ports(operator):
+    return {port["name"]: port["port"] for port in operator.child("Service")["spec"]["ports"]}
 
 
 def image(operator):

@@ -40,6 +40,7 @@ def validation_problems(changes: Mapping[str, Any]) -> list[str]:
 
 ONE_ADAPTER = [ADAPTER]
 PINNED_ADAPTERS = [{**ADAPTER, "name": name, "pinned": True} for name in ("a", "b")]
+OPENAI_POOL = {"endpointPicker": {"name": "picker"}, "targetPort": "openai"}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
 CEL_RULE_CASES = [
@@ -166,6 +167,24 @@ CEL_RULE_CASES = [
         {"spec.runtime.ports.http": 9000},
         {"spec.runtime.ports.http": 8003},
         "spec.runtime.ports",
+    ),
+    (
+        "openai.port must differ from every port of runtime.ports",
+        {"spec.openai.port": 8000, "spec.runtime.ports.http": 8004},
+        {"spec.openai.port": 9000, "spec.runtime.ports.health": 9000},
+        "spec.openai.port",
+    ),
+    (
+        "networking.inferencePool.targetPort must not be openai",
+        {"spec.networking.inferencePool": OPENAI_POOL},
+        {"spec.networking.inferencePool": OPENAI_POOL, "spec.openai.enabled": False},
+        "spec.networking.inferencePool.targetPort",
+    ),
+    (
+        "chatTemplate must have exactly one of text and configMapKeyRef",
+        {"spec.openai.chatTemplate": {"text": "a"}},
+        {"spec.openai.chatTemplate": {"text": "a", "configMapKeyRef": {"name": "a"}}},
+        "spec.openai.chatTemplate",
     ),
     (
         "maxSurge and maxUnavailable must not both be 0",

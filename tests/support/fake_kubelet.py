@@ -265,7 +265,9 @@ def _pod_status(pod: Manifest, container: FakeContainer, address: str, started_a
         "podIPs": [{"ip": address}],
         "startTime": started_at,
         "conditions": [
-            {"type": condition_type, "status": str(is_true)} for condition_type, is_true in conditions.items()
+            # Long ago, so that no test waits for minReadySeconds. Without a time, a pod never becomes available.
+            {"type": condition_type, "status": str(is_true), "lastTransitionTime": "2020-01-01T00:00:00Z"}
+            for condition_type, is_true in conditions.items()
         ],
         "containerStatuses": [container_status],
     }

@@ -33,6 +33,7 @@ adapters:
 - {name: support, source: {huggingFace: {repo: o/support}}}
 """
 GENERATION = 7
+POD_SPEC = {"containers": [{"name": "server", "ports": [{"name": "openai", "containerPort": 8004}]}]}
 PLAN: Plan = plan_for("qwen-0.5b", "NVIDIA-L4", "lora: {maxLoaded: 4, maxRank: 16}")
 
 
@@ -63,6 +64,7 @@ def pod_report(llm_service: LLMService, /, **changes: Any) -> PodStatus:
         models=[llm_service.served_name, *(a.name for a in catalog.adapters)],
         adapters=adapters,
         catalogue=catalog.version.digest,
+        tool_call_parser="hermes",
     )
     return replace(document, **changes)
 
@@ -110,7 +112,7 @@ def deployment(
     ready = desired_replicas if ready is None else ready
     return {
         "metadata": {"name": "s", "generation": 4},
-        "spec": {"replicas": desired_replicas, "progressDeadlineSeconds": 600},
+        "spec": {"replicas": desired_replicas, "progressDeadlineSeconds": 600, "template": {"spec": POD_SPEC}},
         "status": {
             "observedGeneration": 4,
             "replicas": desired_replicas if replicas is None else replicas,

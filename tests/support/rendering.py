@@ -33,6 +33,19 @@ adapters:
 - {name: a, source: {http: {url: https://h:8443/a, headersSecretRef: {name: web}}}}
 - {name: b, source: {pvc: {claimName: loras, path: b}}}
 engine: {maxModelLen: 8192, maxNumQueuedReqs: 64, prefixCaching: false}
+openai:
+  port: 9004
+  apiKeysSecretRef: {name: api-keys}
+  tlsSecretRef: {name: certificate}
+  apiServerCount: 2
+  sharedPrefixCache: true
+  live: true
+  generationConfig: vllm
+  corsAllowedOrigins: [https://chat.example, "*"]
+  limits: {maxBodySize: 16Mi}
+  toolCallParser: hermes
+  reasoningParser: none
+  chatTemplate: {configMapKeyRef: {name: templates, key: chat}}
 gpu: {product: NVIDIA-L4, count: 2, runtimeClassName: nvidia, nodeSelector: {pool: gpu}}
 replicas: 3
 autoscaling: {kind: ScaledObject, maxReplicas: 5, minReplicas: 2, prometheusAddress: http://prometheus:9090}
@@ -49,7 +62,7 @@ rollout: {maxSurge: 1, maxUnavailable: 0, drainSeconds: 120}
 observability: {metricsLabels: {release: monitoring}}
 networking:
   networkPolicy: {ingressFrom: [{ipBlock: {cidr: 10.0.0.0/8}}]}
-  inferencePool: {endpointPicker: {name: picker}}
+  inferencePool: {endpointPicker: {name: picker}, targetPort: openai}
 security: {runAsUser: 2000, fsGroup: 3000, readOnlyRootFilesystem: false}
 podTemplate:
   metadata: {labels: {team: a, app.kubernetes.io/instance: stolen}, annotations: {note: x}}

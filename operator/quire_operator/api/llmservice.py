@@ -9,10 +9,12 @@ Called by the controller, render, plan and the commands.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import count
 from typing import Any, Self
 
+from quire_spec import constants
 from quire_spec.dataclass_json import from_json
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, HuggingFaceSource, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, HuggingFaceSource, SecretRef, Source
 
 
 class Device(StrEnum):
@@ -60,6 +62,48 @@ class EngineSpec:
     maxLogprobs: int | None = None
     schedulingPolicy: str | None = None
     swapSpace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAILimitsSpec:
+    """spec.openai.limits"""
+
+    maxBodySize: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigMapKeyRef:
+    """spec.openai.chatTemplate.configMapKeyRef"""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplateSpec:
+    """spec.openai.chatTemplate; exactly one field is set."""
+
+    text: str | None = None
+    configMapKeyRef: ConfigMapKeyRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAISpec:
+    """spec.openai"""
+
+    enabled: bool
+    apiServerCount: int
+    sharedPrefixCache: bool
+    live: bool
+    generationConfig: str
+    toolCallParser: str
+    reasoningParser: str
+    limits: OpenAILimitsSpec
+    port: int | None = None
+    apiKeysSecretRef: SecretRef | None = None
+    tlsSecretRef: SecretRef | None = None
+    chatTemplate: ChatTemplateSpec | None = None
+    corsAllowedOrigins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +184,7 @@ class RolloutSpec:
 
     maxSurge: int
     maxUnavailable: int
+    minReadySeconds: int
     drainSeconds: int
     updatePolicy: str
     progressDeadlineSeconds: int | None = None
@@ -182,6 +227,7 @@ class InferencePoolSpec:
     """spec.networking.inferencePool"""
 
     endpointPicker: EndpointPickerSpec
+    targetPort: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +255,7 @@ class LLMServiceSpec:
     model: ModelSpec
     lora: LoraSpec
     engine: EngineSpec
+    openai: OpenAISpec
     replicas: int
     cache: CacheSpec
     runtime: RuntimeSpec
@@ -249,6 +296,25 @@ class LLMService:
     def served_name(self) -> str:
         """Model name that clients use for the base model."""
         return self.spec.model.servedName or self.name
+
+    @property
+    def openai_port(self) -> int | None:
+        """Port of the OpenAI API; None if it is not served."""
+        openai, used = self.spec.openai, self.spec.runtime.ports.by_name.values()
+        if not openai.enabled:
+            return None
+        # A default that depends on the other ports keeps a service valid that used 8004 before this field existed.
+        return openai.port or next(port for port in count(constants.OPENAI_PORT) if port not in used)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """All ports of a pod by name."""
+        openai_port = self.openai_port
+        return self.spec.runtime.ports.by_name | ({} if openai_port is None else {"openai": openai_port})
+
+    def without_openai(self) -> Self:
+        """Return the service with the OpenAI API turned off."""
+        return replace(self, spec=replace(self.spec, openai=replace(self.spec.openai, enabled=False)))
 
     def build_catalog(self) -> AdapterCatalog:
         """Return the adapter catalog for pods. Hub adapters without a token get the token of the model."""

@@ -71,6 +71,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "write it like s3://bucket/folder",
     ),
     r"^https?://[^ ]+$": ("must be a URL", "begin it with https:// or http://"),
+    r"^([*]|https?://[^ /]+)$": ("must be an origin or *", "write it like https://chat.example, without a path"),
     r"^[a-z0-9-]+$": ("must be the name of a region", "write it like eu-central-1"),
     r"^[0-9a-f]{64}$": ("must be 64 hexadecimal digits", "copy the first column of the output of sha256sum"),
     r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$": (

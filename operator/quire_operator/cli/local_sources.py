@@ -87,15 +87,20 @@ class LocalSources:
                 f"Secret {ref.name!r}: {folder} cannot be read; create it with one file for each key"
             ) from error
 
+    def secret_problems(self, ref: SecretRef, ref_path: FieldPath) -> Iterator[Problem]:
+        """Yield a problem if the folder of the Secret does not exist."""
+        field = (*ref_path, "name")
+        if self.secrets_dir is None:
+            yield Problem(field, ref.name, "Secrets are not available on this machine", _SECRETS_FIX.format(ref.name))
+        elif not (self.secrets_dir / ref.name).is_dir():
+            folder = self.secrets_dir / ref.name
+            yield Problem(field, ref.name, f"{folder} is not a folder", "create it with one file for each key")
+
     def _iter_secret_problems(self, source: Source, source_path: FieldPath) -> Iterator[Problem]:
         for kind, field, ref in _secret_refs(source):
-            ref_path = (*source_path, kind, field, "name")
-            if self.secrets_dir is None and kind != "huggingFace":
-                fix = _SECRETS_FIX.format(ref.name)
-                yield Problem(ref_path, ref.name, "Secrets are not available on this machine", fix)
-            elif self.secrets_dir is not None and not (self.secrets_dir / ref.name).is_dir():
-                folder = self.secrets_dir / ref.name
-                yield Problem(ref_path, ref.name, f"{folder} is not a folder", "create it with one file for each key")
+            # A token of the hub can also come from this machine's own login.
+            if self.secrets_dir is not None or kind != "huggingFace":
+                yield from self.secret_problems(ref, (*source_path, kind, field))
 
 
 _SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} contains one file for each key of the Secret"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_operator.cli import options
-from quire_spec import constants
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
@@ -31,6 +30,7 @@ examples:
   quire plan -f llmservice.yaml --gpu NVIDIA-L4    show whether it fits on a GPU, and how it runs
   quire render -f llmservice.yaml                  print the Kubernetes objects
   quire serve -f llmservice.yaml                   run it on this machine
+  quire batch -f llmservice.yaml -i in.jsonl -o out.jsonl     run a file of requests
   quire operate                                    reconcile all LLMServices of a cluster
 
 To list all fields with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
@@ -104,6 +104,8 @@ def _build_parser() -> argparse.ArgumentParser:
     command = add_command(_operate, operate_help, options.OPERATE_DESCRIPTION, options.OPERATE_EXAMPLES)
     options.add_operate_options(command)
     _add_serve_options(add_command(_serve, "run an LLMService on this machine", _SERVE_DESCRIPTION, _SERVE_EXAMPLES))
+    batch_help = "run a file of requests, here or on a server"
+    options.add_batch_options(add_command(_batch, batch_help, options.BATCH_DESCRIPTION, options.BATCH_EXAMPLES))
     return parser
 
 
@@ -145,19 +147,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"{purpose} (default: spec.runtime.ports.{name})",
         )
-    parser.add_argument(
-        "--openai-port",
-        type=options.parse_port_or_zero,
-        default=constants.OPENAI_PORT,
-        metavar="PORT",
-        help="the OpenAI API; 0: not served (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--openai-api-keys-dir",
-        type=Path,
-        metavar="DIR",
-        help="API keys of the OpenAI API: each file is a key, its name is shown in metrics (default: no key is needed)",
-    )
+    options.add_openai_options(parser)
+    options.add_chat_options(parser)
     options.add_folder_options(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
@@ -214,6 +205,12 @@ def _operate(args: argparse.Namespace) -> int:
     return operate.run(args)
 
 
+def _batch(args: argparse.Namespace) -> int:
+    from quire_operator.cli import batch
+
+    return batch.run(args)
+
+
 def _serve(args: argparse.Namespace) -> int:
     from quire_operator.api import crd
     from quire_operator.api.llmservice import LLMService
@@ -224,15 +221,19 @@ def _serve(args: argparse.Namespace) -> int:
     if args.vllm_repository is not None:
         if args.volumes:
             args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")
+        for name in ("chat_template", "tool_call_parser", "reasoning_parser"):
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                args.usage_error(f"{option} cannot be used with --vllm-repository; set {name} in model.json")
         argv = list(serve_vllm.supervisor_argv(args.vllm_repository, args.device or "cuda", serve_options, os.environ))
-        serve.require_packages(serve_options.openai_port != 0)
+        serve.require_packages("--openai-port" in argv)
         serve.exec_supervisor(argv, os.environ)
     if args.device is not None:
         args.usage_error("--device is only for --vllm-repository; set spec.device in the LLMService")
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
     launch_plan = serve.prepare(manifest, service, serve_options, os.environ)
-    serve.require_packages(serve_options.openai_port != 0)
+    serve.require_packages(serve.openai_port(service, serve_options) is not None)
     serve.write_run_dir(launch_plan)
     if args.verbose:
         print(json.dumps(launch_plan.engine.to_json(), indent=2), *launch_plan.argv, file=sys.stderr)

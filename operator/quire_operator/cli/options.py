@@ -8,6 +8,8 @@ import argparse
 from pathlib import Path
 
 from quire_operator.render.context import OPTIONAL_KINDS
+from quire_spec import constants
+from quire_spec.model import capabilities
 from quire_spec.net.addresses import ANY_ADDRESS
 
 PLAN_DESCRIPTION = """\
@@ -59,6 +61,79 @@ examples:
 Credentials: the service account of its pod, or else --kubeconfig, KUBECONFIG or ~/.kube/config.
 Run only one operator at a time. An operator outside the cluster cannot reach pods, so it does not push adapters.
 Exit status 0: stopped by SIGTERM or SIGINT, 1: a fatal error occurred; start it again."""
+
+
+BATCH_DESCRIPTION = """\
+Run the requests of a file: on the model and adapters of an LLMService on this machine (-f), or on any server of the
+OpenAI API (--url). The files have the format of OpenAI's Batch API. Each line of the input is one request:
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"model": "sql", "messages": [{"role": "user", "content": "..."}]}}
+A model can be the base or an adapter; one file can name several. Other urls: /v1/completions, /v1/responses.
+
+Each line of the output is one result, in the order in which they end:
+  {"id": "...", "custom_id": "1", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+A line that is not a request, and a request that fails, is in the error file instead.
+
+To continue after any stop (Ctrl-C, kill -9, a full disk), run the same command again. Lines with a result or an error
+are not run again, and a line appended to the input is run. To repeat the failed lines, remove the error file first."""
+
+BATCH_EXAMPLES = """\
+examples:
+  quire batch -f llmservice.yaml -i requests.jsonl -o results.jsonl
+  quire batch --url http://localhost:8004 -i requests.jsonl -o results.jsonl
+  OPENAI_API_KEY=... quire batch --url https://llm.example -i requests.jsonl -o results.jsonl
+
+Requests are sorted by model and start of the prompt, 4,096 lines at a time, so that adapters and cached prompts are
+reused. On a server, requests get priority 100: they run after those of others if it schedules by priority
+(spec.engine.schedulingPolicy: priority). Overload and lost connections are tried again.
+Exit status 0: all lines have a result, 1: stopped early, run it again, 2: wrong usage, 3: some lines failed."""
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `quire batch`."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("-f", "--file", help="the LLMService to run here; paths in it are relative to its folder")
+    where.add_argument("--url", help="a server of the OpenAI API instead, such as http://localhost:8004")
+    parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one on each line")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="results, appended as they end"
+    )
+    parser.add_argument(
+        "--error-file", type=Path, metavar="FILE", help="failed lines (default: OUTPUT without suffix + .errors.jsonl)"
+    )
+    parser.add_argument(
+        "--max-inflight",
+        type=_parse_count,
+        metavar="N",
+        help="requests that are open at the same time (default: with --url 64, else twice spec.engine.maxNumSeqs)",
+    )
+    parser.add_argument(
+        "--retry-timeout",
+        type=_parse_seconds,
+        metavar="SECONDS",
+        help="stop if no request succeeds for this time (default: 600)",
+    )
+    server = parser.add_argument_group("with --url")
+    server.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: OPENAI_API_KEY)"
+    )
+    server.add_argument(
+        "--priority", type=int, metavar="N", help="for requests without one; lower runs first (default: 100; 0: none)"
+    )
+    server.add_argument(
+        "--timeout", type=_parse_seconds, metavar="SECONDS", help="time limit of one request (default: 3600)"
+    )
+    local = parser.add_argument_group("with -f")
+    add_folder_options(local)
+    local.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
+    )
+    local.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="folder for downloaded adapters (default: ~/.cache/quire)"
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also print repeated requests and the engine's log"
+    )
 
 
 def add_operate_options(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +236,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_folder_options(parser)
 
 
-def add_folder_options(parser: argparse.ArgumentParser) -> None:
+def add_folder_options(parser: argparse._ActionsContainer) -> None:
     """Add the options for the local folders of claims and Secrets."""
     parser.add_argument(
         "--volume",
@@ -212,6 +287,81 @@ def _parse_volume(text: str) -> tuple[str, Path]:
     claim, separator, folder = text.partition("=")
     if not (claim and separator and folder):
         raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=FOLDER, such as models=/srv/models")
-    if not Path(folder).is_dir():
-        raise argparse.ArgumentTypeError(f"{folder!r} is not a folder; create it, or correct the path")
-    return claim, Path(folder)
+    return claim, _parse_folder(folder)
+
+
+def _parse_folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder; create it, or correct the path")
+    return Path(text)
+
+
+def _parse_file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file; create it, or correct the path")
+    return Path(text)
+
+
+def add_openai_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the OpenAI API."""
+    parser.add_argument(
+        "--openai-port",
+        type=parse_port_or_zero,
+        metavar="PORT",
+        help=f"the OpenAI API; 0: not served (default: spec.openai.port, else {constants.OPENAI_PORT})",
+    )
+    parser.add_argument(
+        "--openai-api-keys-dir",
+        type=_parse_folder,
+        metavar="DIR",
+        help="API keys of the OpenAI API: each file is a key, its name is shown in metrics (default: the Secret of "
+        "spec.openai.apiKeysSecretRef, else no key is needed)",
+    )
+    for option, text in (
+        ("certfile", "serve the OpenAI API over TLS: certificate chain"),
+        ("keyfile", "key of the certificate (default: in the same file)"),
+    ):
+        parser.add_argument(f"--openai-ssl-{option}", type=_parse_file, metavar="FILE", help=text)
+    parser.add_argument(
+        "--openai-api-server-count",
+        type=_parse_count,
+        metavar="N",
+        help="processes that serve the OpenAI API on one port (default: spec.openai.apiServerCount, else 1)",
+    )
+    parser.add_argument("--openai-enable-log-requests", action="store_true", help="log each request of the OpenAI API")
+    parser.add_argument(
+        "--admin-key-file",
+        type=_parse_file,
+        metavar="FILE",
+        help="key for the status and for changing adapters (default: the status answers this machine only)",
+    )
+    parser.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let the OpenAI API load and unload adapters, with the admin key",
+    )
+    parser.add_argument(
+        "--allowed-local-lora-path",
+        type=_parse_folder,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder from which it can load them; can be repeated (default: hub, HTTP and S3 only)",
+    )
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of chat templates and parsers."""
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="chat template to use instead of the checkpoint's"
+    )
+    for kind, purpose, names in (
+        ("tool-call", "tool calls", capabilities.TOOL_CALL_PARSERS),
+        ("reasoning", "reasoning", capabilities.REASONING_PARSERS),
+    ):
+        parser.add_argument(
+            f"--{kind}-parser",
+            choices=("auto", "none", *names),
+            metavar="NAME",
+            help=f"format of {purpose} in outputs: {', '.join(names)}, none (default: found from the chat template)",
+        )

@@ -15,15 +15,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.validation_errors import InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
 from quire_operator.render.engine_config import UnsupportedByEngine, engine_config
+from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
+from quire_operator.render.openai_arguments import openai_arguments
 from quire_spec import constants
-from quire_spec.documents.adapter_catalog import AdapterCatalog, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -46,15 +48,52 @@ class ServeOptions:
     metrics_port: int | None = None
     health_port: int | None = None
     """None: the port of spec.runtime.ports."""
-    openai_port: int = constants.OPENAI_PORT
-    """0: the OpenAI API is not served."""
+    openai_port: int | None = None
+    """0: the OpenAI API is not served; None: spec.openai decides."""
     openai_api_keys_dir: Path | None = None
+    """None: the Secret of spec.openai.apiKeysSecretRef, if it is set."""
+    openai_ssl_certfile: Path | None = None
+    """Certificate chain of the OpenAI API; None: the Secret of spec.openai.tlsSecretRef, if it is set."""
+    openai_ssl_keyfile: Path | None = None
+    openai_api_server_count: int | None = None
+    """Number of processes that serve the OpenAI API; None: spec.openai.apiServerCount."""
+    openai_enable_log_requests: bool = False
+    admin_key_file: Path | None = None
+    """Key for status and adapters on the health port, and for changing adapters through the OpenAI API."""
+    allow_runtime_lora_updating: bool = False
+    """Whether the OpenAI API can load and unload adapters."""
+    allowed_local_lora_path: Sequence[Path] = ()
+    """Folders from which it can load them."""
+    chat_template: Path | None = None
+    """File with a template that replaces the checkpoint's."""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    """None: as in the LLMService."""
     volumes: Sequence[tuple[str, Path]] = ()
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
     verbose: bool = False
     """Also print the log of Triton Inference Server."""
+
+    def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
+        """Yield the supervisor's options of the admin key and of loading adapters; None for a flag without a value."""
+        if self.admin_key_file is not None:
+            yield "--admin-key-file", self.admin_key_file.absolute()
+        for name in ("ssl_certfile", "ssl_keyfile") if serves_openai else ():
+            path: Path | None = getattr(self, f"openai_{name}")
+            if path is not None:
+                yield f"--openai-{name.replace('_', '-')}", path.absolute()
+        if serves_openai:
+            yield "--openai-live", None
+        if serves_openai and self.openai_api_server_count is not None:
+            yield "--openai-api-server-count", self.openai_api_server_count
+        if serves_openai and self.openai_enable_log_requests:
+            yield "--openai-enable-log-requests", None
+        if serves_openai and self.allow_runtime_lora_updating:
+            yield "--allow-runtime-lora-updating", None
+        for folder in self.allowed_local_lora_path if serves_openai else ():
+            yield "--allowed-local-lora-path", folder.absolute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +102,8 @@ class LaunchPlan:
 
     engine: EngineConfig
     catalog: AdapterCatalog
+    chat_template: str | None
+    """Text of spec.openai.chatTemplate; None: it contains none."""
     run_dir: Path
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -82,17 +123,21 @@ def prepare(
         ConfigError: the token of the model's Secret cannot be read.
     """
     local_sources = LocalSources(manifest.folder, dict(options.volumes), options.secrets_dir)
-    if problems := list(_iter_problems(service, local_sources, dev_dir)):
+    if problems := list(_iter_problems(service, options, local_sources, dev_dir)):
         raise InvalidService(problems, manifest.location)
     model = local_sources.localize(service.spec.model.source)
     run_dir = options.run_dir or default_run_dir(service.name, environment)
-    catalog = service.build_catalog()
+    catalog, template = service.build_catalog(), service.spec.openai.chatTemplate
     local_adapters = tuple(
         replace(adapter, source=local_sources.localize(adapter.source)) for adapter in catalog.adapters
     )
     return LaunchPlan(
-        engine=_build_engine_config(manifest, service, local_sources, model),
+        engine=replace(
+            _build_engine_config(manifest, service, local_sources, model),
+            **_engine_overrides(service, options, run_dir),
+        ),
         catalog=replace(catalog, adapters=local_adapters),
+        chat_template=None if template is None else template.text,
         run_dir=run_dir,
         argv=tuple(_supervisor_argv(service, options, run_dir, options.cache_dir or default_cache_dir(environment))),
         environment=dict(environment)
@@ -102,7 +147,7 @@ def prepare(
 
 
 def write_run_dir(launch_plan: LaunchPlan) -> None:
-    """Create the run folder and write both documents.
+    """Create the run folder and write the documents.
 
     Raises:
         ConfigError: the folder belongs to another user, or another server runs in it.
@@ -115,6 +160,8 @@ def write_run_dir(launch_plan: LaunchPlan) -> None:
         with _locked_run_dir(folder):
             (folder / constants.ENGINE_FILE).write_text(json.dumps(launch_plan.engine.to_json(), indent=2))
             (folder / constants.CATALOG_FILE).write_text(json.dumps(launch_plan.catalog.to_json(), indent=2))
+            if launch_plan.chat_template is not None:
+                (folder / CHAT_TEMPLATE_FILE).write_text(launch_plan.chat_template)
     except OSError as error:
         raise ConfigError(f"run folder {folder}: {error.strerror}; give another with --run-dir") from error
 
@@ -124,6 +171,11 @@ def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoRe
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], list(argv), dict(environment))
+
+
+def openai_port(service: LLMService, options: ServeOptions) -> int | None:
+    """Return the port of the OpenAI API; None: it is not served."""
+    return service.openai_port if options.openai_port is None else options.openai_port or None
 
 
 def require_packages(serves_openai: bool = False) -> None:
@@ -154,7 +206,9 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "quire"
 
 
-def _iter_problems(service: LLMService, local_sources: LocalSources, dev_dir: Path) -> Iterator[Problem]:
+def _iter_problems(
+    service: LLMService, options: ServeOptions, local_sources: LocalSources, dev_dir: Path
+) -> Iterator[Problem]:
     if service.spec.device is Device.GPU and not any(
         (dev_dir / node.removeprefix("/dev/")).exists() for node in GPU_DEVICE_NODES
     ):
@@ -178,6 +232,17 @@ def _iter_problems(service: LLMService, local_sources: LocalSources, dev_dir: Pa
     yield from local_sources.iter_problems(service.spec.model.source, model_path, MODEL_FILES)
     for i, adapter in enumerate(service.spec.adapters):
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
+    if openai_port(service, options) is not None:
+        for field, ref in _openai_secrets(service, options).items():
+            yield from local_sources.secret_problems(ref, ("spec", "openai", field))
+    template = service.spec.openai.chatTemplate
+    if template is not None and template.configMapKeyRef is not None and options.chat_template is None:
+        yield Problem(
+            ("spec", "openai", "chatTemplate", "configMapKeyRef", "name"),
+            template.configMapKeyRef.name,
+            "ConfigMaps are not available on this machine",
+            "give the file with the template: --chat-template FILE",
+        )
 
 
 def _build_engine_config(
@@ -192,9 +257,24 @@ def _build_engine_config(
         raise InvalidService([error.problem], manifest.location) from error
 
 
+def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path) -> dict[str, Any]:
+    """Return the fields of engine.json that depend on this machine or that options set."""
+    template = options.chat_template
+    if template is not None and not template.is_file():
+        raise ConfigError(f"--chat-template {template}: no such file; give a file with a chat template")
+    if template is None and service.spec.openai.chatTemplate is not None:
+        template = run_dir / CHAT_TEMPLATE_FILE
+    values = {
+        "chat_template": None if template is None else str(template.absolute()),
+        "tool_call_parser": options.tool_call_parser,
+        "reasoning_parser": options.reasoning_parser,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, cache_dir: Path) -> Iterator[str]:
-    ports = service.spec.runtime.ports
-    flags: list[tuple[str, object]] = [
+    ports, port = service.spec.runtime.ports, openai_port(service, options)
+    flags: list[tuple[str, object | None]] = [
         ("--engine", run_dir / constants.ENGINE_FILE),
         ("--adapters", run_dir / constants.CATALOG_FILE),
         ("--served-name", service.served_name),
@@ -205,25 +285,39 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
         ("--grpc-port", options.grpc_port or ports.grpc),
         ("--metrics-port", options.metrics_port or ports.metrics),
         ("--health-port", options.health_port or ports.health),
-        *_openai_flags(options),
         ("--drain-timeout", service.spec.rollout.drainSeconds),
         *((("--secrets-dir", options.secrets_dir),) if options.secrets_dir else ()),
         *(("--pvc", f"{claim}={folder.absolute()}") for claim, folder in options.volumes),
     ]
     yield from (sys.executable, "-m", "quire_server")
     for flag, value in flags:
-        yield from (flag, str(value))
+        yield from (flag,) if value is None else (flag, str(value))
+    # The options of the command come last, because the last value of an option counts.
+    secrets = _openai_secrets(service, options)
+    keys_dir, tls_dir = (_secret_folder(secrets.get(field), options) for field in ("apiKeysSecretRef", "tlsSecretRef"))
+    if options.openai_api_keys_dir is not None:
+        keys_dir = str(options.openai_api_keys_dir.absolute())
+    yield from openai_arguments(service, port, keys_dir, tls_dir)
+    for flag, value in options.supervisor_flags(serves_openai=port is not None):
+        yield from (flag,) if value is None else (flag, str(value))
     # The user who runs this command can read the files that the user's own LLMService names.
     yield "--allow-path-sources"
     if options.verbose:
         yield "--verbose"
 
 
-def _openai_flags(options: ServeOptions) -> Iterator[tuple[str, object]]:
-    if options.openai_port:
-        yield "--openai-port", options.openai_port
-        if options.openai_api_keys_dir is not None:
-            yield "--openai-api-keys-dir", options.openai_api_keys_dir.absolute()
+def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:
+    """Return the Secrets of spec.openai that no option replaces, by field."""
+    openai = service.spec.openai
+    refs = {
+        "apiKeysSecretRef": openai.apiKeysSecretRef if options.openai_api_keys_dir is None else None,
+        "tlsSecretRef": openai.tlsSecretRef if options.openai_ssl_certfile is None else None,
+    }
+    return {field: ref for field, ref in refs.items() if ref is not None}
+
+
+def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> str | None:
+    return None if ref is None or options.secrets_dir is None else str((options.secrets_dir / ref.name).absolute())
 
 
 def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]:

@@ -33,6 +33,7 @@ def supervisor_argv(
 ) -> Iterator[str]:
     """Yield the supervisor's command line. Raises the errors of `served_name`."""
     name = served_name(repository)
+    port = constants.OPENAI_PORT if options.openai_port is None else options.openai_port or None
     flags: list[tuple[str, object | None]] = [
         ("--vllm-repository", repository),
         ("--device", device),
@@ -44,13 +45,17 @@ def supervisor_argv(
         ("--grpc-port", options.grpc_port),
         ("--metrics-port", options.metrics_port),
         ("--health-port", options.health_port),
-        ("--openai-port", options.openai_port or None),
-        ("--openai-api-keys-dir", options.openai_api_keys_dir),
+        ("--openai-port", port),
+        ("--openai-api-keys-dir", options.openai_api_keys_dir if port else None),
         ("--secrets-dir", options.secrets_dir),
     ]
     yield from (sys.executable, "-m", "quire_server")
     for flag, value in flags:
         if value is not None:
             yield from (flag, str(value))
+    for flag, value in options.supervisor_flags(serves_openai=port is not None):
+        yield from (flag,) if value is None else (flag, str(value))
+    if options.allowed_local_lora_path:
+        yield "--allow-path-sources"
     if options.verbose:
         yield "--verbose"

@@ -17,7 +17,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
-from quire_operator.render.manifests import Manifest
+from quire_operator.render.manifests import Manifest, container_ports
 from quire_spec import constants as spec_names
 
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
@@ -52,6 +52,11 @@ class TemplateRevision:
     def inputs(self) -> tuple[str, str]:
         """Return the digests of what the pods were rendered from."""
         return self.pods_digest, self.inputs_hash
+
+    @property
+    def serves_openai(self) -> bool:
+        """Whether the pods have the port of the OpenAI API; those of older releases do not."""
+        return object_names.OPENAI_PORT_NAME in container_ports(self.template)
 
     @classmethod
     def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:
@@ -109,4 +114,4 @@ def mounted_configmaps(pod_spec: Mapping[str, Any]) -> set[str]:
     return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
 
 
-_POD_FIELDS = ("device", "model", "lora", "engine", "runtime", "gpu", "security", "podTemplate")
+_POD_FIELDS = ("device", "model", "lora", "engine", "openai", "runtime", "gpu", "security", "podTemplate")

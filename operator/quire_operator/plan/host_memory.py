@@ -2,8 +2,9 @@
 """Host memory and shared memory of a pod, and the time that it can take to start.
 
 Measured with `quire serve -f examples/llmservice.yaml` (two cores, Python 3.11; proportional set sizes): a stub 22 MiB,
-supervisor 45, text 27, server 34, core 235 with a model of 2.8 million parameters. Adapters are added without a
-restart, so stubs are counted for the largest number of exposed adapters.
+supervisor 54, text 31, server 34, core 235 with a model of 2.8 million parameters, OpenAI front 21, template renderer
+16, grammar checker 20. Adapters are added without a restart, so stubs are counted for the largest number of exposed
+adapters.
 """
 
 import math
@@ -26,6 +27,14 @@ _PROCESSES_FURTHER_CPU = 256 * MIB
 _PROCESSES_GPU = 8 * GIB
 """The same with CUDA libraries, pinned buffers and loading; an estimate."""
 _PROCESSES_FURTHER_GPU = 2 * GIB
+
+_OPENAI_FRONT = 64 * MIB
+"""21 MiB measured without requests. The rest is for connections (20 kB each) and bodies of requests."""
+_TEMPLATE_RENDERERS = 64 * MIB
+"""Two processes, 32 MiB measured without requests. The rest is for long conversations."""
+_GRAMMARS = 384 * MIB
+"""Structured outputs: two processes that check grammars (40 MiB measured without requests), and the bounded caches of
+the text process (64 MiB) and of the core (256 MiB)."""
 
 _NETWORK_BYTES_S = 200_000_000
 _VOLUME_BYTES_S = 1_000_000_000
@@ -77,6 +86,9 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
     processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     if num_gpus == 0:
         processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU
+    processes += _GRAMMARS
+    if inputs.num_openai_fronts:
+        processes += inputs.num_openai_fronts * _OPENAI_FRONT + _TEMPLATE_RENDERERS
     stubs = 1 + (constants.MAX_EXPOSED_ADAPTERS if inputs.lora.maxLoaded else 0)
     shm = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
     if num_gpus <= 1:

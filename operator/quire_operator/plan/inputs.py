@@ -41,6 +41,8 @@ class PlannerInputs:
     """Size of /dev/shm in bytes; None: the planner chooses it."""
     image: str | None = None
     """Image of the pods; None: the image of this release. The plan keeps it when the operator is upgraded."""
+    num_openai_fronts: int = 1
+    """Number of processes that serve the OpenAI API; 0: it is not served."""
 
     @classmethod
     def from_service(cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None) -> Self:
@@ -58,6 +60,7 @@ class PlannerInputs:
             memory_limit=None if limit is None else to_bytes(limit),
             shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
+            num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
         )
 
     @property
@@ -75,6 +78,8 @@ class PlannerInputs:
             "memoryLimit": self.memory_limit,
             "sharedMemory": self.shared_memory,
             "image": self.image,
+            # Absent for the default, as below.
+            "openai": None if self.num_openai_fronts == 1 else self.num_openai_fronts,
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {
                 **{name: getattr(engine, name) for name in _PLANNED_ENGINE_FIELDS},

@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 
 T = TypeVar("T", int, str)
 
-VERSION = 1
+VERSION = 2
 """Incremented when the planner makes a different plan for the same inputs."""
 
 

@@ -20,13 +20,16 @@ S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> Manifest:
-    """Return the ConfigMap of engine.json.
+    """Return the ConfigMap of engine.json, and of the chat template if the spec contains its text.
 
     It contains no default values: defaults of a new release would change it and restart the pods.
     """
     content = json.dumps(dict(arguments), indent=2, sort_keys=True)
-    name = object_names.engine_configmap(service, content)
-    return new_manifest("v1", "ConfigMap", service, name, immutable=True, data={"engine.json": content})
+    template = service.spec.openai.chatTemplate
+    text = template.text if template is not None else None
+    chat_template = {} if text is None else {object_names.CHAT_TEMPLATE_FILE: text}
+    name = object_names.engine_configmap(service, content + (text or ""))
+    return new_manifest("v1", "ConfigMap", service, name, immutable=True, data={"engine.json": content} | chat_template)
 
 
 def adapter_configmap(service: LLMService) -> Manifest:

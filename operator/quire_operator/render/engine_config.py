@@ -37,6 +37,8 @@ _SPEC_PATHS: Mapping[str, FieldPath] = {
     "max_lora_rank": ("lora", "maxRank"),
     "max_cpu_loras": ("lora", "maxCached"),
     "cpu_lora_memory_bytes": ("lora", "maxCachedMemory"),
+    "tool_call_parser": ("openai", "toolCallParser"),
+    "reasoning_parser": ("openai", "reasoningParser"),
 }
 """Path in the spec of each field of EngineConfig, for error messages."""
 
@@ -52,20 +54,27 @@ class UnsupportedByEngine(Exception):
 def engine_config(
     service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
 ) -> EngineConfig:
-    """Return the engine's configuration, see `engine_arguments`."""
+    """Return the engine's configuration without the file of a chat template, see `engine_arguments`."""
     return EngineConfig.from_json(engine_arguments(service, model, revision, plan))
 
 
 def engine_arguments(
-    service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
+    service: LLMService,
+    model: str,
+    revision: str | None = None,
+    plan: Plan | None = None,
+    chat_template: str | None = None,
 ) -> dict[str, Any]:
     """Return the content of engine.json. `model` is a folder or a hub ID. The plan sets fields that the spec omits.
+
+    `chat_template` is the file with the template of spec.openai.chatTemplate; None: there is none.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     hub = {"revision": revision} if revision is not None else {}
-    arguments = {"model": model, **hub, **_spec_arguments(service), **_plan_arguments(plan)}
+    chat = {"chat_template": chat_template} if chat_template is not None else {}
+    arguments = {"model": model, **hub, **chat, **_spec_arguments(service), **_plan_arguments(plan)}
     try:
         EngineConfig.from_json(arguments)
     except ConfigError as error:
@@ -78,7 +87,7 @@ def engine_arguments(
 
 def _spec_arguments(service: LLMService) -> dict[str, Any]:
     """Return the fields that the spec or the device sets."""
-    spec, lora = service.spec.engine, service.spec.lora
+    spec, lora, openai = service.spec.engine, service.spec.lora, service.spec.openai
     cpu = service.spec.device is Device.CPU
     pinned = {
         "dtype": spec.dtype,
@@ -95,6 +104,8 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
         "swap_space": None if spec.swapSpace is None else to_bytes(spec.swapSpace) / GIB,
         "tensor_parallel_size": spec.tensorParallelSize,
         "quantization": None if spec.quantization == "None" else spec.quantization,
+        "tool_call_parser": None if openai.toolCallParser == "auto" else openai.toolCallParser,
+        "reasoning_parser": None if openai.reasoningParser == "auto" else openai.reasoningParser,
         "max_loras": lora.maxLoaded or None,
         "max_cpu_loras": lora.maxCached if lora.maxLoaded else None,
         "cpu_lora_memory_bytes": to_bytes(lora.maxCachedMemory) if lora.maxCachedMemory and lora.maxLoaded else None,

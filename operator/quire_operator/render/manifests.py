@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts that all manifests have: metadata, owner and references to the LLMService. Called by all modules of render/."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -41,3 +42,10 @@ def new_job(service: LLMService, name: str, component: str, job_fields: Manifest
     """Return a Job with one pod."""
     template = {"metadata": {"labels": object_names.labels(service, component)}, "spec": pod_spec}
     return new_manifest("batch/v1", "Job", service, name, component, spec={**job_fields, "template": template})
+
+
+def container_ports(template: Mapping[str, Any]) -> dict[str, int]:
+    """Return the named ports of a pod template by name."""
+    containers = template["spec"].get("containers") or ()
+    ports = (port for container in containers for port in container.get("ports") or ())
+    return {port["name"]: port["containerPort"] for port in ports if "name" in port}

@@ -30,16 +30,17 @@ def headless_service(service: LLMService) -> Manifest:
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 
-    Ingress: clients to the HTTP and gRPC ports; Prometheus, the operator and an endpoint picker to the health port;
-    Prometheus to the port of the server's metrics. Egress: DNS and the ports of adapter sources. Adapters can be added
-    later, so port 443 is always included.
+    Ingress: clients to the HTTP, gRPC and OpenAI ports; Prometheus, the operator and an endpoint picker to the health
+    port; Prometheus to the port of the server's metrics. Egress: DNS and the ports of adapter sources. Adapters can be
+    added later, so port 443 is always included.
     """
-    ports = service.spec.runtime.ports
+    ports, openai_port = service.spec.runtime.ports, service.openai_port
+    client_ports = [ports.http, ports.grpc, *([] if openai_port is None else [openai_port])]
     clients = list(service.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
     # An endpoint picker reads the metrics too. The spec names its Service, but the labels of its pods are unknown.
     endpoint_pickers: list[Manifest] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []
     ingress = [
-        {"from": clients, "ports": _tcp_ports(ports.http, ports.grpc)},
+        {"from": clients, "ports": _tcp_ports(*client_ports)},
         {"from": [_PROMETHEUS, *_operator_peers(context), *endpoint_pickers], "ports": _tcp_ports(ports.health)},
         {"from": [_PROMETHEUS], "ports": _tcp_ports(ports.metrics)},
     ]
@@ -102,20 +103,22 @@ def inference_pool(service: LLMService) -> Manifest:
     picker_ref = {"name": picker.name, "port": {"number": picker.port}, "failureMode": picker.failureMode}
     spec = {
         "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
-        "targetPorts": [{"number": service.spec.runtime.ports.http}],
+        # Pods that an older release rendered have no port of the OpenAI API.
+        "targetPorts": [{"number": service.ports.get(pool.targetPort, service.spec.runtime.ports.http)}],
         "endpointPickerRef": picker_ref,
     }
     return new_manifest("inference.networking.k8s.io/v1", "InferencePool", service, service.name, spec=spec)
 
 
 def _service_manifest(service: LLMService, name: str, options: Manifest) -> Manifest:
+    protocols = _PROTOCOLS | {"openai": "http" if service.spec.openai.tlsSecretRef is None else "https"}
     spec = {
         **options,
         "selector": object_names.selector_labels(service, object_names.SERVER),
         "ports": [
             # The protocol is part of an entry's key: without it, server-side apply before 1.21 rejects the list.
-            {"name": n, "port": port, "protocol": "TCP", "targetPort": n, "appProtocol": _PROTOCOLS[n]}
-            for n, port in service.spec.runtime.ports.by_name.items()
+            {"name": n, "port": port, "protocol": "TCP", "targetPort": n, "appProtocol": protocols[n]}
+            for n, port in service.ports.items()
         ],
     }
     return new_manifest("v1", "Service", service, name, spec=spec)

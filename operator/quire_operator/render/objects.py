@@ -14,6 +14,7 @@ from quire_operator.render import configmaps, download_job, model_storage, netwo
 from quire_operator.render.context import RenderContext
 from quire_operator.render.engine_config import engine_arguments
 from quire_operator.render.manifests import Manifest, owner_reference
+from quire_operator.render.openai_arguments import chat_template_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
 def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
     """Yield the objects of kinds that every cluster has."""
     spec = service.spec
-    arguments = engine_arguments(service, model_storage.folder(service), plan=plan)
+    chat_template = chat_template_path(service)
+    arguments = engine_arguments(service, model_storage.folder(service), chat_template=chat_template, plan=plan)
     engine_configmap = configmaps.engine_configmap(service, arguments)
     template = pod_template.template(service, plan, engine_configmap["metadata"]["name"])
     yield configmaps.service_account(service)

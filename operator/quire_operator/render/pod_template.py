@@ -16,7 +16,9 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names, security_context
 from quire_operator.render.env import container_env
 from quire_operator.render.manifests import Manifest
+from quire_operator.render.openai_arguments import openai_arguments
 from quire_operator.render.strategic_merge import merge
+from quire_spec import constants
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import ANY_ADDRESS
 
@@ -132,19 +134,20 @@ def placement(service: LLMService, node_selector: Mapping[str, str]) -> Manifest
 
 
 def _server_container(service: LLMService, plan: Plan) -> Manifest:
-    runtime = service.spec.runtime
+    closing_file = f"{object_names.RUN_DIR}/{constants.CLOSING_FILE}"
     return {
         "name": SERVER_CONTAINER,
         "image": plan.image.value,
         "args": server_arguments(service),
         "env": container_env(service),
-        "ports": [{"name": name, "containerPort": port} for name, port in runtime.ports.by_name.items()],
+        "ports": [{"name": name, "containerPort": port} for name, port in service.ports.items()],
         "resources": _resources(service, plan),
         "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
         "readinessProbe": _probe("ready", 5, failures=2),
         "livenessProbe": _probe("live", 10, failures=6),
-        # Not the sleep action, because API servers before 1.29 ignore it.
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PROPAGATION_S)]}}},
+        # Not the sleep action, because API servers before 1.29 ignore it. The file lets the OpenAI front close its
+        # connections, which otherwise stay with this pod.
+        "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", f"touch {closing_file}; sleep {PROPAGATION_S}"]}}},
         "securityContext": security_context.container_security_context(service.spec.security.readOnlyRootFilesystem),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _volume_mounts(service),
@@ -162,6 +165,7 @@ def _probe(check: str, period_s: int, failures: int) -> Manifest:
 
 def server_arguments(service: LLMService) -> list[str]:
     """Return the arguments of `python -m quire_server`, the entry point of the image."""
+    paths = {name: path for name, (path, _) in _openai_secrets(service).items()}
     return [
         f"--engine={object_names.ENGINE_DIR}/engine.json",
         f"--adapters={object_names.ADAPTER_CATALOG_DIR}/adapters.json",
@@ -174,6 +178,7 @@ def server_arguments(service: LLMService) -> list[str]:
         f"--secrets-dir={object_names.SECRETS_DIR}",
         *(f"--pvc={claim}={object_names.CLAIMS_DIR}/{claim}" for claim in _claim_names(service)),
         f"--drain-timeout={service.spec.rollout.drainSeconds}",
+        *openai_arguments(service, service.openai_port, paths.get("api-keys"), paths.get("tls")),
     ]
 
 
@@ -196,6 +201,27 @@ def _claim_names(service: LLMService) -> list[str]:
     return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
 
 
+def _openai_secrets(service: LLMService) -> dict[str, tuple[str, str]]:
+    """Return mount path and Secret by volume name; empty if the OpenAI API is not served."""
+    openai = service.spec.openai
+    refs = {
+        "api-keys": (object_names.API_KEYS_DIR, openai.apiKeysSecretRef),
+        "tls": (object_names.TLS_DIR, openai.tlsSecretRef),
+    }
+    is_served = service.openai_port is not None
+    return {name: (path, ref.name) for name, (path, ref) in refs.items() if ref is not None and is_served}
+
+
+def _chat_template_volume(service: LLMService) -> Manifest | None:
+    """Return the volume with the chat template of a ConfigMap; None: the spec names none."""
+    template = service.spec.openai.chatTemplate
+    if template is None or template.configMapKeyRef is None:
+        return None
+    ref = template.configMapKeyRef
+    items = [{"key": ref.key, "path": object_names.CHAT_TEMPLATE_FILE}]
+    return {"name": "chat-template", "configMap": {"name": ref.name, "items": items}}
+
+
 def _volume_mounts(service: LLMService) -> list[Manifest]:
     mounts: list[Manifest] = [
         # Whole folders, not subPath, because a mount with subPath is never updated.
@@ -211,6 +237,10 @@ def _volume_mounts(service: LLMService) -> list[Manifest]:
     ]
     if model_storage.cache_mode(service) != "None":
         mounts.append({"name": "model", "mountPath": object_names.MODEL_DIR, "readOnly": True})
+    for name, (path, _) in _openai_secrets(service).items():
+        mounts.append({"name": name, "mountPath": path, "readOnly": True})
+    if volume := _chat_template_volume(service):
+        mounts.append({"name": volume["name"], "mountPath": object_names.CHAT_TEMPLATE_DIR, "readOnly": True})
     for i, claim in enumerate(_claim_names(service)):
         mounts.append({"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True})
     return mounts
@@ -232,6 +262,11 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
     ]
     if model_storage.cache_mode(service) != "None":
         volumes.append(model_storage.volume(service, plan))
+    for name, (_, secret) in _openai_secrets(service).items():
+        # Not optional: a pod without the Secret waits with an event that names it, instead of rejecting all requests.
+        volumes.append({"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}})
+    if volume := _chat_template_volume(service):
+        volumes.append(volume)
     for i, claim in enumerate(_claim_names(service)):
         volumes.append({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes

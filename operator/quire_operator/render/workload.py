@@ -18,6 +18,7 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
     spec = {
         "replicas": service.spec.replicas,
         "revisionHistoryLimit": 3,
+        "minReadySeconds": rollout.minReadySeconds,
         "progressDeadlineSeconds": pod_template.progress_seconds(service, plan),
         "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
         "strategy": {

@@ -89,9 +89,9 @@ def test_descriptions_of_optional_fields_state_the_default():
         if not ({"default", "properties"} & set(field) or name in node.get("required", ()))
         if "efault" not in field["description"]
     ]
-    # A source's kinds exclude each other, and lists, maps and values that are empty when omitted.
+    # The kinds of a source or template exclude each other, and lists, maps and values that are empty when omitted.
     assert {path.rpartition(".")[2] for path in silent} == {
-        "path", "adapters", "value", "matchLabels", "labels", "annotations", "spec"
+        "path", "text", "adapters", "value", "matchLabels", "labels", "annotations", "spec"
     }  # fmt: skip
 
 
@@ -138,6 +138,12 @@ def test_small_enough_for_the_annotation_of_kubectl_apply():
 def test_every_pattern_has_a_message():
     used = {node["pattern"] for _, node in walk(crd.load_schema()) if "pattern" in node}
     assert used == set(schema_messages.PATTERN_MESSAGES)
+
+
+def test_parsers_are_those_of_the_engine():
+    openai = OPENAPI["properties"]["spec"]["properties"]["openai"]["properties"]
+    assert openai["toolCallParser"]["enum"] == ["auto", "none", *capabilities.TOOL_CALL_PARSERS]
+    assert openai["reasoningParser"]["enum"] == ["auto", "none", *capabilities.REASONING_PARSERS]
 
 
 def test_sources_match_the_adapter_catalog():

@@ -76,6 +76,13 @@ def test_names_and_defaults():
     assert tales.spec.adapters == ()
 
 
+def test_openai_port_by_default_is_one_that_is_free():
+    ports = "runtime: {ports: {http: 8004, grpc: 8005}}"
+    assert service("{model: {source: {path: m}}}").openai_port == 8004
+    assert service(f"{{model: {{source: {{path: m}}}}, {ports}}}").openai_port == 8006
+    assert "openai" not in service("{model: {source: {path: m}}, openai: {enabled: false}}").ports
+
+
 def test_served_name_overrides_the_resource_name():
     assert service("{model: {source: {path: m}, servedName: tales-1.5}}").served_name == "tales-1.5"
 

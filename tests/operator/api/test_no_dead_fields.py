@@ -43,6 +43,20 @@ SOURCES = """
 COMMON = """
 lora: {maxLoaded: 4, maxRank: 16, maxCached: 8, maxCachedMemory: 768Mi}
 engine: {prefixCaching: true, minConcurrency: 2, maxNumQueuedReqs: 9}
+openai:
+  enabled: true
+  port: 8004
+  apiKeysSecretRef: {name: keys}
+  tlsSecretRef: {name: certificate}
+  apiServerCount: 1
+  sharedPrefixCache: false
+  live: false
+  generationConfig: auto
+  corsAllowedOrigins: ["https://chat.example"]
+  limits: {maxBodySize: 16Mi}
+  toolCallParser: auto
+  reasoningParser: auto
+  chatTemplate: {configMapKeyRef: {name: templates, key: chat}}
 replicas: 2
 cache: {mode: PVC, size: 40Gi, storageClassName: fast, accessModes: [ReadWriteMany], deletionPolicy: Delete}
 runtime:
@@ -53,7 +67,7 @@ runtime:
   cpu: "4"
   memory: 64Gi
   sharedMemory: 2Gi
-rollout: {maxSurge: 1, maxUnavailable: 1, drainSeconds: 60, progressDeadlineSeconds: 900}
+rollout: {maxSurge: 1, maxUnavailable: 1, minReadySeconds: 10, drainSeconds: 60, progressDeadlineSeconds: 900}
 disruption: {pdb: Auto}
 observability: {podMonitor: Auto, metricsLabels: {a: b}}
 networking:
@@ -62,7 +76,7 @@ networking:
     ingressFrom:
     - {namespaceSelector: {matchLabels: {a: b}}, podSelector: {matchLabels: {c: d}}}
     - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
-  inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}}
+  inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}, targetPort: http}
 security: {runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
 podTemplate: {metadata: {labels: {x: y}, annotations: {n: m}}, spec: {priorityClassName: low}}
 """
@@ -97,7 +111,7 @@ def bases():
     for scaling in ({}, {"kind": "ScaledObject", "prometheusAddress": "http://p:9090"}):
         autoscaling = {"minReplicas": 2, "maxReplicas": 3, "requestsPerReplica": 8, "scaleDownSeconds": 60} | scaling
         yield body(COMMON + GPU, sources[0], autoscaling=autoscaling)
-    yield body(COMMON, sources[0], device="CPU")
+    yield body(COMMON, sources[0], device="CPU", openai={"chatTemplate": {"text": "{{ messages }}"}})
     yield body(GPU, sources[0], cache={"mode": "PVC"}, rollout={"maxUnavailable": 1, "updatePolicy": "OnSpecChange"})
 
 
@@ -129,7 +143,7 @@ TEXTS = {
     "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], "uri": ["s3://bucket/other"], "endpoint": ["https://other"],
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
     "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"], "path": ["other"],
-    "region": ["other"], "value": ["other"],
+    "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_validate_prints_one_line_for_each_problem_and_checks_all_files(tmp_path
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines() == [
         f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? Known fields: adapters, "
-        "autoscaling, cache, device, disruption, engine, gpu, lora, model, networking, observability, paused, "
+        "autoscaling, cache, device, disruption, engine, gpu, lora, model, networking, observability, openai, paused, "
         "podTemplate, replicas, rollout, runtime, security",
         f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; use one of these",
         f"{tmp_path}/none.yaml: No such file or directory; give the path of a YAML file, or - for standard input",
@@ -112,6 +112,8 @@ def test_version_and_help():
         ((), "the following arguments are required: COMMAND"),
         (("validate",), "the following arguments are required: -f/--file"),
         (("serve", "-f", EXAMPLE, "--volume", "a=/none"), "'/none' is not a folder; create it, or correct the path"),
+        (("serve", "-f", EXAMPLE, "--openai-api-keys-dir", "/none"), "'/none' is not a folder; create it"),
+        (("serve", "-f", EXAMPLE, "--openai-ssl-certfile", "/none"), "'/none' is not a file; create it"),
         (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device is only for --vllm-repository; set spec.device"),
         (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume cannot be used with --vllm-repository"),
         (("operate", "--workers", "0"), "'0' is not an integer of at least 1"),

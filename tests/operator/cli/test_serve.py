@@ -94,6 +94,66 @@ def test_supervisor_accepts_the_command_line(folder):
     assert settings.allow_path_sources and settings.verbose
 
 
+def test_chat_options_reach_the_engine_config(folder):
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    chat = {"chat_template": folder / "chat.jinja", "tool_call_parser": "mistral", "reasoning_parser": "none"}
+    launched = launch(folder, TALES, run_dir=folder / "run", **chat)
+    write_run_dir(launched)
+    engine = EngineConfig.load(folder / "run/engine.json")
+    assert {name: getattr(engine, name) for name in chat} == chat | {"chat_template": str(folder / "chat.jinja")}
+    with pytest.raises(ConfigError, match=r"absent\.jinja: no such file"):
+        launch(folder, TALES, chat_template=folder / "absent.jinja")
+
+
+def test_openai_fields_of_the_spec_and_options_that_override_them(folder):
+    def settings(spec, **options):
+        argv = launch(folder, f"{TALES}  openai: {spec}\n", **options).argv[3:]
+        return quire_server.__main__._settings(quire_server.__main__._parse_args(argv))
+
+    def openai(spec, **options):
+        found = settings(spec, **options)
+        # The live page is always served on a laptop.
+        return found.openai_port, tuple(flag for flag in found.openai_flags if flag != "--live")
+
+    (folder / "secrets/keys").mkdir(parents=True)
+    secrets = {"secrets_dir": folder / "secrets"}
+    spec = "{port: 9000, apiKeysSecretRef: {name: keys}, corsAllowedOrigins: [https://a], limits: {maxBodySize: 1Mi}}"
+    keys = f"--api-keys-dir={folder}/secrets/keys"
+    assert openai(spec, **secrets) == (9000, (keys, "--max-body-bytes=1048576", "--cors-origin=https://a"))
+    own = openai(spec, openai_port=9001, openai_api_keys_dir=folder / "own")
+    assert own[0] == 9001 and own[1][0] == f"--api-keys-dir={folder}/own"
+    assert openai("{}") == (constants.OPENAI_PORT, ())
+    assert openai("{enabled: false}") == openai("{}", openai_port=0) == openai(spec, openai_port=0) == (None, ())
+    assert openai("{enabled: false}", openai_port=9001) == (9001, ())
+    tls = "{tlsSecretRef: {name: keys}, apiServerCount: 2}"
+    certificate = (f"--ssl-certfile={folder}/secrets/keys/tls.crt", f"--ssl-keyfile={folder}/secrets/keys/tls.key")
+    assert (openai(tls, **secrets)[1], settings(tls, **secrets).openai_api_server_count) == (certificate, 2)
+    own_files = {"openai_ssl_certfile": folder / "c.pem", "openai_api_server_count": 3}
+    assert openai(tls, **own_files)[1] == (f"--ssl-certfile={folder}/c.pem",)
+    assert settings(tls, **own_files).openai_api_server_count == 3
+    (message,) = problems(folder, f"{TALES}  openai: {spec}\n")
+    assert 'spec.openai.apiKeysSecretRef.name: "keys": Secrets are not available on this machine' in message
+
+
+def test_chat_template_and_parsers_of_the_spec_reach_the_engine_config(folder):
+    def chat_template(spec, **options):
+        write_run_dir(launch(folder, f"{TALES}  openai: {spec}\n", run_dir=folder / "run", **options))
+        engine = EngineConfig.load(folder / "run/engine.json")
+        text = None if engine.chat_template is None else Path(engine.chat_template).read_text()
+        return text, engine.tool_call_parser, engine.reasoning_parser
+
+    spec = "{chatTemplate: {text: 'a {{ b }}'}, toolCallParser: hermes, reasoningParser: none}"
+    assert chat_template(spec) == ("a {{ b }}", "hermes", "none")
+    (folder / "own.jinja").write_text("own")
+    own = {"chat_template": folder / "own.jinja", "tool_call_parser": "mistral"}
+    assert chat_template(spec, **own) == ("own", "mistral", "none")
+    assert chat_template("{}") == (None, "auto", "auto")
+    reference = "{chatTemplate: {configMapKeyRef: {name: templates}}}"
+    assert chat_template(reference, **own) == ("own", "mistral", "auto")
+    (message,) = problems(folder, f"{TALES}  openai: {reference}\n")
+    assert 'spec.openai.chatTemplate.configMapKeyRef.name: "templates": ConfigMaps are not available' in message
+
+
 def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
     (folder / "dev").mkdir()
     (folder / "dev/nvidiactl").touch()

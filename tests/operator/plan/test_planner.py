@@ -164,6 +164,7 @@ def test_digest_ignores_fields_that_do_not_affect_the_plan(text):
     [
         "engine: {minConcurrency: 3}", "engine: {kvCacheMemory: 2Gi}", "runtime: {memory: 20Gi}",
         "runtime: {sharedMemory: 2Gi}", "gpu: {count: 2}", "lora: {maxLoaded: 1}", "engine: {dtype: float16}",
+        "openai: {enabled: false}", "openai: {apiServerCount: 2}",
     ],
 )  # fmt: skip
 def test_digest_contains_fields_that_affect_the_plan(text):
@@ -387,6 +388,12 @@ def test_swap_space_is_added_to_the_request_and_counts_against_a_limit():
     limit = "runtime: {memory: 40Gi}\nlora: {maxLoaded: 0}"
     without, with_it = plan_for("qwen", None, limit), plan_for("qwen", None, f"{limit}\nengine: {{swapSpace: 2Gi}}")
     assert without.bytes.kv - with_it.bytes.kv == 2 * GIB
+
+
+def test_memory_of_the_openai_api_is_counted():
+    texts = ("enabled: false", "enabled: true", "apiServerCount: 4")
+    off, one, four = (plan_for("8b", L4, f"openai: {{{text}}}").hostBytes.processes >> 20 for text in texts)
+    assert (one - off, four - one) == (128, 3 * 64)
 
 
 def test_tensor_parallel_processes_on_a_cpu_divide_its_memory():

@@ -16,7 +16,7 @@ def test_network_policies():
     objects = rendered_objects(service)
     ingress = objects["NetworkPolicy", "s"]["spec"]["ingress"]
     by_port = {port["port"]: rule["from"] for rule in ingress for port in rule["ports"]}
-    assert by_port[8000] == by_port[8001] == [{"podSelector": {}}]
+    assert by_port[8000] == by_port[8001] == by_port[8004] == [{"podSelector": {}}]
     assert OPERATOR_PEER in by_port[8003] and {"podSelector": {}} not in by_port[8003]
     assert OPERATOR_PEER not in by_port[8000]
 

@@ -270,6 +270,17 @@ def test_download_parses_the_arguments_of_the_job(monkeypatch):
     assert failing["values"] == [model_download.EXIT_PERMANENT_FAILURE]
 
 
+def test_the_text_of_a_chat_template_is_beside_engine_json():
+    def engine(text):
+        service = llm_service(f"{GPU}openai: {{chatTemplate: {{text: '{text}'}}}}")
+        return next(m for (_, name), m in rendered_objects(service).items() if name.startswith("s-engine"))
+
+    config, path = engine("a"), "/etc/quire/engine/chat_template.jinja"
+    assert json.loads(config["data"]["engine.json"])["chat_template"] == path
+    assert config["data"][Path(path).name] == "a"
+    assert config["metadata"]["name"] != engine("b")["metadata"]["name"], "another text replaces the pods"
+
+
 def test_claim_ownership_follows_the_deletion_policy():
     assert (
         "ownerReferences" not in only_of_kind(rendered_objects(llm_service(GPU)), "PersistentVolumeClaim")["metadata"]

@@ -83,6 +83,9 @@ def build_child_objects(
         waiting_for_download or (is_same_revision and service.spec.rollout.updatePolicy != "Auto")
     ):
         revision = live_revision
+        if service.openai_port is not None and not revision.serves_openai:
+            # Services and policies get the port together with the pods.
+            return build_child_objects(service.without_openai(), pods_digest, plan, context, live_objects)
     replicas = service.spec.replicas if model_ready or is_serving else 0
     manifests = [_with_live_values(service, m, replicas, live_objects) for m in revision.apply_to(manifests)]
     job_name = finished_job if job is None or finished_job is not None else str(job["metadata"]["name"])

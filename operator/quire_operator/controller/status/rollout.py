@@ -163,6 +163,8 @@ def _blocking_reason(
         more_text = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return cause.reason, f"{progress}; pod {name}: {message}{more_text}"
     if counts.is_current and counts.updated >= desired_replicas == counts.replicas:
+        if counts.available < counts.ready == desired_replicas:
+            return Reason.UPDATING, f"{progress}; they must stay ready for spec.rollout.minReadySeconds"
         return Reason.PODS_NOT_READY, f"{progress}; the others are starting"
     return Reason.UPDATING, progress
 

@@ -19,13 +19,14 @@ from quire_operator.controller.status.conditions import (
     format_timestamp,
     to_conditions,
 )
-from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState
 from quire_operator.controller.status.rollout import RolloutState, available_condition, evaluate_rollout, ready_pods
 from quire_operator.plan.gpu import GPU_RESOURCE
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
+from quire_operator.render.manifests import container_ports
 
-_PRESERVED_FIELDS = ("servedName", "selector", "endpoints", "plan", "cache", "adapters", "adaptersReady")
+_PRESERVED_FIELDS = ("servedName", "selector", "address", "endpoints", "plan", "cache", "adapters", "adaptersReady")
 """Fields that keep their values while the spec is invalid."""
 
 
@@ -59,6 +60,7 @@ def build_status(
         "readyReplicas": len(ready),
         "updatedReplicas": (deployment.get("updatedReplicas") or 0) if is_current else 0,
         "models": adapters.common_model_names(ready),
+        **_parsers(ready),
     }
 
 
@@ -121,7 +123,7 @@ def _evaluate_spec(
         "adapters": adapters_state.entries,
         "adaptersReady": adapters_state.ready_summary,
         **({"plan": plan} if plan else {}),
-        **({"endpoints": _endpoints(service)} if observed.deployment is not None else {}),
+        **(_addresses(service, observed.deployment) if observed.deployment is not None else {}),
     }
     return _EvaluatedSpec(conditions, fields)
 
@@ -271,7 +273,26 @@ def _format_time(text: str | None) -> str:
     return format_timestamp(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
 
 
-def _endpoints(service: LLMService) -> dict[str, str]:
-    ports = service.spec.runtime.ports
-    host = ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
-    return {"http": f"http://{host}:{ports.http}", "grpc": f"{host}:{ports.grpc}"}
+def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
+    """Return the fields toolCallParser and reasoningParser: what all ready pods report."""
+    reports = [pod.report for pod in ready if pod.report]
+    names = {
+        "toolCallParser": {report.tool_call_parser for report in reports},
+        "reasoningParser": {report.reasoning_parser for report in reports},
+    }
+    return {field: name for field, found in names.items() if len(found) == 1 and (name := next(iter(found)))}
+
+
+def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the fields address and endpoints."""
+    ports, host = (
+        service.spec.runtime.ports,
+        ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"]),
+    )
+    http, grpc = f"http://{host}:{ports.http}", f"{host}:{ports.grpc}"
+    address = {"url": http, "http": http, "grpc": f"grpc://{grpc}"}
+    # Pods that an older release rendered do not have the port.
+    if service.openai_port and object_names.OPENAI_PORT_NAME in container_ports(deployment["spec"]["template"]):
+        scheme = "http" if service.spec.openai.tlsSecretRef is None else "https"
+        address["url"] = address["openai"] = f"{scheme}://{host}:{service.openai_port}/v1"
+    return {"address": address, "endpoints": {"http": http, "grpc": grpc}}

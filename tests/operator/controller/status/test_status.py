@@ -52,6 +52,10 @@ def test_all_is_well():
         "name": "sql", "ready": 2, "total": 2, "state": "Ready", "digest": f"sha256:{'sql':0>64}",
     }  # fmt: skip
     assert found["endpoints"] == {"http": "http://s.team.svc:8000", "grpc": "s.team.svc:8001"}
+    urls = {"http": "http://s.team.svc:8000", "grpc": "grpc://s.team.svc:8001"}
+    openai = "http://s.team.svc:8004/v1"
+    assert found["address"] == {"url": openai, "openai": openai, **urls}
+    assert (found["toolCallParser"], "reasoningParser" in found) == ("hermes", False)
     assert found["servedName"] == "s"
     assert found["selector"] == (
         "app.kubernetes.io/component=server,app.kubernetes.io/instance=s,app.kubernetes.io/name=quire"
@@ -71,6 +75,7 @@ NOT_READY = {
         healthy_state(deployment=deployment(2, observedGeneration=3)),
         "Updating",
     ),
+    "pods are not ready for long enough": (healthy_state(deployment=deployment(2, availableReplicas=1)), "Updating"),
     "old pods make up the count": (healthy_state(deployment=deployment(2, updated=1)), "Updating"),
     "pods of two templates": (
         state_with_pods(serving_pod(), replace(serving_pod("s-1"), template_hash="old")),
@@ -214,8 +219,8 @@ def test_a_spec_that_cannot_be_read():
     assert condition(found, "Ready")["message"] == (
         "spec.model.source: exactly one is needed; spec.replicas: must be 0 or more"
     )
-    assert {k: found[k] for k in ("plan", "endpoints", "models", "selector")} == {
-        k: before[k] for k in ("plan", "endpoints", "models", "selector")
+    assert {k: found[k] for k in ("plan", "address", "endpoints", "models", "selector")} == {
+        k: before[k] for k in ("plan", "address", "endpoints", "models", "selector")
     }
     assert found["readyReplicas"] == 2 and found["updatedReplicas"] == 0
 

@@ -99,7 +99,9 @@ FAULTS = [
     numbers(observedGeneration=5),
     numbers(conditions=LATE),
     lambda o: replace(o, deployment=None),
-    lambda o: replace(o, deployment=o.deployment and {**o.deployment, "spec": {"replicas": WANTED + 1}}),
+    lambda o: replace(
+        o, deployment=o.deployment and {**o.deployment, "spec": {**o.deployment["spec"], "replicas": WANTED + 1}}
+    ),
     lambda o: replace(o, deployment=deployment(0)),
     lambda o: replace(o, deployment=deployment(WANTED + 1)),
     lambda o: replace(o, pods=o.pods[1:]),

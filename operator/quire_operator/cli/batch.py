@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire batch`: runs a file of requests, on the model of an LLMService on this machine or on a server.
+
+Prepares like `quire serve` and replaces the process by `python -m quire_server.batch`. Called by main.py.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from quire_operator.api import crd
+from quire_operator.api.llmservice import LLMService
+from quire_operator.cli import serve
+from quire_spec import constants
+
+_SERVER_OPTIONS = ("url", "api_key_env", "priority", "timeout")
+_LOCAL_OPTIONS = ("volumes", "secrets_dir", "run_dir", "cache_dir")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replace this process by the batch; return only if the command line is wrong."""
+    common = list(_common_flags(args))
+    if args.url is not None:
+        _reject(args, _LOCAL_OPTIONS, "-f")
+        server = [f"--{name.replace('_', '-')}={_value(args, name)}" for name in _SERVER_OPTIONS if _value(args, name)]
+        serve.exec_supervisor([*common, *server], os.environ)
+    _reject(args, _SERVER_OPTIONS, "--url")
+    manifest = crd.single_service(args.file)
+    service = LLMService.from_body(crd.require_valid(manifest))
+    # A folder of its own, so that a batch can run beside `quire serve` of the same service.
+    run_dir = args.run_dir or serve.default_run_dir(f"{service.name}-batch", os.environ)
+    options = serve.ServeOptions(
+        volumes=args.volumes, secrets_dir=args.secrets_dir, run_dir=run_dir, cache_dir=args.cache_dir
+    )
+    launch_plan = serve.prepare(manifest, service, options, os.environ)
+    serve.require_packages(serves_openai=True)
+    serve.write_run_dir(launch_plan)
+    local = {
+        "engine": run_dir / constants.ENGINE_FILE,
+        "adapters": run_dir / constants.CATALOG_FILE,
+        "served-name": service.served_name,
+        "run-dir": run_dir,
+        "cache-dir": args.cache_dir or serve.default_cache_dir(os.environ),
+        **({"secrets-dir": args.secrets_dir} if args.secrets_dir else {}),
+    }
+    pvcs = [f"--pvc={claim}={folder.absolute()}" for claim, folder in args.volumes]
+    print(
+        f"quire batch: {service.served_name} on {service.spec.device} from {launch_plan.engine.model}", file=sys.stderr
+    )
+    serve.exec_supervisor(
+        [*common, *(f"--{name}={value}" for name, value in local.items()), *pvcs], launch_plan.environment
+    )
+
+
+def _common_flags(args: argparse.Namespace) -> Iterator[str]:
+    yield from (sys.executable, "-m", "quire_server.batch")
+    for name in ("input", "output", "error_file", "max_inflight", "retry_timeout"):
+        if (value := getattr(args, name)) is not None:
+            yield f"--{name.replace('_', '-')}={value}"
+    if args.verbose:
+        yield "--verbose"
+
+
+def _value(args: argparse.Namespace, name: str) -> str | None:
+    value = getattr(args, name)
+    return None if value is None else str(value)
+
+
+def _reject(args: argparse.Namespace, names: tuple[str, ...], required: str) -> None:
+    """End with a usage error if one of the options is set."""
+    for name in names:
+        if getattr(args, name) not in (None, []):
+            option = {"volumes": "volume"}.get(name, name).replace("_", "-")
+            args.usage_error(f"--{option} is only for {required}; leave it out")

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `python -m quire_server` for the OpenAI API, and the file of the chat template, from spec.openai.
+
+Called by pod_template.py, objects.py and cli/serve.py. A file works the same in a cluster and on a laptop.
+"""
+
+from collections.abc import Iterator
+
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.quantity import to_bytes
+from quire_operator.render import object_names
+
+TLS_FILES = {"certfile": "tls.crt", "keyfile": "tls.key"}
+"""Entries of a Secret of type kubernetes.io/tls, by the end of the option's name."""
+
+
+def openai_arguments(
+    service: LLMService, port: int | None, api_keys_dir: str | None, tls_dir: str | None
+) -> Iterator[str]:
+    """Yield the options. `port` None: the API is not served.
+
+    `api_keys_dir` and `tls_dir` are the folders of the Secrets; None: no key is needed, HTTP without TLS.
+    """
+    if port is None:
+        return
+    openai = service.spec.openai
+    yield f"--openai-port={port}"
+    if api_keys_dir is not None:
+        yield f"--openai-api-keys-dir={api_keys_dir}"
+    if tls_dir is not None:
+        yield from (f"--openai-ssl-{option}={tls_dir}/{file}" for option, file in TLS_FILES.items())
+    # Only values that differ from the server's own defaults, so that pods of other images understand them.
+    if openai.apiServerCount > 1:
+        yield f"--openai-api-server-count={openai.apiServerCount}"
+    if openai.sharedPrefixCache:
+        yield "--openai-shared-prefix-cache"
+    if openai.live:
+        yield "--openai-live"
+    if openai.generationConfig != "auto":
+        yield f"--openai-generation-config={openai.generationConfig}"
+    for origin in openai.corsAllowedOrigins:
+        yield f"--openai-cors-origin={origin}"
+    if openai.limits.maxBodySize is not None:
+        yield f"--openai-max-body-bytes={to_bytes(openai.limits.maxBodySize)}"
+
+
+def chat_template_path(service: LLMService) -> str | None:
+    """Return the file of the chat template in a pod; None: the checkpoint's template is used."""
+    template = service.spec.openai.chatTemplate
+    if template is None:
+        return None
+    folder = object_names.ENGINE_DIR if template.text is not None else object_names.CHAT_TEMPLATE_DIR
+    return f"{folder}/{object_names.CHAT_TEMPLATE_FILE}"
