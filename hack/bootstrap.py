@@ -182,6 +182,11 @@ def main() -> None:
         print_progress("nothing is missing")
         if shutil.which("g++") is None:
             print_progress("g++ is not installed: bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
+        if None in (shutil.which("chromium"), shutil.which("chromedriver")):
+            print_progress(
+                "chromium is not installed: the live page is not tested in a browser (apt-get install chromium "
+                "chromium-driver)"
+            )
     elif not stamp(arguments.venv, arguments.group).exists():
         if arguments.group == EMULATED:
             install_emulated(arguments.venv)

@@ -21,7 +21,7 @@ FIELDS_WITHOUT_RESTART = (
     *("spec.replicas", "spec.autoscaling", "spec.paused", "spec.disruption", "spec.observability", "spec.networking"),
     *("spec.cache.accessModes", "spec.cache.deletionPolicy", "spec.cache.storageClassName"),
     *("spec.rollout.maxSurge", "spec.rollout.maxUnavailable", "spec.rollout.progressDeadlineSeconds"),
-    *("spec.rollout.updatePolicy", "spec.adapters"),
+    *("spec.rollout.updatePolicy", "spec.rollout.minReadySeconds", "spec.adapters"),
 )
 """Fields that do not restart pods, with all fields below them. All other fields do. A test compares this with the
 rendered pod template."""
