@@ -167,7 +167,7 @@ class AdapterRegistry:
         for digest in sorted(self.slot_table.pinned_adapters):
             if self.slot_table.lookup(digest) is None and digest in self._on_host:
                 self.slot_table.assign_pinned(digest)
-        self.slot_table.begin_step(now, self._is_on_host_or_reading)
+        self.slot_table.begin_step(now, self._is_on_host_or_reading, self._order_of_need)
 
     def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
         """Return adapters to read from disk, as many as fit in host memory.
@@ -176,7 +176,7 @@ class AdapterRegistry:
         """
         reads = []
         while self._read_queue:
-            digest = min(self._read_queue, key=lambda queued_digest: self._needed_since(queued_digest) or math.inf)
+            digest = min(self._read_queue, key=self._order_of_need)
             if not self._make_host_room(digest):
                 break
             del self._read_queue[digest]
@@ -285,6 +285,11 @@ class AdapterRegistry:
 
     def _is_on_host_or_reading(self, digest: AdapterDigest) -> bool:
         return digest in self._on_host or digest in self._reading
+
+    def _order_of_need(self, digest: AdapterDigest) -> float:
+        """Return the sort key by which host copies and reserved slots are granted; the lowest comes first."""
+        needed_since = self._needed_since(digest)
+        return math.inf if needed_since is None else needed_since
 
     def _mark_needed(self, digest: AdapterDigest, adapter: _Adapter) -> None:
         if adapter.needed_since is None and self.slot_table.num_running(digest) == 0:

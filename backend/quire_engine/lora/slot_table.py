@@ -112,14 +112,24 @@ class SlotTable:
             self._tick += 1
             self._slots[slot].last_used = self._tick
 
-    def begin_step(self, now: float, is_on_host_or_reading: Callable[[AdapterDigest], bool]) -> None:
+    def begin_step(
+        self,
+        now: float,
+        is_on_host_or_reading: Callable[[AdapterDigest], bool],
+        order_of_need: Callable[[AdapterDigest], float],
+    ) -> None:
         """Called before the first `can_start` of a step. Reserve slots for adapters that have waited too long.
 
-        `is_on_host_or_reading`: whether an adapter has a host copy or is being read. Such adapters come first.
+        Args:
+            now: monotonic seconds.
+            is_on_host_or_reading: whether an adapter has a host copy or is being read. Such adapters come first.
+            order_of_need: the order in which host copies are granted, lowest first. Slots are reserved in the same
+                order. Otherwise an adapter with a host copy could take the slot that is reserved for another one,
+                and start only one of its sequences there.
         """
         self._without_slot.clear()
         if self._waiting_since and len(self._reservations) < self._max_reserved:
-            self._reserve_slots(now, is_on_host_or_reading)
+            self._reserve_slots(now, is_on_host_or_reading, order_of_need)
         self._usable_reservations = {digest for digest in self._reservations.values() if is_on_host_or_reading(digest)}
 
     def assign_pinned(self, digest: AdapterDigest) -> None:
@@ -233,17 +243,21 @@ class SlotTable:
         }
         return [violation for violation, is_violated in violations.items() if is_violated]
 
-    def _reserve_slots(self, now: float, is_on_host_or_reading: Callable[[AdapterDigest], bool]) -> None:
-        """Reserve slots for overdue adapters without one: those with host copies first, then the oldest."""
+    def _reserve_slots(
+        self,
+        now: float,
+        is_on_host_or_reading: Callable[[AdapterDigest], bool],
+        order_of_need: Callable[[AdapterDigest], float],
+    ) -> None:
+        """Reserve slots for overdue adapters without one: those with host copies first, then the oldest need."""
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [
             d
             for d, waiting_since in self._waiting_since.items()
             if now - waiting_since >= RESERVE_AFTER_S and d not in served_digests
         ]
-        for digest in sorted(overdue, key=is_on_host_or_reading, reverse=True)[
-            : self._max_reserved - len(self._reservations)
-        ]:
+        overdue.sort(key=lambda d: (not is_on_host_or_reading(d), order_of_need(d)))
+        for digest in overdue[: self._max_reserved - len(self._reservations)]:
             if (slot := self._slot_to_reserve(digest)) is None:
                 return
             self._reservations[slot] = digest

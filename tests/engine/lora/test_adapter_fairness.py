@@ -6,7 +6,7 @@ import random
 from collections import defaultdict, deque
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire_engine.lora.registry import AdapterRegistry
@@ -81,6 +81,8 @@ def bound(num_adapters: int, num_slots: int) -> float:
     num_extra_copies=st.integers(0, 30),
     skew=st.sampled_from([0.0, 1.0, 3.0]),
 )
+# Slots were reserved in another order than host copies were granted: 57 s, where the bound is 41 s.
+@example(seed=168095560, num_slots=1, num_adapters=14, num_extra_copies=0, skew=0.0)
 def test_wait_for_a_slot_is_bounded(seed: int, num_slots: int, num_adapters: int, num_extra_copies: int, skew: float):
     rng = random.Random(seed)
     traffic = Traffic(rng, num_adapters, num_slots, num_extra_copies)
