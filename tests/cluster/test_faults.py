@@ -27,8 +27,10 @@ MONITOR = ("monitoring.coreos.com/v1", "PodMonitor")
 SERVER_PODS = "app.kubernetes.io/component=server"
 POD_MONITORS = ("podmonitors", "monitoring.coreos.com", "v1", "PodMonitor")
 SHORT_TIMEOUTS = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
+CALM_TIMEOUTS = WatchTimeouts(inactivity_s=2.5, max_backoff_s=0.5)
+"""For tests in which no watch may become stale, on a busy machine either."""
 OUTAGE_S = float(os.environ.get("QUIRE_TEST_OUTAGE_S", "10"))
-"""More than SHORT_TIMEOUTS.stale_after_s."""
+"""More than CALM_TIMEOUTS.stale_after_s."""
 SPEC = {"replicas": 2, "adapters": [{"name": "a", "source": {"pvc": {"claimName": "models", "path": "a"}}}]}
 
 
@@ -209,7 +211,8 @@ def test_an_optional_kind_that_fails_delays_no_other(cluster, namespace, kubelet
     try:
         wait_for(lambda: cluster.is_established(crd["metadata"]["name"]), 30, "the kind served")
         initial_fault = lambda method, asked: Fault(403) if how == "answers 403" and "podmonitors" in asked else None  # noqa: E731
-        with proxied_operator(cluster, namespace, tmp_path, with_kopf=True, fault=initial_fault) as (proxy, operator):
+        settings = {"watch_timeouts": CALM_TIMEOUTS, "fault": initial_fault, "with_kopf": True}
+        with proxied_operator(cluster, namespace, tmp_path, **settings) as (proxy, operator):
             wait_for(operator.controller.started.is_set, 30, "workers")
             cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
             wait_for(lambda: operator.child("Deployment"), 30, "the Deployment")
@@ -218,7 +221,7 @@ def test_an_optional_kind_that_fails_delays_no_other(cluster, namespace, kubelet
                 cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
             if how == "sends an ERROR":
                 proxy.fault = lambda method, asked: Fault(200, error_event=500) if is_watch(asked) else None
-            until = time.monotonic() + 3 * SHORT_TIMEOUTS.stale_after_s
+            until = time.monotonic() + 1.5 * CALM_TIMEOUTS.stale_after_s
             while time.monotonic() < until:
                 assert operator.controller.unhealthy_reason() == ""
                 time.sleep(0.2)
@@ -248,7 +251,10 @@ def test_an_optional_kind_that_is_installed_later_is_served(cluster, namespace, 
 
 def test_an_api_server_that_answers_503_for_long_needs_no_restart(cluster, namespace, kubelet, tmp_path):
     cluster.apply(llm_service(), namespace)
-    with proxied_operator(cluster, namespace, tmp_path, with_kopf=True) as (proxy, operator):
+    with proxied_operator(cluster, namespace, tmp_path, with_kopf=True, watch_timeouts=CALM_TIMEOUTS) as (
+        proxy,
+        operator,
+    ):
         operator.wait_settled()
         proxy.fault = lambda method, asked: Fault(503)
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 3}}, namespace)

@@ -43,7 +43,7 @@ def perf_analyzer(tmp_path_factory):
 
 def run(argv, environment, folder):
     done = subprocess.run(argv, env=environment, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[:2000] + done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[:2000] + done.stdout[-2000:] + done.stderr[:2000] + done.stderr[-2000:]
     return done.stdout
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hub reader, below the adapter fetcher and a fake hub."""
 
-import os
+import random
 
 import pytest
 from support.fake_sources import FakeHttpServer, FakeHub
@@ -48,7 +48,7 @@ async def test_hub_resumes_and_checks_the_hubs_sha256(tmp_path, hub, serve):
     assert await fetch(tmp_path, source, **hub.options) == ADAPTER_FILES
     assert hub.http_server.ranges()[1].startswith("bytes=")
     hub.commit = "f" * 40
-    lied = FakeHttpServer({f"/{WEIGHTS_FILE}": os.urandom(len(WEIGHTS))})
+    lied = FakeHttpServer({f"/{WEIGHTS_FILE}": random.Random(2).randbytes(len(WEIGHTS))})
     hub.cdn = (await serve(lied.handle)).replace("127.0.0.1", "localhost")
     with pytest.raises(InvalidArgument, match="sha256 is"):
         await fetch(tmp_path, source, **hub.options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The S3 reader, below the adapter fetcher and a fake S3 server; obstore is real."""
 
-import os
+import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -49,7 +49,7 @@ async def test_s3_resumes_at_the_end_of_a_complete_file(tmp_path, bucket, monkey
 
 
 async def test_s3_never_mixes_two_versions(tmp_path, bucket):
-    changed = os.urandom(len(WEIGHTS))
+    changed = random.Random(2).randbytes(len(WEIGHTS))
     bucket.http_server.honor_conditions, bucket.http_server.cut_after_bytes = False, [10**9, 2**20]
     bucket.http_server.files_after_cuts = {f"/models/loras/sql/{WEIGHTS_FILE}": changed}
     assert (await fetch(tmp_path, s3(bucket), **bucket.options))[WEIGHTS_FILE] == changed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of an adapter, and a fetcher with its own cache."""
 
-import os
+import random
 from pathlib import Path
 
 from quire_server.adapters.fetcher import MAX_WEIGHTS_BYTES, AdapterFetcher
@@ -11,7 +11,7 @@ from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = b'{"r": 8}'
-WEIGHTS = os.urandom(3 * 2**20)
+WEIGHTS = random.Random(1).randbytes(3 * 2**20)
 ADAPTER_FILES = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
 
 

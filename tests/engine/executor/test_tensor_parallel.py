@@ -242,7 +242,7 @@ def test_on_lost_is_called_at_once_when_a_worker_dies(folders):
 
 
 def test_hanging_worker_is_detected_and_killed(folders):
-    engine = engine_with_thread_workers(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=2.0)
+    engine = engine_with_thread_workers(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=4.0)
     (rank,) = tp_worker_processes()
     engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
     engine.step()
@@ -250,7 +250,7 @@ def test_hanging_worker_is_detected_and_killed(folders):
     start = time.monotonic()
     with pytest.raises(RunnerLost, match="a step failed in rank 0"):
         engine.step()
-    assert 1.5 < time.monotonic() - start < 10
+    assert 3.5 < time.monotonic() - start < 60
     assert psutil.wait_procs([rank], timeout=10)[1] == []
 
 

@@ -66,7 +66,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def check_request_fails_when_killed(pod: EngineProcesses, victim: psutil.Process) -> None:
-    """Check that a running request fails with UNAVAILABLE within 5 s after a process is killed."""
+    """Check that a running request fails with UNAVAILABLE within 20 s after a process is killed."""
     with pod.connect("text", "frontend") as client:
         request = client.submit([1, 2, 3], **ENDLESS)
         first = client.receive()
@@ -74,4 +74,4 @@ def check_request_fails_when_killed(pod: EngineProcesses, victim: psutil.Process
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert client.collect([request])[request][-1].error_code == "UNAVAILABLE"
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < 20

@@ -32,7 +32,7 @@ SECRET = "apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n"
 def quire(*arguments, stdin=""):
     return subprocess.run(
         [Path(sys.executable).with_name("quire"), *arguments],
-        input=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT,
+        input=stdin, capture_output=True, text=True, timeout=170, cwd=ROOT,
     )  # fmt: skip
 
 
@@ -167,12 +167,19 @@ def test_a_closed_pipe_prints_no_traceback():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_validate_starts_within_half_a_second():
-    """Measured in CPU time, which does not depend on other load of the machine."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert quire("validate", "-f", EXAMPLE).returncode == 0
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+def test_validate_starts_fast():
+    """It takes 0.25 s of CPU time, and imports of the standard library take 0.14 s; torch alone would take 1.5 s."""
+
+    def cpu_seconds(*command):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert subprocess.run(command, capture_output=True, timeout=170, cwd=ROOT).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    imports = "import argparse, asyncio, dataclasses, http.server, json, ssl, urllib.request, yaml"
+    standard = min(cpu_seconds(sys.executable, "-c", imports) for _ in range(3))
+    started = min(cpu_seconds(Path(sys.executable).with_name("quire"), "validate", "-f", EXAMPLE) for _ in range(3))
+    assert started < 4 * standard
 
 
 def test_validate_imports_no_slow_packages():

@@ -105,9 +105,10 @@ def test_threads_keep_order_and_send_one_final_response():
                     to_send.put(s)
 
     def cancel_randomly():
+        draw = random.Random(1)
         for _ in range(2000):
-            s = random.choice(list(streams.values()))
-            failed = s.request_id % 4 == 0 and random.random() < 0.1 and s.fail(Cancelled("gone"))
+            s = draw.choice(list(streams.values()))
+            failed = s.request_id % 4 == 0 and draw.random() < 0.1 and s.fail(Cancelled("gone"))
             if failed or (s.try_acquire() and s.release()):
                 to_send.put(s)
 

@@ -52,7 +52,7 @@ def test_a_death_in_the_engine_ends_streams_with_an_error_event(own, victim):
     killed = time.monotonic()
     own.engine.kill(victim)
     stream.join()
-    assert stream.error is None and stream.ended_at - killed < 2
+    assert stream.error is None and stream.ended_at - killed < 10
     assert stream.events[-1] == "data: [DONE]"
     error = json.loads(stream.events[-2].removeprefix("data: "))["error"]
     assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
@@ -86,7 +86,7 @@ def test_sigterm_ends_the_front_within_its_grace_period(own):
     stream = OpenStream(own)
     started = time.monotonic()
     assert own.stop() == 0
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     stream.join()
     own.engine.wait_idle()
     own.start()

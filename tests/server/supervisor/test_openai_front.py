@@ -58,7 +58,7 @@ def test_a_killed_front_restarts_and_leaves_the_server_alone(pod):
                     pass
         started = time.monotonic()
         while pod.request("openai", "/v1/models").status != 200:
-            assert time.monotonic() - started < 20
+            assert time.monotonic() - started < 60
             await asyncio.sleep(0.05)
         num_pieces = len(served.pieces)
         await asyncio.sleep(0.5)
@@ -67,7 +67,7 @@ def test_a_killed_front_restarts_and_leaves_the_server_alone(pod):
         return time.monotonic() - started
 
     print(f"\nthe front is back after {asyncio.run(scenario()):.2f} s")
-    pod.wait_ready(10)
+    pod.wait_ready(60)
     after = {name: pod.pid(name) for name in before}
     assert {name for name in before if before[name] != after[name]} == {"openai"}
     assert pod.status()["processes"]["openai"]["restarts"] == 1

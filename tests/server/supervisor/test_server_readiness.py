@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(180)]
 
 REACTION_S = 1.0
 """Time after a death in which readiness may still be true."""
+SLACK_S = 3.0
+"""What one round of requests takes at most on a busy machine."""
 
 
 async def readiness(pod, client, *models):
@@ -48,7 +50,7 @@ async def watch(pod, deaths):
             num_ready += is_ready
             if answer is not None and answer.status != 200 and answer.status != 0:
                 now = time.monotonic()
-                assert any(now - died < REACTION_S + 0.5 for died in deaths), (model, answer)
+                assert any(now - died < REACTION_S + SLACK_S for died in deaths), (model, answer)
         await asyncio.sleep(0.02)
 
 
@@ -60,23 +62,23 @@ def test_ready_is_true_only_while_requests_are_answered(tmp_path):
         async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
             watcher = asyncio.create_task(watch(pod, deaths))
             # The server is up before the core.
-            await wait_readiness(pod, client, ["tales"], [False, False], 20)
+            await wait_readiness(pod, client, ["tales"], [False, False], 60)
             assert await client.is_server_live()
             (tmp_path / "start").touch()
-            await wait_readiness(pod, client, ["tales", "a"], [True, True, True], 30)
-            pod.wait_ready(30)
+            await wait_readiness(pod, client, ["tales", "a"], [True, True, True], 60)
+            pod.wait_ready(60)
             for victim in ("core", "text"):
                 deaths.append(time.monotonic())
                 os.kill(pod.pid(victim), signal.SIGKILL)
-                seconds = await wait_readiness(pod, client, ["tales", "a"], [False, False, False], 5)
+                seconds = await wait_readiness(pod, client, ["tales", "a"], [False, False, False], 20)
                 print(f"\nnot ready {seconds:.2f} s after the death of {victim}")
-                assert seconds < REACTION_S + 0.5
+                assert seconds < REACTION_S + SLACK_S
                 assert await client.is_server_live()
                 while (await asyncio.to_thread(pod.generate, "tales", "x", max_tokens=1)).status != 200:
                     await asyncio.sleep(0.02)
-                seconds = await wait_readiness(pod, client, ["tales"], [True, True], 5)
+                seconds = await wait_readiness(pod, client, ["tales"], [True, True], 20)
                 print(f"ready {seconds:.2f} s after the first answer")
-                assert seconds < 1.0 + 0.5
+                assert seconds < 1.0 + SLACK_S
                 await wait_readiness(pod, client, ["a"], [True, True], 20)
             pod.put_adapters(catalog(2))
             await wait_readiness(pod, client, ["tales", "a"], [True, True, False], 10)

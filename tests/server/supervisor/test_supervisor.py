@@ -112,7 +112,7 @@ def test_reload_of_idle_stub_does_not_affect_other_models(pod):
         stub.kill()
         started_at = time.monotonic()
         while (await asyncio.to_thread(pod.generate, "b", "x", max_tokens=2)).status != 200:
-            assert time.monotonic() - started_at < 10
+            assert time.monotonic() - started_at < 40
             await asyncio.sleep(0.02)
         assert not any(task.done() for task in tasks)
         for task in tasks:
