@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the engine: `python -m quire_engine generate|bench`, on this machine and without a server.
+"""Command line of the engine: `python -m quire_engine generate|bench|convert`, on this machine and without a server.
 
-Parses arguments and prints results; `api/llm.py` and `api/benchmark.py` do the work.
+Parses arguments and prints results; `api/llm.py`, `api/benchmark.py` and `weights/pickle_conversion.py` do the work.
 """
 
 import argparse
@@ -58,6 +58,16 @@ examples:
 
   any engine setting, by its name in engine.json
     python -m quire_engine bench --model org/name --device cuda --set max_num_seqs=256 --set block_size=32
+"""
+
+_CONVERT_EXAMPLES = """
+examples:
+  a folder with pytorch_model.bin
+    python -m quire_engine convert ./opt-125m --into ./opt-125m-safetensors
+
+  a Hugging Face Hub id; then serve the new folder
+    python -m quire_engine convert facebook/opt-125m --into ./opt-125m
+    python -m quire_engine generate --model ./opt-125m --prompt "Hello"
 """
 
 
@@ -119,6 +129,14 @@ def _bench(args: argparse.Namespace) -> None:
     else:
         print(" ".join(f"{name}={value}" for name, value in _engine_settings(llm).items()))
         print(benchmark.format_report(report))
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from quire_engine.weights import hub, pickle_conversion  # imports torch, which --help does not need
+
+    source = hub.resolve_model(args.model, args.revision, sys.stderr.isatty(), None, hub.PICKLE_PATTERNS)
+    report = pickle_conversion.convert_checkpoint(source, args.into)
+    print(f"converted and compared tensors={report.num_tensors} bytes={report.num_bytes} folder={args.into}")
 
 
 def _profile_steps(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[None]:
@@ -239,16 +257,16 @@ _BENCH_OPTIONS: tuple[_Option, ...] = (
     ("--no-warmup", None, bool, "do not run a few requests before measuring", {}),
 )
 _BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
-_COMMANDS = {"generate": _generate, "bench": _bench}
+_COMMANDS = {"generate": _generate, "bench": _bench, "convert": _convert}
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_engine",
-        description="Generate with a model or benchmark it on this machine: the engine of a pod without its server.",
-        epilog="For examples see python -m quire_engine generate --help and bench --help",
+        description="Generate with a model, benchmark it or convert its weights on this machine, without a server.",
+        epilog="For examples see python -m quire_engine generate --help, bench --help and convert --help",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench|convert")
     for name, summary, description, examples, options in (
         (
             "generate",
@@ -271,7 +289,22 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(option, help=text, **value | other)
         command.add_argument("--lora", metavar="NAME=DIR", help=_LORA_HELP[name], **_REPEATABLE)
         command.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
+    _add_convert_command(commands)
     return parser
+
+
+def _add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "convert",
+        help="convert pickled weights to safetensors",
+        description="Write a checkpoint with pytorch_model.bin as a new folder with safetensors and compare every "
+        "tensor. Only tensors are unpickled (torch.load with weights_only=True).",
+        epilog=_CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or a Hugging Face Hub id")
+    command.add_argument("--into", metavar="DIR", type=Path, required=True, help="new folder for the result")
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,11 @@ class LLM:
         self.engine = Engine.from_config(EngineConfig.from_json(engine_args), progress=progress)
         tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
         self.engine.tokenizer_folder = tokenizer_folder
-        self.tokenizer = Tokenizer.from_folder(tokenizer_folder) if tokenizer is None else Tokenizer(tokenizer_folder)
-        """None for a model folder without tokenizer.json; its prompts must be token ids."""
+        self.tokenizer: Tokenizer | None = None
+        """None for a model without a tokenizer, or with skip_tokenizer_init; its prompts must be token ids."""
+        if not self.engine.config.skip_tokenizer_init:
+            load = Tokenizer.from_folder if tokenizer is None else Tokenizer
+            self.tokenizer = load(tokenizer_folder)
         self._tokenizer_folder = tokenizer_folder
         self._chat_template = chat_template
         self._next_id = 0
@@ -86,7 +89,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidArgument(
-                f"prompt: {self._tokenizer_folder} has no tokenizer.json; give prompt_token_ids instead of text"
+                f"prompt: {self._tokenizer_folder} has no tokenizer; give prompt_token_ids instead of text"
             )
         return self.tokenizer
 

@@ -56,7 +56,7 @@ class GrammarCompiler:
         """Return the compiler of a checkpoint; raises InvalidArgument also if it has no tokenizer."""
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is None:
-            raise InvalidArgument("structured_outputs: the model has no tokenizer.json; leave it out")
+            raise InvalidArgument("structured_outputs: the model has no tokenizer; leave it out")
         return cls(tokenizer, vocab_size, eos_token_ids)
 
     def create(self, grammar_text: str, begin_after_token_ids: Collection[int] = ()) -> Grammar:

@@ -86,16 +86,15 @@ def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
     """
     if params.stop and not has_tokenizer:
         raise InvalidArgument(
-            "sampling parameter 'stop': not possible, because the model has no tokenizer.json; use stop_token_ids"
+            "sampling parameter 'stop': not possible, because the model has no tokenizer; use stop_token_ids"
         )
     if params.structured_outputs is not None and not has_tokenizer:
         raise InvalidArgument(
-            "sampling parameter 'structured_outputs': not possible, because the model has no tokenizer.json; leave it "
-            "out, or add the file to the model folder"
+            "sampling parameter 'structured_outputs': not possible, because the model has no tokenizer; leave it out"
         )
     if params.bad_words and not has_tokenizer:
         raise InvalidArgument(
-            "sampling parameter 'bad_words': not possible, because the model has no tokenizer.json; use logit_bias"
+            "sampling parameter 'bad_words': not possible, because the model has no tokenizer; use logit_bias"
         )
 
 
@@ -286,9 +285,7 @@ class AdmissionController:
     def check_prompt_text(self, prompt: object) -> None:
         """Check a text before it is tokenized; raises InvalidArgument if it is not a string or cannot fit."""
         if not self._has_tokenizer:
-            raise InvalidArgument(
-                "prompt: the model has no tokenizer.json; send prompt_token_ids, or add the file to the model folder"
-            )
+            raise InvalidArgument("prompt: the model has no tokenizer; send prompt_token_ids")
         if not isinstance(prompt, str):
             raise InvalidArgument("prompt: must be a string")
         # Counting the bytes encodes the text, so it is done only if the number of characters is not sufficient.

@@ -159,5 +159,5 @@ class FrontendCalls:
 
     def _require_tokenizer(self) -> PromptTokenizer:
         if self._prompt_tokenizer is None:
-            raise InvalidArgument("prompt: the model has no tokenizer.json; send token ids")
+            raise InvalidArgument("prompt: the model has no tokenizer; send token ids")
         return self._prompt_tokenizer

@@ -30,7 +30,8 @@ from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, Respons
 from quire_engine.text.server import TextServer
 from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
-from quire_engine.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_engine.tokenization.tokenizer_files import ALL_FORMATS
 from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
@@ -46,7 +47,7 @@ def main(args: process.ProcessArgs) -> None:
     """Load the tokenizer and the limits of the checkpoint, then serve."""
     config = args.config
     folder = resolve_model(config.model, config.revision, progress=False, download_dir=config.download_dir)
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder, config)
     model_config = ModelConfig.load(folder)
     limits = RequestLimits.from_config(args.config, model_config, tokenizer)
     logger.info(
@@ -54,8 +55,6 @@ def main(args: process.ProcessArgs) -> None:
         *(args.served_name, tokenizer is not None, limits.max_model_len),
         *(limits.max_prompt_bytes, limits.max_num_queued_reqs),
     )
-    if tokenizer is None:
-        logger.warning("the model has no %s, so requests must contain token ids folder=%s", TOKENIZER_FILE, folder)
     templates = _load_chat_templates(folder, args.config)
     parser_names = _choose_parsers(args.config, templates, tokenizer)
     chat_renderer = None
@@ -68,6 +67,21 @@ def main(args: process.ProcessArgs) -> None:
             *(args, tokenizer, limits, eos_token_ids, chat_renderer, parser_names, grammar_checker, sampling_defaults)
         )
     )
+
+
+def load_tokenizer(folder: Path, config: EngineConfig) -> Tokenizer | None:
+    """Return the tokenizer of the checkpoint in `folder`, or None with skip_tokenizer_init.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer and skip_tokenizer_init is not set, or a file is invalid.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if (tokenizer := Tokenizer.from_folder(folder)) is None:
+        raise ConfigError(
+            f"{folder}: has no tokenizer ({ALL_FORMATS}); add the files, or set skip_tokenizer_init and send input_ids"
+        )
+    return tokenizer
 
 
 async def _serve(

@@ -1,52 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a checkpoint: text to token ids, and token ids to text as a whole.
 
-Contains the rules of tokenizer.json and tokenizer_config.json; has no knowledge of requests, sockets or torch. The
-request manager of the text process and the offline LLM call it. Only the `tokenizers` library is used.
+tokenizer_files.py reads the files. This has no knowledge of requests, sockets or torch. The request manager of the text
+process and the offline LLM call it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import tokenizers
 
-from quire_engine.tokenization.chat_template_files import SPECIAL_TOKENS_ATTRIBUTES
 from quire_engine.tokenization.control_tokens import split_marked
 from quire_engine.tokenization.segment_cache import SegmentCache
 from quire_engine.tokenization.segmenter import Segmenter
 from quire_engine.tokenization.token_bytes import TokenBytesTable
-from quire_spec.dataclass_json import read_json_object
-from quire_spec.errors import ConfigError, InvalidArgument
-
-TOKENIZER_FILE = "tokenizer.json"
+from quire_engine.tokenization.tokenizer_files import has_tokenizer, read_tokenizer
+from quire_spec.errors import InvalidArgument
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint. Thread-safe; the slow methods release the GIL.
 
     Raises:
-        ConfigError: tokenizer.json is missing or has a decoder that cannot be streamed, or one of tokenizer.json and
-            tokenizer_config.json is invalid.
+        ConfigError: there is no tokenizer, its decoder cannot be streamed, or one of its files is invalid.
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / TOKENIZER_FILE
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            raise ConfigError(f"{path}: {error}") from error
-        # Checkpoints can contain the truncation and padding of training; a server must not truncate prompts silently.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        config_path = folder / "tokenizer_config.json"
-        try:
-            _apply_tokenizer_config(self._tokenizer, read_json_object(config_path) if config_path.exists() else {})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{config_path}: invalid token entries ({type(error).__name__}: {error}); save the tokenizer again"
-            ) from error
+        self._tokenizer = read_tokenizer(folder)
         self.token_bytes = TokenBytesTable(self._tokenizer)
         """Bytes of each token."""
         added_tokens = self._tokenizer.get_added_tokens_decoder()
@@ -59,8 +41,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
-        """Return the tokenizer of a checkpoint, or None without tokenizer.json; requests then use token ids only."""
-        return cls(folder) if (folder / TOKENIZER_FILE).exists() else None
+        """Return the tokenizer of a checkpoint, or None if it has none; requests then use token ids only."""
+        return cls(folder) if has_tokenizer(folder) else None
 
     @property
     def max_token_bytes(self) -> int:
@@ -162,30 +144,3 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token inside a text; U+FFFD for the bytes of an incomplete character."""
         return self.token_bytes.bytes_of(token_id).decode(errors="replace")
-
-
-def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that tokenizer_config.json names, as transformers does.
-
-    Special tokens inside a text are encoded as such, unless split_special_tokens is set. add_bos_token and
-    add_eos_token are ignored: transformers also ignores them if a tokenizer.json exists.
-
-    Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
-    """
-    for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-        if tokenizer.token_to_id(entry["content"]) is None:
-            (tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens)([_added_token(entry)])
-    named_tokens = [config[name] for name in SPECIAL_TOKENS_ATTRIBUTES if config.get(name)]
-    extra_tokens = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra_token_list = list(extra_tokens.values()) if isinstance(extra_tokens, dict) else list(extra_tokens)
-    known_special_tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    special_tokens = [_added_token(token) for token in (*named_tokens, *extra_token_list)]
-    tokenizer.add_special_tokens([token for token in special_tokens if token.content not in known_special_tokens])
-    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
-
-
-def _added_token(token: str | dict[str, Any]) -> tokenizers.AddedToken:
-    if isinstance(token, str):
-        return tokenizers.AddedToken(token, special=True, normalized=False)
-    flags = {key: token[key] for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in token}
-    return tokenizers.AddedToken(token["content"], **flags)

@@ -6,7 +6,7 @@ process call it, possibly at the same time: the file locks of huggingface_hub ma
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,9 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from quire_spec.errors import ConfigError
 from quire_spec.net.redaction import describe_error, redact_urls
 
-_ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+_ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+PICKLE_PATTERNS = ["pytorch_model*.bin"]
+"""Weights that only the converter downloads."""
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
@@ -25,11 +27,17 @@ Network errors are not wrapped."""
 _TIMEOUT_S = 15.0
 
 
-def resolve_model(model: str, revision: str | None, progress: bool, download_dir: str | None = None) -> Path:
+def resolve_model(
+    model: str,
+    revision: str | None,
+    progress: bool,
+    download_dir: str | None = None,
+    more_patterns: Sequence[str] = (),
+) -> Path:
     """Return the folder of `model`, a folder or a hub id such as `org/name`. Download files that are not in the cache.
 
     `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file. `download_dir` replaces
-    the cache of huggingface_hub.
+    the cache of huggingface_hub. `more_patterns` are names of further files to download.
 
     Raises:
         ConfigError: the folder or model does not exist, access is denied, or the hub cannot be reached.
@@ -53,7 +61,7 @@ def resolve_model(model: str, revision: str | None, progress: bool, download_dir
                 model,
                 revision=revision,
                 cache_dir=download_dir,
-                allow_patterns=_ALLOW_PATTERNS,
+                allow_patterns=[*_ALLOW_PATTERNS, *more_patterns],
                 ignore_patterns=_IGNORE_PATTERNS,
                 local_files_only=timeout_error is not None,
             )

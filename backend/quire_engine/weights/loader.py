@@ -3,6 +3,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quire_spec.errors import ConfigError
 
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
+CONVERT_COMMAND = "python -m quire_engine convert"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
 # Bytes read at a time: limits the memory for conversion.
@@ -114,12 +116,12 @@ def _locate_tensors(folder: Path) -> dict[str, Path]:
     pickle_files = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickle_files:
         raise ConfigError(
-            f"{folder}: weights in {pickle_files[0]!r} can run code when they are loaded; convert them to "
-            "safetensors with save_pretrained of transformers"
+            f"{folder}: weights in {pickle_files[0]!r} can run code when they are loaded; convert them with: "
+            f"{CONVERT_COMMAND} {shlex.quote(str(folder))} --into {shlex.quote(f'{folder}-safetensors')}"
         )
     raise ConfigError(
         f"{folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; check that this is the folder of "
-        "a checkpoint"
+        f"a checkpoint. If its repository has only pytorch_model.bin: {CONVERT_COMMAND} MODEL --into FOLDER"
     )
 
 

@@ -122,6 +122,10 @@ class EngineConfig:
     chat_template: str | None = None
     """File with a chat template that replaces the checkpoint's; None: the checkpoint's."""
 
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, and outputs have no text. Without it, a model without a tokenizer is an
+    error."""
+
     seed: int = 0
     """Seed for requests that do not set one."""
 

@@ -54,7 +54,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "tokenizer": ((None,), _TOKENIZER_FIX),
     "tokenizer_mode": (("auto",), _TOKENIZER_FIX),
     "tokenizer_revision": ((None,), "the tokenizer has the model's revision; remove the argument"),
-    "skip_tokenizer_init": ((False,), "send input_ids instead of text to a model with a tokenizer"),
     "load_format": (("auto", "safetensors"), "convert the checkpoint to safetensors"),
     "config_format": (("auto", "hf"), "use a checkpoint in Hugging Face format"),
     "override_generation_config": ((None, {}), "set sampling parameters in requests"),

@@ -60,6 +60,7 @@ class EngineSpec:
     maxNumBatchedTokens: int | None = None
     maxNumQueuedReqs: int | None = None
     maxLogprobs: int | None = None
+    skipTokenizerInit: bool | None = None
     schedulingPolicy: str | None = None
     swapSpace: str | None = None
 

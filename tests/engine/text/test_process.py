@@ -26,8 +26,10 @@ from support.engine_processes import (
 from support.tiny_checkpoints import greedy_output, make_llama, make_llama_adapter
 from transformers import AutoTokenizer
 
+from quire_engine.text.process import load_tokenizer
 from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE
-from quire_spec.errors import InvalidArgument
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.protocol.framing import encode_frame
 from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas
 
@@ -87,6 +89,14 @@ def test_greedy_text_equals_transformers(
         lengths.append(len(events))
     # Tokens that arrive while the text process is busy share a delta.
     assert 2 < max(lengths) <= 24 if stream else set(lengths) == {1}
+
+
+def test_a_model_without_a_tokenizer_starts_only_with_skip_tokenizer_init(model: Path, tmp_path: Path):
+    config = EngineConfig(model=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer\.json.*set skip_tokenizer_init"):
+        load_tokenizer(tmp_path, config)
+    skipping = EngineConfig(model=str(model), skip_tokenizer_init=True)
+    assert load_tokenizer(model, skipping) is None and load_tokenizer(model, EngineConfig(model=str(model)))
 
 
 def test_64_concurrent_streams_get_their_own_text(client: IpcClient, expected: dict[str, tuple[list[int], str]]):

@@ -87,7 +87,8 @@ except ConfigError as error:
 
 
 def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
-    downloaded = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    downloaded = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    downloaded += ["tokenizer.model", "vocab.json"]
     ignored = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]
 
     class Hub(BaseHTTPRequestHandler):

@@ -162,7 +162,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
   lora: {maxLoaded: 2, maxCached: 5}
   engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
-    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5}
+    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true}
 """
     assert launch(folder, spec, dev=folder / "dev").engine == EngineConfig(
         model="org/model",
@@ -178,6 +178,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         scheduling_policy="priority",
         swap_space=1.5,
         max_logprobs=5,
+        skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enable_lora=True,
         max_loras=2,

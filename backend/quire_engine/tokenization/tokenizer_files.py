@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint's tokenizer: tokenizer.json, or else tokenizer.model, or vocab.json with merges.txt.
+
+Reads them as transformers does. tokenizer.py calls it; it has no knowledge of requests.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from quire_engine.tokenization.chat_template_files import SPECIAL_TOKENS_ATTRIBUTES
+from quire_engine.tokenization.sentencepiece_model import read_sentencepiece_model
+from quire_spec.dataclass_json import read_json_object
+from quire_spec.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
+ALL_FORMATS = f"{TOKENIZER_FILE}, {SENTENCEPIECE_FILE} or {VOCAB_FILE} with {MERGES_FILE}"
+_CONFIG_FILE = "tokenizer_config.json"
+_BYTE_LEVEL_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+_SENTENCEPIECE_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast")
+_END_OF_TEXT = "<|endoftext|>"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a checkpoint's folder contains a tokenizer in one of the formats."""
+    formats = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), (VOCAB_FILE, MERGES_FILE))
+    return any(all((folder / name).exists() for name in names) for names in formats)
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a checkpoint with the tokens that tokenizer_config.json names.
+
+    Raises:
+        ConfigError: there is no tokenizer, a file is invalid, or the tokenizer's class cannot be built from its files.
+    """
+    config_path = folder / _CONFIG_FILE
+    config = read_json_object(config_path) if config_path.exists() else {}
+    if (folder / TOKENIZER_FILE).exists() or not has_tokenizer(folder):
+        tokenizer = _read_tokenizer_json(folder / TOKENIZER_FILE)
+        _apply_tokenizer_config(tokenizer, config, config_path)
+    elif (folder / SENTENCEPIECE_FILE).exists():
+        _check_class(config_path, config, _SENTENCEPIECE_CLASSES, SENTENCEPIECE_FILE)
+        tokenizer, bos, eos = read_sentencepiece_model(folder / SENTENCEPIECE_FILE)
+        _apply_tokenizer_config(tokenizer, config, config_path)
+        _add_post_processor(
+            tokenizer, {"add_bos_token": True, "bos_token": bos, "eos_token": eos} | config, config_path
+        )
+    else:
+        _check_class(config_path, config, _BYTE_LEVEL_CLASSES, f"{VOCAB_FILE} with {MERGES_FILE}")
+        tokenizer = _read_byte_level(folder, bool(config.get("add_prefix_space")))
+        _apply_tokenizer_config(tokenizer, config, config_path)
+        _add_post_processor(tokenizer, {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT} | config, config_path)
+    return tokenizer
+
+
+def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"{path}: {error}") from error
+    # Checkpoints can contain the truncation and padding of training; a server must not truncate prompts silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_byte_level(folder: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
+    """Read GPT-2's format, which OPT has, too.
+
+    Source: `GPT2Tokenizer` in transformers 5, src/transformers/models/gpt2/tokenization_gpt2.py
+    """
+    try:
+        model = models.BPE.from_file(str(folder / VOCAB_FILE), str(folder / MERGES_FILE))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"{folder / VOCAB_FILE} with {MERGES_FILE}: {error}; download both again") from error
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(_END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([_END_OF_TEXT])
+    return tokenizer
+
+
+def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ...], files: str) -> None:
+    """Reject a class whose rules are not in its files."""
+    name = config.get("tokenizer_class")
+    if name not in known:
+        raise ConfigError(
+            f"{path}: tokenizer_class {name!r} cannot be built from {files}; save {TOKENIZER_FILE} with "
+            "save_pretrained of transformers"
+        )
+
+
+def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
+    """Add the tokens around a text that add_bos_token and add_eos_token request."""
+    template, special_tokens = "$A", []
+    for name, form in (("bos_token", "{} $A"), ("eos_token", "{} {}")):
+        if not config.get(f"add_{name}"):
+            continue
+        token = config[name]["content"] if isinstance(config[name], dict) else config[name]
+        token_id = None if token is None else tokenizer.token_to_id(token)
+        if token_id is None:
+            raise ConfigError(f"{path}: {name} {token!r} is not in the vocabulary; correct it or add_{name}")
+        template = form.format(token) if name == "bos_token" else form.format(template, token)
+        special_tokens.append((token, token_id))
+    if special_tokens:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template.split(), special_tokens=list(dict.fromkeys(special_tokens))
+        )
+
+
+def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
+    try:
+        _add_config_tokens(tokenizer, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: invalid token entries ({type(error).__name__}: {error}); save the tokenizer again"
+        ) from error
+
+
+def _add_config_tokens(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Add the tokens that tokenizer_config.json names, as transformers does.
+
+    Special tokens inside a text are encoded as such, unless split_special_tokens is set. add_bos_token and
+    add_eos_token are ignored here: transformers also ignores them if a tokenizer.json exists.
+
+    Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
+    """
+    for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        if tokenizer.token_to_id(entry["content"]) is None:
+            (tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens)([_added_token(entry)])
+    named_tokens = [config[name] for name in SPECIAL_TOKENS_ATTRIBUTES if config.get(name)]
+    extra_tokens = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra_token_list = list(extra_tokens.values()) if isinstance(extra_tokens, dict) else list(extra_tokens)
+    known_special_tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    special_tokens = [_added_token(token) for token in (*named_tokens, *extra_token_list)]
+    tokenizer.add_special_tokens([token for token in special_tokens if token.content not in known_special_tokens])
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+
+
+def _added_token(token: str | dict[str, Any]) -> tokenizers.AddedToken:
+    if isinstance(token, str):
+        return tokenizers.AddedToken(token, special=True, normalized=False)
+    flags = {key: token[key] for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in token}
+    return tokenizers.AddedToken(token["content"], **flags)
