@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of the real server, in a separate process: HTTP generate_stream and gRPC ModelStreamInfer, asyncio.
+"""Clients of the real server, in a separate process: HTTP generate_stream, gRPC ModelStreamInfer, OpenAI completions.
 
 They share the processor with the measured server, so during a run they only store bytes and arrival times. They parse
 the bytes after the run.
@@ -25,25 +25,35 @@ TimedChunk = tuple[float, bytes]
 
 
 class Clients:
-    """`settings`: model, and the ports http and grpc."""
+    """`settings`: model, and the ports http, grpc and openai."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
 
     def run(self, requests: list[tuple[list[int], int]], offsets: list[float] | None, via: str) -> dict[str, Any]:
-        """See measure.py; `via` is http or grpc. Every request has its own stream."""
-        send, read = {"http": (self._send_http, http_tokens), "grpc": (self._send_grpc, grpc_tokens)}[via]
-        start, streams = asyncio.run(send(requests, offsets or [0.0] * len(requests)))
+        """See measure.py; `via` is http, grpc or openai. Every request has its own stream."""
+        offsets = offsets or [0.0] * len(requests)
+        model, port = self._settings["model"], self._settings[via]
+        if via == "grpc":
+            read, sending = grpc_tokens, self._send_grpc(requests, offsets)
+        elif via == "openai":
+            read = openai_tokens
+            sending = self._send_http(port, [openai_request(model, *request) for request in requests], offsets)
+        else:
+            path = f"/v2/models/{model}/generate_stream"
+            read = http_tokens
+            sending = self._send_http(port, [http_request(path, *request) for request in requests], offsets)
+        start, streams = asyncio.run(sending)
         recorder = TokenArrivals(start)
         for i, arrivals in enumerate(streams):
             for arrived_at, tokens in read(i, arrivals):
                 recorder.add(i, tokens, arrived_at - start)
         return recorder.to_reply()
 
-    async def _send_http(self, requests: Any, offsets: list[float]) -> tuple[float, list[list[TimedChunk]]]:
+    async def _send_http(
+        self, port: int, messages: list[bytes], offsets: list[float]
+    ) -> tuple[float, list[list[TimedChunk]]]:
         """One connection for each request."""
-        port, path = self._settings["http"], f"/v2/models/{self._settings['model']}/generate_stream"
-        messages = [http_request(path, prompt, num_tokens) for prompt, num_tokens in requests]
 
         async def send_one(message: bytes, offset: float) -> list[TimedChunk]:
             await asyncio.sleep(start + offset - time.perf_counter())
@@ -101,6 +111,16 @@ async def _single_request(message: bytes) -> AsyncIterator[bytes]:
 def http_request(path: str, prompt: list[int], num_tokens: int) -> bytes:
     """A request as it goes over the wire."""
     body = {"input_ids": prompt, "stream": True, "return_output_ids": True, **_parameters(num_tokens, "http")}
+    return _post(path, body)
+
+
+def openai_request(model: str, prompt: list[int], num_tokens: int) -> bytes:
+    """A request for a completion as it goes over the wire."""
+    body = {"model": model, "prompt": prompt, "stream": True, "return_token_ids": True}
+    return _post("/v1/completions", body | _parameters(num_tokens, "openai"))
+
+
+def _post(path: str, body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
@@ -112,28 +132,39 @@ def http_tokens(request_index: int, arrivals: list[TimedChunk]) -> list[tuple[fl
     Raises:
         RuntimeError: the answer is an error, or was cut off.
     """
-    tokens_by_time, partial_line = [], b""
+    # The server writes a list of one as its only element.
+    return [
+        (arrived_at, [token for ids in (event["output_ids"] for event in events) for token in _as_list(ids)])
+        for arrived_at, events in _events(request_index, arrivals)
+    ]
+
+
+def openai_tokens(request_index: int, arrivals: list[TimedChunk]) -> list[tuple[float, list[int]]]:
+    """As http_tokens, for the chunks of a completion."""
+    return [
+        (arrived_at, [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()])
+        for arrived_at, events in _events(request_index, arrivals)
+    ]
+
+
+def _as_list(ids: int | list[int]) -> list[int]:
+    return ids if isinstance(ids, list) else [ids]
+
+
+def _events(request_index: int, arrivals: list[TimedChunk]) -> list[tuple[float, list[dict[str, Any]]]]:
+    """Server-sent events by the time that their line was complete."""
+    events_by_time, partial_line = [], b""
     for arrived_at, data in arrivals:
         *lines, partial_line = (partial_line + data).split(b"\n")
-        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+        payloads = [line[6:].strip() for line in lines if line.startswith(b"data: ")]
+        events = [json.loads(payload) for payload in payloads if payload != b"[DONE]"]
         if errors := [event["error"] for event in events if "error" in event]:
             raise RuntimeError(f"request {request_index}: {errors[0]}")
-        # The server writes a list of one as its only element.
-        ids = [event["output_ids"] for event in events]
-        tokens_by_time.append(
-            (
-                arrived_at,
-                [
-                    token
-                    for output_ids in ids
-                    for token in (output_ids if isinstance(output_ids, list) else [output_ids])
-                ],
-            )
-        )
+        events_by_time.append((arrived_at, events))
     full_response = b"".join(data for _, data in arrivals)
     if not full_response.startswith(b"HTTP/1.1 200") or not full_response.endswith(_LAST_CHUNK):
         raise RuntimeError(f"request {request_index}: {full_response[:500]!r} ... {full_response[-100:]!r}")
-    return tokens_by_time
+    return events_by_time
 
 
 def grpc_request(model: str, prompt: list[int], num_tokens: int) -> bytes:

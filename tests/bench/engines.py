@@ -19,8 +19,9 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
 from support.quire_serve import QuireServeProcess  # noqa: E402
 
-ENGINE_NAMES = ("offline", "http", "grpc", "transformers", "vllm")
-ENGINES_WITH_RATES = ("http", "grpc", "vllm")
+ENGINE_NAMES = ("offline", "http", "grpc", "openai", "transformers", "vllm")
+PROTOCOLS = ("http", "grpc", "openai")
+ENGINES_WITH_RATES = (*PROTOCOLS, "vllm")
 """Engines that accept requests while others run."""
 STATIC_BATCH = 16
 
@@ -34,7 +35,7 @@ class BenchmarkEngine:
     run_arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its `run` command."""
     service: QuireServeProcess | None = None
-    """The server behind it, for http and grpc."""
+    """The server behind it, for the protocols."""
 
     def about(self) -> dict[str, Any]:
         """Return the engine's description of itself, after loading."""
@@ -66,14 +67,14 @@ def running_engines(
         started: dict[str, BenchmarkEngine] = {}
         if "offline" in names:
             started["offline"] = BenchmarkEngine("offline", start("offline", "quire_offline.py", settings))
-        if {"http", "grpc"} & set(names):
+        if set(PROTOCOLS) & set(names):
             service = QuireServeProcess(_document(settings), folder)
             stack.callback(service.stop)
             service.wait_ready()
             child = start("clients", "clients.py", {"model": "bench", **service.ports})
             started |= {
                 protocol: BenchmarkEngine(protocol, child, {"via": protocol}, service)
-                for protocol in ("http", "grpc")
+                for protocol in PROTOCOLS
                 if protocol in names
             }
         if "transformers" in names:

@@ -7,7 +7,13 @@ from typing import Any
 
 from measure import summarize_spread
 
-ENGINE_RATIOS = (("offline", "vllm"), ("http", "offline"), ("grpc", "offline"), ("offline", "transformers"))
+ENGINE_RATIOS = (
+    ("offline", "vllm"),
+    ("http", "offline"),
+    ("grpc", "offline"),
+    ("openai", "grpc"),
+    ("offline", "transformers"),
+)
 """Ratios of tokens/s, with all requests at once."""
 
 Rows = list[list[str]]

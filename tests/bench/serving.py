@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving benchmark: one trace, one set of weights, several engines in alternating runs.
 
-Engines: Quire offline and through the real server (HTTP and gRPC), transformers.generate in static batches, and vLLM
-if an environment has it. No speed is reported unless outputs are correct. See docs/benchmarks.md.
+Engines: Quire offline and through the real server (HTTP, gRPC, OpenAI), transformers.generate in static batches, and
+vLLM if an environment has it. No speed is reported unless outputs are correct. See docs/benchmarks.md.
 """
 
 import argparse
@@ -25,7 +25,16 @@ import command_line
 import random_checkpoint
 import report
 from child import ChildFailed, ChildProcess
-from engines import ENGINE_NAMES, ENGINES_WITH_RATES, ROOT, BenchmarkEngine, check_float32, check_gap, running_engines
+from engines import (
+    ENGINE_NAMES,
+    ENGINES_WITH_RATES,
+    PROTOCOLS,
+    ROOT,
+    BenchmarkEngine,
+    check_float32,
+    check_gap,
+    running_engines,
+)
 from measure import MAX_GAP, WrongOutput, kv_usage, measure
 from tqdm import tqdm
 from workload import Request, Workload
@@ -74,9 +83,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
             # All load at the same time: reading weights and importing torch keeps one core busy for each.
             log(f"loading {', '.join(names)}")
             children = stack.enter_context(running_engines(names, settings, args.vllm_python, folder))
-            checked_requests = (
-                warm_up_requests(workload)[:NUM_CHECKED] if {"offline", "http", "grpc"} & set(names) else []
-            )
+            checked_requests = warm_up_requests(workload)[:NUM_CHECKED] if {"offline", *PROTOCOLS} & set(names) else []
             if checked_requests:
                 log("checking this engine against transformers, both in float32")
                 check_float32(settings["model"], checked_requests, oracle, folder)

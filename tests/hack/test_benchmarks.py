@@ -49,8 +49,8 @@ def test_serving_benchmark(tmp_path):
         assert run["output_tokens_per_s"] == pytest.approx(run["num_output_tokens"] / run["seconds"])
         speeds.setdefault((run["engine"], run["rate"]), []).append(run["output_tokens_per_s"])
     assert [*speeds] == [
-        *((name, None) for name in ("offline", "http", "grpc", "transformers")),
-        *((name, 25.0) for name in ("http", "grpc")),
+        *((name, None) for name in ("offline", "http", "grpc", "openai", "transformers")),
+        *((name, 25.0) for name in ("http", "grpc", "openai")),
     ]
     for row in results["summary"]:
         values = speeds[row["engine"], row["rate"]]
