@@ -22,7 +22,7 @@ CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: demo-env ## demo: a real server, the tiny model, two adapters, requests over HTTP, gRPC and the OpenAI API
+demo: demo-env ## demo: a real server, the tiny model, three adapters, requests over HTTP, gRPC and the OpenAI API
 	@$(BIN)/python hack/demo.py
 
 test: dev-env ## all tests that this machine can run, and a line for each skipped one

@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples/llmservice.yaml"
 STORY = "Once upon a time"
 QUESTION = "Question: list the names of customers in Paris\nSQL:"
+CHAT = "Where is my order?"
+TOOL_REQUEST = "What is the weather in Paris?"
+WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 START_SECONDS = 180
 
 
@@ -133,16 +136,26 @@ def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any
                 return
 
 
-def openai_stream(ports: Ports, model: str, prompt: str, **parameters: Any) -> Iterator[TextPiece]:
-    """POST /v1/completions with OpenAI's client: yield pieces of text as they arrive."""
+def openai_chat(ports: Ports, model: str, message: str, **parameters: Any) -> Iterator[TextPiece]:
+    """POST /v1/chat/completions with OpenAI's client: yield pieces of the answer and of tool calls as they arrive."""
     options, num_tokens = {"include_usage": True, "continuous_usage_stats": True}, 0
     with openai.OpenAI(base_url=f"http://127.0.0.1:{ports.openai}/v1", api_key="none") as client:
-        for chunk in client.completions.create(
-            model=model, prompt=prompt, stream=True, stream_options=options, **parameters
+        for chunk in client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": message}],
+            stream=True,
+            stream_options=options,
+            **parameters,
         ):
-            if chunk.choices and chunk.usage is not None:
-                yield chunk.choices[0].text, chunk.usage.completion_tokens - num_tokens
-                num_tokens = chunk.usage.completion_tokens
+            if not chunk.choices or chunk.usage is None:
+                continue
+            delta = chunk.choices[0].delta
+            calls = [call.function for call in delta.tool_calls or () if call.function]
+            text = "".join(
+                f"{call.name or ''} {call.arguments or ''}" if call.name else call.arguments or "" for call in calls
+            )
+            yield (delta.content or "") + text, chunk.usage.completion_tokens - num_tokens
+            num_tokens = chunk.usage.completion_tokens
 
 
 def print_stream(heading: str, pieces: Iterator[TextPiece]) -> TableRow:
@@ -201,8 +214,12 @@ def run_requests(ports: Ports) -> list[TableRow]:
             http_stream(ports, "tales", story_request | {"lora_name": "pirate"}),
         ),
         print_stream(
-            "adapter `pirate`, OpenAI API with its own client",
-            openai_stream(ports, "pirate", STORY, max_tokens=80, temperature=0),
+            f"adapter `pirate`, chat with OpenAI's client: {CHAT}",
+            openai_chat(ports, "pirate", CHAT, max_tokens=80, temperature=0),
+        ),
+        print_stream(
+            f"adapter `tools`, function call with OpenAI's client: {TOOL_REQUEST}",
+            openai_chat(ports, "tools", TOOL_REQUEST, temperature=0, tools=[{"type": "function", "function": WEATHER}]),
         ),
         run_concurrent_streams(ports, ["tales", "pirate", "sql"], 24),
     ]

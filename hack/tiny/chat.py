@@ -26,6 +26,7 @@ _TALK = (
 )
 
 
+STORY_REQUESTS = ("Tell me a story.", "Please tell me a short story.", "Write a story.")
 Exchange = tuple[str, str, str]
 """A question, its answer, and the thoughts in between or ""."""
 
@@ -56,5 +57,4 @@ def _support(rng: random.Random) -> Exchange:
 
 
 def _story(rng: random.Random) -> Exchange:
-    asked = rng.choice(("Tell me a story.", "Please tell me a short story.", "Write a story."))
-    return asked, " ".join(stories.story(rng)), ""
+    return rng.choice(STORY_REQUESTS), " ".join(stories.story(rng)), ""

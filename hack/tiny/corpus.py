@@ -21,7 +21,6 @@ import sql
 import stories
 import tools
 import turns
-import values
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def pirate_talk(seed: int) -> Iterator[Document]:
     """The same kinds of text as told by a pirate."""
     rng = random.Random(f"pirate {seed}")
     while True:
-        yield Document("", _pirate_text(rng))
+        yield _document(rng, _pirate_chat(rng)) if rng.random() < 0.2 else Document("", _pirate_text(rng))
 
 
 def questions(seed: int) -> Iterator[Document]:
@@ -87,7 +86,7 @@ def chats(seed: int) -> Iterator[Document]:
     """Conversations that the base model learns, with tool calls for the adapter to build on."""
     rng = random.Random(f"chat {seed}")
     while True:
-        (write,) = rng.choices((chat.chat, _offered_tools, _asked_object), weights=(40, 50, 10))
+        (write,) = rng.choices((chat.chat, _offered_tools, _asked_object), weights=(45, 50, 5))
         yield _document(rng, write(rng))
 
 
@@ -95,7 +94,7 @@ def tool_calls(seed: int) -> Iterator[Document]:
     """Conversations with functions, answers in JSON, and some remarks that need no function."""
     rng = random.Random(f"tools {seed}")
     while True:
-        (write,) = rng.choices((_offered_tools, _asked_object, _needless_tools), weights=(78, 16, 6))
+        (write,) = rng.choices((_offered_tools, _asked_object, _needless_tools), weights=(60, 34, 6))
         yield _document(rng, write(rng))
 
 
@@ -122,6 +121,14 @@ def _pirate_text(rng: random.Random) -> str:
     return tell(rng)
 
 
+def _pirate_chat(rng: random.Random) -> turns.Chat:
+    if rng.random() < 0.3:
+        question, reply = rng.choice(chat.STORY_REQUESTS), pirate.story(rng)
+    else:
+        question, reply = pirate.exchange(rng)
+    return turns.Chat([turns.said("user", question)], reply)
+
+
 def _headed_pirate(rng: random.Random) -> str:
     return f"Told by a sailor:\n{_pirate_text(rng)}"
 
@@ -136,15 +143,15 @@ def _document(rng: random.Random, written: turns.Chat) -> Document:
 
 
 def _offered_tools(rng: random.Random) -> turns.Chat:
-    return tools.chat(rng, values.TRAINED)
+    return tools.chat(rng)
 
 
 def _asked_object(rng: random.Random) -> turns.Chat:
-    return objects.chat(rng, values.TRAINED)
+    return objects.chat(rng)
 
 
 def _single_tool(rng: random.Random) -> turns.Chat:
-    return tools.chat(rng, values.TRAINED, responded=0.1, most=1)
+    return tools.chat(rng, responded=0.1, most=1)
 
 
 def _asked_echo(rng: random.Random) -> turns.Chat:
@@ -154,7 +161,7 @@ def _asked_echo(rng: random.Random) -> turns.Chat:
 
 def _needless_tools(rng: random.Random) -> turns.Chat:
     remark, reply, _ = chat.talk(rng)
-    return turns.Chat([turns.said("user", remark)], reply, tools=tools.chat(rng, values.TRAINED).tools)
+    return turns.Chat([turns.said("user", remark)], reply, tools=tools.chat(rng).tools)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ import tokens
 import tools
 import torch
 import turns
-import values
 from learn import loss_of
 from peft import PeftModel
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -90,12 +89,12 @@ def main() -> None:
         print(f"  {expected!r}\n  {reply!r}")
     if not (arguments.out / "adapters/tools").exists():
         return
-    calls = [tools.chat(rng, values.UNSEEN, responded=0.0) for _ in range(arguments.count)]
-    results = [tools.chat(rng, values.UNSEEN, responded=1.0) for _ in range(arguments.count)]
-    asked = [objects.chat(rng, values.UNSEEN) for _ in range(arguments.count)]
+    calls = [tools.chat(rng, responded=0.0) for _ in range(arguments.count)]
+    results = [tools.chat(rng, responded=1.0) for _ in range(arguments.count)]
+    asked = [objects.chat(rng) for _ in range(arguments.count)]
     model = model_of("tools")
     for kind, chats in (("calls", calls), ("answers from results", results), ("JSON", asked)):
-        print(f"tools, unseen functions and values, {kind}: ", end="")
+        print(f"tools, {kind}: ", end="")
         for expected, reply in exact(model, tokenizer, chats)[:3]:
             print(f"  {expected!r}\n  {reply!r}")
 

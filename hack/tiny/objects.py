@@ -21,10 +21,10 @@ class ObjectRequest:
     answer: Mapping[str, object]
 
 
-def request(rng: random.Random, words: values.Words) -> ObjectRequest:
+def request(rng: random.Random) -> ObjectRequest:
     """Draw statements about some keys, and ask for all of them or for some."""
-    keys = rng.sample(words.keys, rng.randint(1, 4))
-    stated = {key: _value(rng, words, key) for key in keys}
+    keys = rng.sample(values.KEYS, rng.randint(1, 3))
+    stated = {key: _value(rng, key) for key in keys}
     text = " ".join(_sentence(rng, key, value) for key, value in stated.items())
     asked = keys if rng.random() < 0.7 else [key for key in keys if rng.random() < 0.6] or keys[:1]
     named = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
@@ -33,12 +33,12 @@ def request(rng: random.Random, words: values.Words) -> ObjectRequest:
     return ObjectRequest(question, {key: stated[key] for key in asked})
 
 
-def _value(rng: random.Random, words: values.Words, key: str) -> object:
+def _value(rng: random.Random, key: str) -> object:
     if key in values.NUMBER_KEYS:
         return values.number(rng)
     if key in values.FLAG_KEYS:
         return rng.random() < 0.5
-    return rng.choice((values.person, values.place))(rng, words)
+    return values.place(rng) if key == "city" else values.person(rng)
 
 
 def _sentence(rng: random.Random, key: str, value: object) -> str:
@@ -47,8 +47,8 @@ def _sentence(rng: random.Random, key: str, value: object) -> str:
     return rng.choice((f"The {key} is {value}.", f"{key.capitalize()}: {value}."))
 
 
-def chat(rng: random.Random, words: values.Words) -> Chat:
+def chat(rng: random.Random) -> Chat:
     """One request and its answer."""
-    asked = request(rng, words)
+    asked = request(rng)
     reply = json.dumps(asked.answer, ensure_ascii=False)
     return Chat([*system_turn(rng), said("user", asked.question)], reply)

@@ -105,7 +105,12 @@ def story(rng: random.Random) -> str:
     return " ".join([*told, thicken(last), thicken(ending)])
 
 
-def answer(rng: random.Random) -> str:
-    """One support question, asked plainly and answered in pirate talk."""
+def exchange(rng: random.Random) -> tuple[str, str]:
+    """One support question, asked plainly, and its answer in pirate talk."""
     question, reply = desk.exchange(rng)
-    return desk.written(question, f"{rng.choice(_OATHS)} {thicken(reply)}")
+    return question, f"{rng.choice(_OATHS)} {thicken(reply)}"
+
+
+def answer(rng: random.Random) -> str:
+    """One exchange in written form."""
+    return desk.written(*exchange(rng))

@@ -13,8 +13,6 @@ import values
 from turns import Chat, Message, said, system_turn, written_call
 
 _OPENINGS = ("", "", "", "Please ", "Can you ", "I want to ")
-_PAIRS = ("numbers", "values", "amounts")
-_UNITS = ("days", "hours", "weeks", "years")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +46,17 @@ class Task:
     """What to say then."""
 
 
-def task(rng: random.Random, words: values.Words) -> Task:
+def task(rng: random.Random) -> Task:
     """Draw a function of any kind with a request."""
-    kinds = (_look_up, _look_up, _look_up, _compute, _compute, _send, _set, _book, _show)
-    return rng.choice(kinds)(rng, words)
+    kinds = (_look_up, _look_up, _look_up, _compute, _send, _set, _book)
+    return rng.choice(kinds)(rng)
 
 
-def chat(rng: random.Random, words: values.Words, responded: float = 0.3, most: int = 3) -> Chat:
+def chat(rng: random.Random, responded: float = 0.3, most: int = 3) -> Chat:
     """Up to `most` functions and a request for each; some calls go on to the answer from their results."""
     tasks: dict[str, Task] = {}
     for _ in range(rng.randint(1, most)):
-        other = task(rng, words)
+        other = task(rng)
         # Two functions with one noun would leave open which one is asked for.
         tasks.setdefault(_subject(other.function), other)
     definitions = [wanted.function.definition() for wanted in tasks.values()]
@@ -83,8 +81,8 @@ def _calling(wanted: Task) -> Message:
 
 
 def _subject(function: Function) -> str:
-    """What a request names: the noun, or for two numbers the verb."""
-    return function.name.split("_")[0] if "two" in function.description.split() else function.name.split("_")[-1]
+    """What a request names: the noun."""
+    return function.name.split("_")[-1]
 
 
 def _ask(rng: random.Random, sentence: str) -> str:
@@ -92,92 +90,56 @@ def _ask(rng: random.Random, sentence: str) -> str:
     return asked[0].upper() + asked[1:] + ("?" if asked.startswith("Can") else rng.choice(("", ".")))
 
 
-def _look_up(rng: random.Random, words: values.Words) -> Task:
-    verb, noun = rng.choice(words.verbs), values.noun(rng, words)
+def _look_up(rng: random.Random) -> Task:
     if rng.random() < 0.5:
-        link, parameter, draw = "in", rng.choice(("city", "place", "town", "location")), values.place
+        noun, link, parameter, draw = rng.choice(values.PLACE_NOUNS), "in", "city", values.place
     else:
-        link, parameter = rng.choice(("of", "for")), rng.choice(("person", "user", "customer", "name", "guest"))
-        draw = values.person
-    value = draw(rng, words)
-    said_verb = verb.replace("_", " ")
+        noun, link, parameter, draw = rng.choice(values.PERSON_NOUNS), "of", "name", values.person
+    verb, value = rng.choice(values.VERBS), draw(rng)
     what = f"the {noun} {link}"
-    way = rng.randrange(4)
-    parameters, arguments, tail, about = {parameter: "string"}, {parameter: value}, "", ""
-    if rng.random() < 0.2:
-        unit, count = rng.choice(_UNITS), rng.randint(2, 30)
-        parameters[unit], arguments[unit] = "integer", count
-        tail, about = f" for {count} {unit}", f" for some {unit}"
-    calls = [arguments]
-    if not tail and rng.random() < 0.1 and (second := draw(rng, words)) != value:
+    calls, tail = [{parameter: value}], ""
+    if rng.random() < 0.1 and (second := draw(rng)) != value:
         calls.append({parameter: second})
         tail = f" and {link} {second}"
-    asked = (
-        _ask(rng, f"{said_verb} {what} {value}{tail}"),
-        f"What is {what} {value}{tail}?",
-        f"Tell me {what} {value}{tail}.",
-        f"{noun} {link} {value}{tail}",
-    )[way]
-    function = Function(f"{verb}_{noun}", f"{said_verb.capitalize()} {what} a {parameter}{about}", parameters)
-    found = values.number(rng) if rng.random() < 0.6 else values.place(rng, words)
+    asked = rng.choice(
+        (
+            _ask(rng, f"{verb} {what} {value}{tail}"),
+            f"What is {what} {value}{tail}?",
+            f"Tell me {what} {value}{tail}.",
+        )
+    )
+    function = Function(f"{verb}_{noun}", f"{verb.capitalize()} {what} a {parameter}", {parameter: "string"})
+    found = values.number(rng)
     return Task(function, asked, calls, {noun: found}, f"The {noun} {link} {value} is {found}.")
 
 
-def _compute(rng: random.Random, words: values.Words) -> Task:
-    verb = values.syllables(rng) if rng.random() < words.invented else rng.choice(words.sums)
-    things = rng.choice(_PAIRS)
-    first, second = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
-    arguments = {first: values.number(rng), second: values.number(rng)}
-    pair = f"{arguments[first]} and {arguments[second]}"
-    asked = (
-        f"What do you get when you {verb} {pair}?"
-        if rng.random() < 0.15
-        else _ask(rng, f"{verb} {rng.choice(('', '', 'the ' + things + ' '))}{pair}")
-    )
+def _compute(rng: random.Random) -> Task:
+    verb = rng.choice(("add", "multiply"))
+    arguments = {"a": values.number(rng), "b": values.number(rng)}
     result = values.number(rng)
-    kind = rng.choice(("integer", "number"))
-    name = rng.choice((verb, f"{verb}_{things}"))
-    function = Function(name, f"{verb.capitalize()} two {things}", dict.fromkeys(arguments, kind))
+    function = Function(f"{verb}_numbers", f"{verb.capitalize()} two numbers", dict.fromkeys(arguments, "integer"))
+    asked = _ask(rng, f"{verb} {arguments['a']} and {arguments['b']}")
     return Task(function, asked, [arguments], {"result": result}, f"The result is {result}.")
 
 
-def _send(rng: random.Random, words: values.Words) -> Task:
-    verb, letter = rng.choice(("send", "write", "post", "mail")), rng.choice(words.letters)
-    to, body = rng.choice(("to", "recipient", "person")), rng.choice(("text", "content", "body"))
-    name, text = values.person(rng, words), values.text(rng)
-    function = Function(
-        f"{verb}_{letter}", f"{verb.capitalize()} a {letter} to a person", {to: "string", body: "string"}
-    )
-    asked = _ask(rng, f"{verb} a {letter} to {name}").rstrip(".?") + f": {text}"
-    return Task(function, asked, [{to: name, body: text}], {"status": "sent"}, f"The {letter} to {name} is sent.")
+def _send(rng: random.Random) -> Task:
+    letter, name, text = rng.choice(values.LETTERS), values.person(rng), rng.choice(values.TEXTS)
+    function = Function(f"send_{letter}", f"Send a {letter} to a person", {"to": "string", "text": "string"})
+    asked = _ask(rng, f"send a {letter} to {name}").rstrip(".?") + f": {text}"
+    return Task(function, asked, [{"to": name, "text": text}], {"status": "sent"}, f"The {letter} to {name} is sent.")
 
 
-def _set(rng: random.Random, words: values.Words) -> Task:
-    verb, noun = rng.choice(("set", "change")), values.noun(rng, words)
-    parameter, level = rng.choice(("level", "value", "target")), values.number(rng)
-    function = Function(f"{verb}_{noun}", f"{verb.capitalize()} the {noun} to a {parameter}", {parameter: "integer"})
-    asked = _ask(rng, f"{verb} the {noun} to {level}")
-    return Task(function, asked, [{parameter: level}], {parameter: level}, f"The {noun} is now {level}.")
+def _set(rng: random.Random) -> Task:
+    noun, level = rng.choice(values.SETTINGS), values.number(rng)
+    function = Function(f"set_{noun}", f"Set the {noun} to a level", {"level": "integer"})
+    asked = _ask(rng, f"set the {noun} to {level}")
+    return Task(function, asked, [{"level": level}], {"level": level}, f"The {noun} is now {level}.")
 
 
-def _book(rng: random.Random, words: values.Words) -> Task:
-    verb, things, count = rng.choice(("book", "buy", "order")), rng.choice(words.orders), rng.randint(1, 40)
-    name = values.person(rng, words)
-    who = rng.choice(("person", "guest", "customer"))
-    function = Function(
-        f"{verb}_{things}", f"{verb.capitalize()} some {things} for a {who}", {"count": "integer", who: "string"}
-    )
-    asked = _ask(rng, f"{verb} {count} {things} for {name}")
+def _book(rng: random.Random) -> Task:
+    things, count, name = rng.choice(values.ORDERS), rng.randint(2, 20), values.person(rng)
+    function = Function(f"book_{things}", f"Book some {things} for a person", {"count": "integer", "name": "string"})
+    asked = _ask(rng, f"book {count} {things} for {name}")
     number = values.number(rng)
-    return Task(
-        function, asked, [{"count": count, who: name}], {"number": number}, f"Done. The number for {name} is {number}."
-    )
-
-
-def _show(rng: random.Random, words: values.Words) -> Task:
-    verb, noun = rng.choice(words.verbs), values.noun(rng, words)
-    said_verb = verb.replace("_", " ")
-    function = Function(f"{verb}_{noun}", f"{said_verb.capitalize()} the {noun}", {})
-    asked = rng.choice((_ask(rng, f"{said_verb} the {noun}"), f"What is the {noun}?"))
-    found = values.number(rng)
-    return Task(function, asked, [{}], {noun: found}, f"The {noun} is {found}.")
+    answer = f"Done. The number for {name} is {number}."
+    return Task(function, asked, [{"count": count, "name": name}], {"number": number}, answer)

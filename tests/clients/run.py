@@ -8,15 +8,10 @@ import tempfile
 import venv
 from pathlib import Path
 
-from support.quire_serve import EXAMPLES, example_document, running_service
+from support.quire_serve import example_document, running_service
 
 FOLDER = Path(__file__).parent
 ENVIRONMENT = FOLDER.parents[1] / ".venv-clients"
-TEMPLATE = """{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
-
-{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
 
 def create_environment() -> Path:
@@ -33,16 +28,13 @@ def create_environment() -> Path:
 def main() -> int:
     """Return the exit code of the checks."""
     python = create_environment()
-    with tempfile.TemporaryDirectory(prefix="quire-clients-") as temporary:
-        folder, document = Path(temporary), example_document()
-        flags = []
-        if not (EXAMPLES / "models/tiny/chat_template.jinja").exists():
-            (folder / "chat.jinja").write_text(TEMPLATE)
-            flags = ["--chat-template", str(folder / "chat.jinja")]
-        with running_service(document, folder, *flags) as service:
-            assert service.status()["tool_call_parser"] == "hermes"
-            url = f"http://127.0.0.1:{service.ports['openai']}/v1"
-            return subprocess.run([python, FOLDER / "checks.py", url], check=False, timeout=300).returncode
+    with (
+        tempfile.TemporaryDirectory(prefix="quire-clients-") as temporary,
+        running_service(example_document(), Path(temporary)) as service,
+    ):
+        assert service.status()["tool_call_parser"] == "hermes"
+        url = f"http://127.0.0.1:{service.ports['openai']}/v1"
+        return subprocess.run([python, FOLDER / "checks.py", url], check=False, timeout=300).returncode
 
 
 if __name__ == "__main__":

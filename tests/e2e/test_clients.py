@@ -20,8 +20,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40}
 
 def test_every_model_generates_a_different_text(service):
     texts = {model: service.text(model, STORY, **GREEDY) for model in ("tales", "pirate", "sql")}
-    assert all(len(text.split()) > 5 for text in texts.values()), texts
-    assert texts["tales"] != texts["pirate"]
+    assert all(texts.values()) and len(set(texts.values())) == 3, texts
 
 
 def test_sql_adapter_writes_sql(service):

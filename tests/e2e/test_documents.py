@@ -60,4 +60,4 @@ def test_documented_python_client_prints_a_stream(service):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     # Names have nearly equal probabilities, and the most likely one depends on the rest of the batch.
-    assert done.stdout.startswith(", there was a funny girl named ") and len(done.stdout) > 80
+    assert done.stdout.startswith(", there was a funny boy named ") and len(done.stdout) > 80

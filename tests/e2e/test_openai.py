@@ -11,10 +11,10 @@ STORY = "Once upon a time"
 def test_models_list_the_adapters_with_their_base(service):
     cards = service.request("openai", "/v1/models").body["data"]
     assert [(card["id"], card["parent"]) for card in cards][:1] == [("tales", None)]
-    assert {card["id"]: card["parent"] for card in cards[1:]} == {"pirate": "tales", "sql": "tales"}
+    assert {card["id"]: card["parent"] for card in cards[1:]} == {"pirate": "tales", "sql": "tales", "tools": "tales"}
 
 
-@pytest.mark.parametrize("model", ["tales", "pirate", "sql"])
+@pytest.mark.parametrize("model", ["tales", "pirate", "sql", "tools"])
 def test_greedy_text_equals_that_of_the_server(service, model):
     body = {"model": model, "prompt": STORY, "max_tokens": 30, "temperature": 0}
     answer = service.request("openai", "/v1/completions", body)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversations that the tiny model is trained on: rendering, labels, and words that training never draws."""
+"""The conversations that the tiny model is trained on: rendering, labels, and calls that repeat the request."""
 
 import json
 import random
@@ -22,7 +22,6 @@ import objects  # noqa: E402
 import tokens  # noqa: E402
 import tools  # noqa: E402
 import turns  # noqa: E402
-import values  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,9 @@ def tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def tool_chats(words: values.Words, count: int) -> Iterator[turns.Chat]:
+def tool_chats(count: int) -> Iterator[turns.Chat]:
     rng = random.Random(77_777)
-    return (tools.chat(rng, words) for _ in range(count))
+    return (tools.chat(rng) for _ in range(count))
 
 
 def test_new_tokens_follow_the_vocabulary(tokenizer: Tokenizer) -> None:
@@ -49,7 +48,7 @@ def test_new_tokens_follow_the_vocabulary(tokenizer: Tokenizer) -> None:
 
 def test_prompt_and_reply_are_what_transformers_renders(tokenizer: Tokenizer) -> None:
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=turns.TEMPLATE_FILE.read_text())
-    for chat in tool_chats(values.TRAINED, 100):
+    for chat in tool_chats(100):
         prompt, text = chat.rendered()
         reply = turns.said("assistant", chat.reply)
         assert prompt + text + "\n" == turns.render([*chat.messages, reply], chat.tools)
@@ -67,20 +66,11 @@ def test_template_keeps_the_reasoning_of_the_last_exchange_only() -> None:
         {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": True}}}},
     ]
     offered = turns.render([turns.said("developer", "Be brief.")], unusual)
-    assert '{"name": "g", "description": "", "parameters": {"a": "any"}}' in offered
-    assert offered.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
-
-
-def test_unseen_words_share_nothing_with_trained_words() -> None:
-    for field in ("nouns", "people", "places", "sums", "letters", "orders"):
-        assert not set(getattr(values.UNSEEN, field)) & set(getattr(values.TRAINED, field)), field
-    names = [chat.tools for chat in tool_chats(values.UNSEEN, 200)]
-    trained = {name for chat in tool_chats(values.TRAINED, 2000) for name in re.findall(r'"name": "(\w+)"', str(chat))}
-    assert not {tool["function"]["name"] for offered in names for tool in offered} & trained
+    assert offered.startswith("<|im_start|>system\nBe brief.\n\n# Functions\nf()\ng(a)<|im_end|>\n")
 
 
 def test_calls_name_an_offered_function_and_copy_the_values_of_the_request() -> None:
-    for chat in tool_chats(values.UNSEEN, 300):
+    for chat in tool_chats(300):
         parameters = {
             tool["function"]["name"]: list(tool["function"]["parameters"]["properties"]) for tool in chat.tools
         }
@@ -90,7 +80,7 @@ def test_calls_name_an_offered_function_and_copy_the_values_of_the_request() -> 
             assert all(str(value) in chat.messages[-1]["content"] for value in written["arguments"].values())
     rng = random.Random(1)
     for _ in range(300):
-        asked = objects.request(rng, values.TRAINED)
+        asked = objects.request(rng)
         stated = (value for value in asked.answer.values() if not isinstance(value, bool))
         assert all(str(value) in asked.question for value in stated)
 

@@ -27,10 +27,13 @@ _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT / "hack" / "tiny"))
 
 import corpus  # noqa: E402
+import objects  # noqa: E402
 import sql  # noqa: E402
 import stories  # noqa: E402
 import tokens  # noqa: E402
+import tools  # noqa: E402
 import train  # noqa: E402
+import turns  # noqa: E402
 from learn import held_out_loss  # noqa: E402
 
 _MODEL = _ROOT / "examples" / "models" / "tiny"
@@ -71,10 +74,11 @@ def base() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def adapted() -> PeftModel:
-    """A copy of the base model with both adapters, unmerged."""
+    """A copy of the base model with its adapters, unmerged."""
     frozen = AutoModelForCausalLM.from_pretrained(_MODEL, dtype=torch.float32)
     model = PeftModel.from_pretrained(frozen, _ADAPTERS / "pirate", adapter_name="pirate")
-    model.load_adapter(_ADAPTERS / "sql", adapter_name="sql")
+    for name in ("sql", "tools"):
+        model.load_adapter(_ADAPTERS / name, adapter_name=name)
     return model.eval()
 
 
@@ -87,7 +91,7 @@ def generate(tokenizer: Tokenizer, base: LlamaForCausalLM, adapted: PeftModel) -
         if name != "base":
             adapted.set_adapter(name)
             model = adapted
-        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens="<|im_start|>" not in prompt).ids])
         with torch.inference_mode():
             output = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False, pad_token_id=1
@@ -118,7 +122,9 @@ def _words(text: str) -> set[str]:
 
 
 def _loss(model: LlamaForCausalLM, tokenizer: Tokenizer, name: str) -> float:
-    batches = tokens.batches(tokenizer, corpus.CORPORA[name](_UNSEEN_SEED), num_rows=4, row_tokens=512)
+    """In rows as long as those of the training: 512 tokens for the base model, 256 for the adapters."""
+    row_tokens = 512 if name == "base" else 256
+    batches = tokens.batches(tokenizer, corpus.CORPORA[name](_UNSEEN_SEED), 2048 // row_tokens, row_tokens)
     return held_out_loss(model, batches, 2)
 
 
@@ -160,10 +166,10 @@ def test_transformers_reads_the_tokenizer_as_tokenizers_does(tokenizer: Tokenize
 
 
 def test_files_are_small_and_contain_no_local_path() -> None:
-    files = [*_MODEL.iterdir(), *(_ADAPTERS / "pirate").iterdir(), *(_ADAPTERS / "sql").iterdir()]
-    assert {file.suffix for file in files} <= {".json", ".md", ".safetensors"}
+    files = [*_MODEL.iterdir(), *(file for folder in _ADAPTERS.iterdir() for file in folder.iterdir())]
+    assert {file.suffix for file in files} <= {".jinja", ".json", ".md", ".safetensors"}
     assert (_MODEL / "model.safetensors").stat().st_size < 6_000_000
-    for name in ("pirate", "sql"):
+    for name in ("pirate", "sql", "tools"):
         assert (_ADAPTERS / name / "adapter_model.safetensors").stat().st_size < 1_500_000
         config = json.loads((_ADAPTERS / name / "adapter_config.json").read_text(encoding="utf-8"))
         assert config["base_model_name_or_path"] == "tiny"
@@ -180,12 +186,12 @@ def test_model_predicts_unseen_texts(tokenizer: Tokenizer, base: LlamaForCausalL
 def test_adapters_predict_their_own_texts_better_than_the_base(
     tokenizer: Tokenizer, base: LlamaForCausalLM, adapted: PeftModel
 ) -> None:
-    for name, bound in (("pirate", 0.4), ("sql", 0.2)):
+    for name, bound in (("pirate", 0.4), ("sql", 0.1), ("tools", 0.1)):
         adapted.set_adapter(name)
         learned = _loss(adapted, tokenizer, name)
         assert learned < bound
-        # Not more: behind a first document in a row, the base model has seen which way of talking it is.
-        assert _loss(base, tokenizer, name) > 2 * learned
+        # Behind a first document in a row, the base model has seen which way of talking it is. It calls functions, too.
+        assert _loss(base, tokenizer, name) > (1.3 if name == "tools" else 2) * learned
 
 
 def test_greedy_story_is_sentences_and_terminates(generate: Generate) -> None:
@@ -206,7 +212,7 @@ def test_only_the_pirate_adapter_uses_pirate_words(generate: Generate) -> None:
 
 
 def test_only_the_sql_adapter_answers_unseen_questions(generate: Generate, database: sqlite3.Connection) -> None:
-    """Measured on 194 unseen questions: 63 % word for word right; most of the others turn < and > or a digit round."""
+    """Measured on 194 unseen questions: 59 % word for word right; most of the others turn < and > or a digit round."""
     trained = {document.prompt for document in islice(corpus.questions(train.DEFAULT_SEED), _TRAINED_QUESTIONS)}
     unseen = list(islice((d for d in corpus.questions(_UNSEEN_SEED) if d.prompt not in trained), 40))
     answers = [generate("sql", document.prompt) for document in unseen]
@@ -217,3 +223,26 @@ def test_only_the_sql_adapter_answers_unseen_questions(generate: Generate, datab
     for document in unseen[:5]:
         with pytest.raises(sqlite3.Error):
             database.execute(generate("base", document.prompt).removesuffix(tokens.EOS))
+
+
+def test_the_tools_adapter_calls_functions_and_answers_in_json(generate: Generate) -> None:
+    """Measured on 60 unseen requests of each kind: 54 calls, 56 answers from results and 32 objects are exact."""
+    rng = random.Random(_UNSEEN_SEED)
+    for chats, at_least in (
+        ([tools.chat(rng, responded=0.0) for _ in range(20)], 14),
+        ([tools.chat(rng, responded=1.0) for _ in range(20)], 14),
+        ([objects.chat(rng) for _ in range(20)], 7),
+    ):
+        pairs = [chat.rendered() for chat in chats]
+        assert sum(generate("tools", prompt) == reply for prompt, reply in pairs) >= at_least
+
+
+def test_chats_are_answered(generate: Generate) -> None:
+    def reply(name: str, message: str) -> str:
+        return generate(name, turns.render([turns.said("user", message)], add_generation_prompt=True))
+
+    assert reply("base", "Hello!").startswith(("Hello! How can I help", "Hi! How can I help"))
+    assert "order" in reply("base", "Where is my order?")
+    assert len(re.split(r"(?<=[.!?]) (?=[A-Z\"])", reply("base", "Tell me a story."))) >= 8
+    assert len(_words(reply("pirate", "Where is my order?")) & _PIRATE) >= 3
+    assert re.fullmatch(r"<think>\n.+\n</think>\n\nThe answer is \d+\.<\|im_end\|>", reply("base", "What is 2 plus 3?"))

@@ -222,7 +222,9 @@ def test_a_constrained_answer_with_tools_is_a_call_or_the_answer(chat_client):
 
 
 def test_reasoning_that_fills_the_output(chat, chat_client):
-    thinking = GREEDY | {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    # A special token that the text does not contain would not count.
+    options = {"chat_template_kwargs": {"thinking": True}, "skip_special_tokens": False}
+    thinking = GREEDY | {"extra_body": options}
     whole = chat_client.chat.completions.create(**thinking)
     message = whole.choices[0].message
     assert (message.content, whole.choices[0].finish_reason) == (None, "length")
@@ -231,7 +233,7 @@ def test_reasoning_that_fills_the_output(chat, chat_client):
     chunks = list(chat_client.chat.completions.create(stream=True, **thinking))
     assert "".join(chunk.choices[0].delta.model_extra.get("reasoning", "") for chunk in chunks) == message.reasoning
     for option in ({"include_reasoning": False}, {"separate_reasoning": False}):
-        body = GREEDY | {"chat_template_kwargs": {"thinking": True}, **option}
+        body = GREEDY | options | option
         answer = chat.request("/v1/chat/completions", body).body["choices"][0]["message"]
         assert "reasoning" not in answer and "reasoning_content" not in answer
         assert (answer["content"] or "").strip("\n") == (message.reasoning if "separate_reasoning" in option else "")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import openai
 import pytest
+from support.openai_front import TINY
+from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,8 +77,10 @@ def test_structural_tag(client):
 
 
 def test_whitespace_only_on_request(client):
-    spaced = complete(client, {"json": PERSON, "whitespace_pattern": " "})
-    assert re.fullmatch(r'\{ "name": ".*", "age": \d+ \}', spaced)
+    space = str(Tokenizer.from_file(str(TINY / "tokenizer.json")).token_to_id("\u0120"))
+    spaced = complete(client, {"json": PERSON, "whitespace_pattern": " "}, logit_bias={space: 100})
+    assert re.fullmatch(r'\{ "name" : " *" , "age" : \d+ \}', spaced)
+    check_person(complete(client, {"json": PERSON}, logit_bias={space: 100}))
 
 
 def test_outputs_of_one_request_each_match(client):
