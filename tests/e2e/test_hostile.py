@@ -99,12 +99,11 @@ def test_grpc_gets_the_real_status(service):
     works(service)
 
 
-def test_counts_rejections_of_stub_and_text_process(service):
-
+def test_counts_each_rejection_of_stub_front_and_text_process_once(service):
     def counted():
         families = text_string_to_metric_families(service.metrics())
-        (family,) = [family for family in families if family.name == "quire_requests_refused"]
-        return Counter({s.labels["code"]: int(s.value) for s in family.samples if s.name.endswith("_total")})
+        (family,) = [family for family in families if family.name == "vllm:request_failure"]
+        return Counter({s.labels["reason"]: int(s.value) for s in family.samples if s.name.endswith("_total")})
 
     before = counted()
     assert service.generate("tales", STORY, temperature=-1).status == 400
@@ -114,6 +113,12 @@ def test_counts_rejections_of_stub_and_text_process(service):
     (stream,) = run_concurrently(service.grpc_stream("tales", b"\xff"))
     assert stream.error
     service.wait(lambda: counted() - before == {"INVALID_ARG": 4, "NOT_FOUND": 1}, 5, "counted")
+    before = counted()
+    for body in ({"prompt": "a", "temperature": -1}, {"prompt": [10**9]}, {"prompt": "a " * 20_000}):
+        assert service.request("openai", "/v1/completions", {"model": "tales"} | body).status == 400
+    assert service.request("openai", "/v1/completions", {"model": "absent", "prompt": "a"}).status == 404
+    service.wait(lambda: sum((counted() - before).values()) >= 4, 5, "counted")
+    assert counted() - before == {"INVALID_ARG": 3, "NOT_FOUND": 1}
 
 
 def test_invalid_requests_do_not_affect_valid_ones(service):

@@ -105,7 +105,9 @@ class FrontendCalls:
     async def _render_metrics(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self._request_manager.refresh_adapter_gauges()
         # The default thread pool, so that a scrape does not wait for prompts that are being tokenized.
-        return {"text": await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)}
+        is_vllm_backend = args.get("format") == "vllm_backend"
+        render = self._metrics.render_vllm_backend if is_vllm_backend else self._metrics.render
+        return {"text": await asyncio.get_running_loop().run_in_executor(None, render)}
 
     async def _live(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that the live page shows. Nothing is computed for it unless a page asks."""

@@ -7,10 +7,11 @@ latencies. The core sends its own counters with every step (SchedulerStats). The
 per request and step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import Metric
 
 from quire_engine.text.adapter_metrics import OTHER_LABEL, AdapterMetrics
 from quire_spec.constants import AdapterName
@@ -70,6 +71,11 @@ class RequestMetrics:
     def record_rejected(self, code: str) -> None:
         """Count a request that was not admitted."""
         self._rejected_requests.labels(self._model_name, code).inc()
+        self.record_failed(code)
+
+    def record_failed(self, code: str) -> None:
+        """Count a request that ended with an error, admitted or not."""
+        self._failed_requests.labels(self._model_name, code).inc()
 
     def record_started(self, adapter_name: AdapterName | None, queued_s: float) -> None:
         """Record that a step ran a request for the first time, `queued_s` after its arrival."""
@@ -168,6 +174,12 @@ class RequestMetrics:
         """Return all metrics in the text format. Takes tens of ms with many adapters: too long for the event loop."""
         return generate_latest(self.registry).decode()
 
+    def render_vllm_backend(self) -> str:
+        """Return the series of vLLM with names and labels of NVIDIA's vllm_backend. As slow as `render`."""
+        registry = CollectorRegistry()
+        registry.register(_VllmBackendCollector(self.registry))
+        return generate_latest(registry).decode()
+
     def _gauge(self, name: str, documentation: str) -> Gauge:
         return Gauge(name, documentation, ["model_name"], registry=self.registry).labels(self._model_name)
 
@@ -221,6 +233,8 @@ class RequestMetrics:
         self._api_key_tokens = Counter("quire_api_key_tokens", documentation, label_names, registry=self.registry)
         label_names, documentation = ["model_name", "finished_reason"], "Requests that ended, by reason."
         self._finished_requests = Counter("vllm:request_success", documentation, label_names, registry=self.registry)
+        label_names, documentation = ["model_name", "reason"], "Requests that ended with an error, admitted or not."
+        self._failed_requests = Counter("vllm:request_failure", documentation, label_names, registry=self.registry)
         self._rejected_requests = Counter(
             "quire_requests_refused",
             "Requests not admitted, by code. Excludes requests that the server itself rejects: unknown models, wrong "
@@ -265,6 +279,36 @@ class RequestMetrics:
             gpu_memory_utilization=str(config.gpu_memory_utilization),
             num_gpu_blocks=str(num_blocks),
         ).set(1)
+
+
+class _VllmBackendCollector:
+    """The series whose names begin with vllm:, as vllm_backend exports them: `model` and `version` instead of
+    `model_name`, and one name of older vLLM releases.
+
+    Source: src/utils/metrics.py of vllm_backend.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the series. A model has one version, as in its repository."""
+        for metric in self._registry.collect():
+            if not metric.name.startswith("vllm:"):
+                continue
+            renamed = Metric(_vllm_backend_name(metric.name), metric.documentation, metric.type)
+            renamed.samples = [
+                s._replace(
+                    name=_vllm_backend_name(s.name),
+                    labels={"model" if k == "model_name" else k: v for k, v in s.labels.items()} | {"version": "1"},
+                )
+                for s in metric.samples
+            ]
+            yield renamed
+
+
+def _vllm_backend_name(name: str) -> str:
+    return name.replace("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
 
 def _token_buckets(max_model_len: int) -> list[int]:

@@ -319,6 +319,7 @@ class RequestManager:
     def _fail(self, request_state: RequestState, error: QuireError) -> None:
         """End an open request with an error."""
         _, frontend = self._by_sequence[self._open_sequence_ids(request_state)[0]]
+        self._metrics.record_failed(error.code)
         self._close(request_state, frontend, "error")
         frontend.send(request_state.to_error_delta(error.code, str(error)))
 
@@ -352,7 +353,9 @@ class RequestManager:
             aborted_ids = [result.id] if result.finish_reason is None and result.error_code is None else []
         if deltas and deltas[-1].final:
             aborted_ids += self._open_sequence_ids(request_state)
-            self._close(request_state, frontend, "error" if deltas[-1].error_code else deltas[-1].finish_reason or "")
+            if error_code := deltas[-1].error_code:
+                self._metrics.record_failed(error_code)
+            self._close(request_state, frontend, "error" if error_code else deltas[-1].finish_reason or "")
         for delta in deltas:
             frontend.send(delta)
         return aborted_ids

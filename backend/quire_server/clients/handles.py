@@ -131,9 +131,10 @@ class TextHandle:
         status = await self.control.call("status", timeout_s=_CALL_TIMEOUT_S)
         return bool(status.get("core"))
 
-    async def metrics(self) -> str:
-        """Return the process's metrics in Prometheus's text format."""
-        return str((await self.control.call("metrics", timeout_s=_METRICS_TIMEOUT_S))["text"])
+    async def metrics(self, page_format: str = "") -> str:
+        """Return the process's metrics in Prometheus's text format; vllm_backend: under the names of vllm_backend."""
+        args = {"format": page_format}
+        return str((await self.control.call("metrics", args, timeout_s=_METRICS_TIMEOUT_S))["text"])
 
     async def drain(self, timeout_s: float) -> None:
         """Reject new requests and wait for the open ones; raises Unavailable after `timeout_s`."""

@@ -165,7 +165,8 @@ class Application:
         return [(b"x-request-id", request.request_id.encode()), *self._access.cors_headers(request)]
 
     async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
-        self._client.report_rejected(CODE_BY_STATUS.get(error.status, Code.INVALID_ARG))
+        if not error.is_counted:
+            self._client.report_rejected(CODE_BY_STATUS.get(error.status, Code.INVALID_ARG))
         await self._send(request, Response(error.body(), error.status, headers=error.headers()), send)
 
 

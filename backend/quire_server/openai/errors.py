@@ -45,6 +45,9 @@ _PARAM = re.compile(r"(?:sampling parameter )?'?([a-z_]{1,64})'?[:.\[]")
 class ApiError(Exception):
     """An error response."""
 
+    is_counted = False
+    """Whether the text process has counted the request in its metrics."""
+
     def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
@@ -85,5 +88,7 @@ def error_from_code(code: str, message: str, retry_after_s: float | None = None)
 
 
 def error_from_delta(delta: OutputDelta) -> ApiError:
-    """Return the error of a final delta."""
-    return error_from_code(delta.error_code or Code.INTERNAL, delta.error, delta.retry_after_s)
+    """Return the error of a final delta. The text process counts each request that it ends with an error."""
+    error = error_from_code(delta.error_code or Code.INTERNAL, delta.error, delta.retry_after_s)
+    error.is_counted = True
+    return error

@@ -55,6 +55,7 @@ class AdminAPI:
                 web.get("/health/live", self._live),
                 web.get("/health/ready", self._ready),
                 web.get("/metrics", self._metrics),
+                web.get("/metrics/vllm_backend", self._vllm_backend_metrics),
                 web.get("/status", self._status),
                 web.put("/adapters", self._put_adapters),
             ]
@@ -69,8 +70,10 @@ class AdminAPI:
         return web.json_response({"ready": not reason, "reason": reason}, status=503 if reason else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text = await self._supervisor.metrics()
-        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return _metrics_page(await self._supervisor.metrics())
+
+    async def _vllm_backend_metrics(self, request: web.Request) -> web.Response:
+        return _metrics_page(await self._supervisor.vllm_backend_metrics())
 
     async def _status(self, request: web.Request) -> web.Response:
         self._authorize(request)
@@ -142,3 +145,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
 
 def _error_response(status: int, message: str, code: Code, headers: dict[str, str] | None = None) -> web.Response:
     return web.json_response({"error": message, "code": code.value}, status=status, headers=headers)
+
+
+def _metrics_page(text: str) -> web.Response:
+    return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -110,10 +110,15 @@ class Supervisor:
         base = [self._settings.served_name] if handles.server.base_ready else []
         return base + sorted(self._adapter_manager.served_names() & handles.server.models)
 
-    async def _text_metrics(self) -> str:
+    async def vllm_backend_metrics(self) -> str:
+        """Return the metrics that vllm_backend has on the server's metrics port, with its names and labels."""
+        text, server = await asyncio.gather(self._text_metrics("vllm_backend"), self._server_metrics())
+        return reporting.concat_pages(text, server)
+
+    async def _text_metrics(self, page_format: str = "") -> str:
         text_handle = self._process_manager.handles.text
         with contextlib.suppress(QuireError):
-            return await text_handle.metrics() if text_handle else ""
+            return await text_handle.metrics(page_format) if text_handle else ""
         return ""
 
     async def _server_metrics(self) -> str:

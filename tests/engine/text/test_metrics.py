@@ -70,6 +70,7 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("quire_adapter_time_to_first_token_seconds_count", {"adapter": "sql"}, 1),
     ("quire_adapter_slot_residency", {"adapter": "sql"}, 1),
     ("quire_requests_refused_total", {"code": "UNAVAILABLE"}, 1),
+    ("vllm:request_failure_total", {"reason": "UNAVAILABLE"}, 1),
     ("quire_steps_total", {}, 3),
 ]
 """After one request. The names that start with "vllm:" are those in the output of `curl /metrics` of a vLLM server."""
@@ -101,6 +102,22 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
         )
     for family in text_string_to_metric_families(metrics.render()):
         assert family.documentation.endswith("."), family.name
+
+
+def test_names_and_labels_of_vllm_backend(metrics: RequestMetrics):
+    metrics.record_next_token(0.02)
+    metrics.record_first_token(None, 0.03)
+    metrics.record_rejected("UNAVAILABLE")
+    samples_by_name: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(metrics.render_vllm_backend()):
+        for sample in family.samples:
+            assert sample.name.startswith("vllm:") and sample.labels["version"] == "1"
+            assert "model_name" not in sample.labels
+            samples_by_name.setdefault(sample.name, {})[sample.labels.get("model", "")] = sample.value
+    assert samples_by_name["vllm:time_per_output_token_seconds_sum"] == {"base": 0.02}
+    assert samples_by_name["vllm:time_to_first_token_seconds_count"] == {"base": 1}
+    assert samples_by_name["vllm:request_failure_total"] == {"base": 1}
+    assert "vllm:inter_token_latency_seconds_sum" not in samples_by_name
 
 
 def test_failed_requests_do_not_count_as_latency(metrics: RequestMetrics):

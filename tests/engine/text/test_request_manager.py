@@ -377,6 +377,12 @@ def test_metrics_of_a_request():
         assert value(f"vllm:{name}_seconds_count", model) == 1
         assert value(f"vllm:{name}_seconds_sum", model) == expected, name
     assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
+    # A request that the core ends with an error is a failure, too, but was admitted.
+    manager.submit(RecordingFrontend(), make_request(3, ids=[5], prompt=None))
+    failed = SequenceDelta(sent[-1].id, [], error_code="INVALID_ARG", error="no")
+    manager.on_step(StepResult([failed], [], SchedulerStats()))
+    assert value("vllm:request_failure_total", model | {"reason": "INVALID_ARG"}) == 2
+    assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
 
 
 def test_adapter_residency_is_reported_by_name():

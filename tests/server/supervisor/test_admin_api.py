@@ -41,6 +41,9 @@ class FakeSupervisor:
             raise RuntimeError("secret detail")
         return "quire_ready 1\n"
 
+    async def vllm_backend_metrics(self):
+        return 'vllm:prompt_tokens_total{model="tales",version="1"} 1\n'
+
     def set_catalog(self, catalog, replaces=""):
         if catalog.generation < 3 and replaces != "sha256:3":
             raise StaleCatalog("generation 1 is older than 3")
@@ -109,6 +112,8 @@ async def test_status_and_metrics(port):
     async with port.session.get(port.server.make_url("/metrics")) as response:
         assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert await response.text() == "quire_ready 1\n"
+    async with port.session.get(port.server.make_url("/metrics/vllm_backend")) as response:
+        assert (await response.text()).startswith("vllm:prompt_tokens_total{model=")
 
 
 async def test_accepts_catalog(port):
@@ -162,7 +167,7 @@ async def test_status_and_adapters_require_the_key(port_with_key, method, path):
 
 
 async def test_probes_and_metrics_do_not_require_the_key(port_with_key):
-    for path in ("/health/live", "/health/ready", "/metrics"):
+    for path in ("/health/live", "/health/ready", "/metrics", "/metrics/vllm_backend"):
         assert (await port_with_key.request("GET", path))[0] == 200
 
 
