@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of a mixed batch in one launch: split-KV for short spans, query tiles for long ones.
+"""Paged attention of a mixed batch: split-KV for short spans, query tiles for long ones, each in its own launch.
 
 A program multiplies all query heads of a KV head at once (packed GQA): row m of its tile is query head m % group of
 token m // group, so that a key is read once for all of them.
@@ -13,6 +13,10 @@ deterministic.
 
 Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries, the last ones first,
 because those have the most keys; only key tiles on the diagonal are masked.
+
+Short and long spans have a kernel each, because a kernel takes the registers and the shared memory of its larger
+branch. One program of the kernel for long spans fills a multiprocessor, so a common kernel would have one worker per
+multiprocessor for short spans, and not three.
 
 Source: the equal shares are Stream-K's (Osama et al. 2023, arXiv 2301.03598), applied to the split of keys of
 Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attention.py.
@@ -88,67 +92,75 @@ def paged_attention(
     short_rows = max(16, next_power_of_2(group))
     max_short_tokens = short_rows // group
     has_short, has_long = batch.min_query_len <= max_short_tokens, batch.max_query_len > max_short_tokens
-    tiles = select_tiles(head_dim, queries.element_size(), has_long, group)
-    long_tokens = tiles.long_rows // group
-    work = _get_work_plan(batch, window or 0, max_short_tokens, tiles.short_keys, long_tokens)
-    workers = num_workers(queries.device, head_dim, queries.element_size()) if has_short else 0
-    max_blocks = num_tokens // long_tokens + num_spans if has_long else 0
-    dim = max(next_power_of_2(head_dim), 16)
-    partials, stats = _allocate_partials(queries, workers, short_rows, dim)
+    short_tiles, long_tiles = (select_tiles(head_dim, queries.element_size(), long, group) for long in (False, True))
+    long_tokens = long_tiles.long_rows // group
+    work = _get_work_plan(batch, window or 0, max_short_tokens, short_tiles.short_keys, long_tokens)
     out = queries.new_empty(num_tokens, num_heads, head_dim)
-    use_pdl = has_short and supports_pdl(queries.device)
-    sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "SHORT_ROWS": short_rows}
-    kernel = _paged_attention[(workers + max_blocks * num_kv_heads,)](
-        queries,
-        cache,
-        out,
+    arguments = (
+        *(queries, cache, out, batch.query_starts, batch.context_lengths, batch.block_tables, work, num_spans),
+        *(batch.block_tables.shape[1], queries.stride(0), cache.stride(0), scale, window or 0, softcap or 1.0),
+    )
+    sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
+    sizes |= {"DIM": max(next_power_of_2(head_dim), 16)}
+    variant = {"BLOCK_SIZE": block_size, "WINDOWED": window is not None, "CAPPED": softcap is not None}
+    if has_short:
+        num_rows = group * min(batch.max_query_len, max_short_tokens)
+        _attend_short_spans(arguments, sizes, variant, short_tiles, short_rows, num_rows)
+    if has_long:
+        max_blocks = num_tokens // long_tokens + num_spans
+        _prefill[(max_blocks * num_kv_heads,)](
+            *arguments,
+            ROWS=long_tiles.long_rows,
+            KEYS=long_tiles.long_keys,
+            num_warps=long_tiles.num_warps,
+            num_stages=long_tiles.num_stages,
+            maxnreg=long_tiles.max_registers,
+            **sizes,
+            **variant,
+        )
+    return out
+
+
+def _attend_short_spans(
+    arguments: tuple[Any, ...],
+    sizes: dict[str, int],
+    variant: dict[str, Any],
+    tiles: AttentionTiles,
+    rows: int,
+    num_rows: int,
+) -> None:
+    """Launch `_split_kv_decode`, and `_combine` for the `num_rows` rows of each tile of `rows` that may be used."""
+    queries, _, out, query_starts, _, _, work, num_spans = arguments[:8]
+    head_dim, element_size = sizes["HEAD_DIM"], queries.element_size()
+    workers = num_workers(queries.device, head_dim, element_size)
+    partials, stats = _allocate_partials(queries, workers, rows, sizes["DIM"])
+    use_pdl = supports_pdl(queries.device)
+    common = {"WORKERS": workers, "MIN_SHARE": MIN_SHARE, "EARLY": use_pdl, "ROWS": rows, **sizes}
+    kernel = _split_kv_decode[(workers,)](
+        *arguments,
         partials,
         stats,
-        batch.query_starts,
-        batch.context_lengths,
-        batch.block_tables,
-        work,
-        num_spans,
-        batch.block_tables.shape[1],
-        queries.stride(0),
-        cache.stride(0),
-        scale,
-        window or 0,
-        softcap or 1.0,
-        WORKERS=workers,
-        BLOCK_SIZE=block_size,
-        SHORT_KEYS=tiles.short_keys,
-        LONG_ROWS=tiles.long_rows,
-        LONG_KEYS=tiles.long_keys,
-        HAS_LONG=has_long,
-        WINDOWED=window is not None,
-        CAPPED=softcap is not None,
-        MIN_SHARE=MIN_SHARE,
-        EARLY=use_pdl,
+        KEYS=tiles.short_keys,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
-        **sizes,
+        **common,
+        **variant,
     )
-    if not has_long and kernel is not None and kernel.hash not in _checked_kernels:
-        _check_occupancy(kernel, queries.device, head_dim, queries.element_size())
-    if has_short:
-        _combine[(workers, group * min(batch.max_query_len, max_short_tokens))](
-            out,
-            partials,
-            stats,
-            batch.query_starts,
-            work,
-            num_spans,
-            WORKERS=workers,
-            MIN_SHARE=MIN_SHARE,
-            PARTS=_PARTIALS_PER_ROUND,
-            EARLY=use_pdl,
-            num_warps=2,
-            launch_pdl=use_pdl,
-            **sizes,
-        )
-    return out
+    if kernel is not None and kernel.hash not in _checked_kernels:
+        _check_occupancy(kernel, queries.device, head_dim, element_size)
+    _combine[(workers, num_rows)](
+        out,
+        partials,
+        stats,
+        query_starts,
+        work,
+        num_spans,
+        PARTS=_PARTIALS_PER_ROUND,
+        num_warps=2,
+        launch_pdl=use_pdl,
+        **common,
+    )
 
 
 @functools.cache
@@ -299,65 +311,17 @@ def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
 
 # `kind_stride`: see kv_cache_write.py.
 @triton.jit(do_not_specialize=["num_spans", "table_width"])
-def _paged_attention(
-    queries,
-    cache,
-    out,
-    partials,
-    stats,
-    query_starts,
-    context_lengths,
-    tables,
-    work,
-    num_spans,
-    table_width,
-    query_stride,
-    kind_stride: tl.int64,
-    scale,
-    window,
-    softcap,
-    WORKERS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    SHORT_KEYS: tl.constexpr,
-    LONG_ROWS: tl.constexpr,
-    LONG_KEYS: tl.constexpr,
-    HAS_LONG: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    pid = tl.program_id(0)
-    if pid < WORKERS:
-        _split_kv_decode(
-            pid, queries, cache, out, partials, stats, query_starts, context_lengths, tables, work, num_spans,
-            table_width, query_stride, kind_stride, scale, window, softcap, WORKERS, NUM_KV_HEADS, GROUP, HEAD_DIM, DIM,
-            BLOCK_SIZE, SHORT_ROWS, SHORT_KEYS, WINDOWED, CAPPED, MIN_SHARE,
-        )  # fmt: skip
-    elif HAS_LONG:
-        _prefill(
-            pid - WORKERS, queries, cache, out, query_starts, context_lengths, tables, work + num_spans + 1, num_spans,
-            table_width, query_stride, kind_stride, scale, window, softcap, NUM_KV_HEADS, GROUP, HEAD_DIM, DIM,
-            BLOCK_SIZE, LONG_ROWS, LONG_KEYS, WINDOWED, CAPPED,
-        )  # fmt: skip
-
-
-@triton.jit
 def _split_kv_decode(
-    worker, queries, cache, out, partials, stats, query_starts, context_lengths, tables, work, num_spans,
-    table_width, query_stride, kind_stride, scale, window, softcap,
+    queries, cache, out, query_starts, context_lengths, tables, work, num_spans,
+    table_width, query_stride, kind_stride: tl.int64, scale, window, softcap, partials, stats,
     WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
+    MIN_SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Process one worker's share."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    worker = tl.program_id(0)
     total = tl.load(work + num_spans) * NUM_KV_HEADS
     share = _tiles_per_worker(total, WORKERS, MIN_SHARE)
     first = worker * share
@@ -416,15 +380,17 @@ def _split_kv_decode(
                 span += tl.where(tiles == 0, 1, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans", "table_width"])
 def _prefill(
-    pid, queries, cache, out, query_starts, context_lengths, tables, blocks, num_spans,
-    table_width, query_stride, kind_stride, scale, window, softcap,
+    queries, cache, out, query_starts, context_lengths, tables, work, num_spans,
+    table_width, query_stride, kind_stride: tl.int64, scale, window, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of queries of one KV head."""
     TOKENS: tl.constexpr = ROWS // GROUP
+    pid = tl.program_id(0)
+    blocks = work + num_spans + 1
     block = tl.load(blocks + num_spans) - 1 - pid // NUM_KV_HEADS
     # There may be more programs than tiles.
     if block >= 0:
@@ -534,7 +500,7 @@ def _combine(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
     MIN_SHARE: tl.constexpr,
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -567,9 +533,9 @@ def _combine(
             workers = first_worker + tl.arange(0, PARTS)
             mask = workers <= last_worker
             # The pair is the first of a worker's share unless it begins within the share.
-            partial_rows = (2 * workers + tl.where(first > workers * share, 1, 0)) * SHORT_ROWS + row
+            partial_rows = (2 * workers + tl.where(first > workers * share, 1, 0)) * ROWS + row
             peaks = tl.load(stats + partial_rows, mask=mask, other=float("-inf"))
-            weights = tl.load(stats + 2 * WORKERS * SHORT_ROWS + partial_rows, mask=mask, other=0.0)
+            weights = tl.load(stats + 2 * WORKERS * ROWS + partial_rows, mask=mask, other=0.0)
             readable = mask[:, None] & (dims < HEAD_DIM)[None, :]
             sums = tl.load(partials + partial_rows[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
             new_row_max = tl.maximum(row_max, tl.max(peaks, axis=0))

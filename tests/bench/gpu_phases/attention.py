@@ -135,8 +135,8 @@ def _span_call(timer: Timer, spans: list[tuple[int, int]], form: Callable[..., A
 
 def _loaded_kernels() -> Iterator[Row]:
     """Registers, shared memory and programs per multiprocessor of the attention kernels that were loaded."""
-    caches = getattr(forms._paged_attention, "device_caches", {})
-    for cache in caches.values():
+    caches = [getattr(function, "device_caches", {}) for function in (forms._split_kv_decode, forms._prefill)]
+    for cache in (cache for by_device in caches for cache in by_device.values()):
         for kernel in cache[0].values():
             used = {"registers": kernel.n_regs, "spills": kernel.n_spills, "shared": kernel.metadata.shared}
             name = f"{kernel.metadata.name}, {kernel.metadata.num_warps} warps"

@@ -28,7 +28,7 @@ METRICS = (
 
 def ncu_rows(context: Context) -> Iterator[Row]:
     """Counters of one decode launch and one prefill launch."""
-    kernels = ["--kernel-name", "regex:_paged_attention|_combine", "--launch-count", "4", "--csv"]
+    kernels = ["--kernel-name", "regex:_split_kv_decode|_prefill|_combine", "--launch-count", "4", "--csv"]
     command = ["ncu", "--clock-control", "none", "--metrics", ",".join(METRICS), *kernels]
     command += [sys.executable, "-m", "gpu_phases.tools", str(context.folder), str(int(context.card.is_tiny))]
     yield from _output(context, command, lambda line: line.startswith('"') and '"ID"' not in line)

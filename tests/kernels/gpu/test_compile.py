@@ -18,7 +18,7 @@ REGISTERS = 64 << 10
 MAX_STACK = 64
 """Bytes that a thread may spill: a few registers."""
 
-EARLY = ("_paged_attention", "_combine", "_shrink", "_expand")
+EARLY = ("_split_kv_decode", "_combine", "_shrink", "_expand")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def kernels(tmp_path_factory):
 def test_all_compile(kernels):
     names = {kernel["name"] for kernel in kernels}
     assert names == {
-        "_paged_attention", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
+        "_split_kv_decode", "_prefill", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
         "_write_kv", "_sample", "_argmax_first",
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
         "_shrink", "_expand",
@@ -54,10 +54,10 @@ def test_lora_kernels_do_not_use_wgmma(kernels):
 
 
 def test_kernels_with_early_launch_call_gdc_wait(kernels):
-    """Prompts have no partial results to merge, and embedding lookups have no shrink before them."""
+    """Embedding lookups have no shrink before them."""
     found = {name: {tuple(k["early"]) for k in kernels if k["name"] == name} for name in EARLY}
     first, second = ("launch_dependents",), ("wait",)
-    assert found == {"_paged_attention": {first, ()}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
+    assert found == {"_split_kv_decode": {first}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
     assert not any(k["early"] for k in kernels if k["name"] not in EARLY)
 
 
@@ -65,11 +65,11 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     """Compiling takes a second and blocks all requests: the number of tokens, spans or slots must not create a
     variant."""
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
-    # Attention: decoding, the same of eight bits, prompts, both. Writes to the cache: of eight bits too. Norms: alone
-    # and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31
-    # elements adds none: the engine warms up on one of a block.
+    # Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms: alone and with the
+    # sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31 elements
+    # adds none: the engine warms up on one of a block.
     assert several == {
-        "_paged_attention": 4,
+        "_split_kv_decode": 2,
         "_rope_and_cache": 2,
         "_write_kv": 2,
         "_rms_norm": 2,
@@ -107,19 +107,18 @@ def test_finds_registers_that_wgmma_still_reads(free, later, expected):
 def test_no_register_is_overwritten_while_wgmma_reads_it(kernels):
     """Attention weights are in registers, which wgmma reads after it was issued; see support/sass.py."""
     from_registers = [k for k in kernels if k["from_registers"]]
-    assert {k["name"] for k in from_registers} == {"_paged_attention"}
+    assert {k["name"] for k in from_registers} == {"_prefill"}
     assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 
 def test_next_key_tile_is_loaded_during_the_multiplication(kernels):
     """Nothing else hides the memory latency of prompts: one program occupies a multiprocessor."""
-    assert all(k["in_flight"] > 0 for k in kernels if k["name"] == "_paged_attention")
+    assert all(k["in_flight"] > 0 for k in kernels if k["name"] in ("_split_kv_decode", "_prefill"))
 
 
 def test_long_spans_use_wgmma(kernels):
-    decode, decode_of_eight_bits, prefill, mixed = (k for k in kernels if k["name"] == "_paged_attention")
-    assert prefill["matrix"]
-    assert mixed["matrix"]
+    decode, decode_of_eight_bits = (k for k in kernels if k["name"] == "_split_kv_decode")
+    assert [k["matrix"] for k in kernels if k["name"] == "_prefill"] == [True]
     # A tile of 16 rows is too small for wgmma; three workers share a multiprocessor.
     assert 3 * decode["shared"] <= MAX_SHARED
     assert all(3 * 128 * (-(-k["registers"] // 8) * 8) <= REGISTERS for k in (decode, decode_of_eight_bits))

@@ -42,7 +42,7 @@ def test_not_supported_on_amd(monkeypatch):
 
 def test_attention_and_shrink_are_not_launched_dependently():
     """`_combine` and `_expand` read tables before they wait, so no kernel before them may start early: `launch_pdl` on
-    `_paged_attention` or `_shrink` would let the first layer race with the plan or the routing."""
+    `_split_kv_decode` or `_shrink` would let the first layer race with the plan or the routing."""
     found = set()
     for path in Path(attention.__file__).parent.glob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
