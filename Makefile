@@ -14,7 +14,7 @@ test test-fast e2e: export OMP_WAIT_POLICY ?= passive
 SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env doctor test test-fast test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated rehearsal
+.PHONY: help demo demo-env dev-env emulated-env doctor test test-fast test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated rehearsal
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
@@ -37,12 +37,11 @@ test-clients: dev-env ## the current openai package against quire serve, from an
 bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
 
-emulated: ## the GPU path without a GPU: PyTorch's CUDA build on an emulated device (minutes; WHAT="path or -k name")
-	@$(PYTHON) hack/bootstrap.py --for emulated --venv $(EMULATED)
+emulated: emulated-env ## the GPU path without a GPU: PyTorch's CUDA build on an emulated device (minutes; WHAT="path or -k name")
 	@PYTHONPATH=tests $(EMULATED)/bin/python -m emulator -m pytest -p emulator.plugin -q --durations=5 $(or $(WHAT),tests/emulated)
 
 rehearsal: dev-env ## rehearse the measuring of a GPU on this CPU, with faults (minutes)
-	@QUIRE_REHEARSAL=1 $(BIN)/python -m pytest -q tests/hack/test_gpu_driver.py -k rehearsal
+	@QUIRE_REHEARSAL=1 $(BIN)/python -m pytest -q tests/hack/test_gpu_driver.py
 
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools
@@ -96,6 +95,9 @@ demo-env:
 
 dev-env:
 	@$(PYTHON) hack/bootstrap.py --for dev --venv $(VENV)
+
+emulated-env:
+	@$(PYTHON) hack/bootstrap.py --for emulated --venv $(EMULATED)
 
 clean: ## remove the environment and all caches
 	@rm -rf $(VENV) $(EMULATED) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

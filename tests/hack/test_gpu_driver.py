@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.timeout(1200)
+in_rehearsal = pytest.mark.skipif("QUIRE_REHEARSAL" not in os.environ, reason="takes minutes: make rehearsal")
 
 BENCH = Path(__file__).parents[1] / "bench"
 DRIVER = [sys.executable, str(BENCH / "gpu.py")]
@@ -29,7 +30,7 @@ def _outcomes(results):
     return {name: phase["outcome"] for name, phase in results["phases"].items()}
 
 
-@pytest.mark.skipif("QUIRE_REHEARSAL" not in os.environ, reason="takes minutes: make rehearsal")
+@in_rehearsal
 def test_rehearsal_with_faults_loses_no_result(tmp_path):
     """A crash, an exhausted memory and a hang in three phases: each is retried, and every phase has its rows."""
     faults = "limits=crash,attention=memory,products=hang"
@@ -60,6 +61,7 @@ def test_rehearsal_with_faults_loses_no_result(tmp_path):
     assert re.search(r"limits +complete, \d+ of 400 s, 2 rows, QUIRE_EARLY_LAUNCH=0", done.stdout)
 
 
+@in_rehearsal
 def test_a_killed_run_is_resumed(tmp_path):
     """The supervisor, and then a phase's process with it, are killed; what was measured stays."""
     folder = tmp_path / "run"
