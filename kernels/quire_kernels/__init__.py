@@ -31,6 +31,7 @@ from quire_kernels.lora import (
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedAdapter
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
+from quire_kernels.prefill_attention import select_prefill_attention
 from quire_kernels.rope import apply_rope, rope_and_cache
 from quire_kernels.sampling import (
     apply_penalties,

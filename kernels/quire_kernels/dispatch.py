@@ -96,6 +96,17 @@ class Op(Generic[P, R]):
             self._select_implementation(device_type)
         return self._preferred[device_type]
 
+    def prefer(self, device_type: str, name: str) -> None:
+        """Select an implementation for a device type, unless QUIRE_KERNELS selects one."""
+        if self.override is None:
+            self.dispatch_table[device_type] = self.get(device_type, name)
+            self._preferred[device_type] = name
+
+    @property
+    def override(self) -> str | None:
+        """Name that QUIRE_KERNELS selects for this operation or for all; None: the dispatcher decides."""
+        return overrides().get(self.name) or overrides().get("")
+
     def __call__(self, first_tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self.dispatch_table.get(first_tensor.device.type)
         if function is None:
@@ -106,7 +117,7 @@ class Op(Generic[P, R]):
 
     def _select_implementation(self, device_type: str) -> Callable[Concatenate[Tensor, P], R]:
         candidates = self.implementations(device_type)
-        override = overrides().get(self.name) or overrides().get("")
+        override = self.override
         if override in candidates:
             # The name was selected explicitly: an error is better than another implementation.
             candidates = (override,)

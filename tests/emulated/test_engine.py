@@ -83,7 +83,8 @@ def test_tokens_equal_the_cpus_for_all_sampling_parameters(model):
 
 
 def test_long_prompts_use_fused_attention(model, monkeypatch):
-    """Beside other sequences, with steps in flight. PyTorch's fused attention is not available on this device."""
+    """Selected at start, beside other sequences, with steps in flight. PyTorch's fused attention is not available on
+    this device."""
     prefill, calls = fused_attention._prefill_with_sdpa, []
 
     def recording_prefill(queries: Any, cache: Any, batch: Any, opening: Any, scale: float) -> Any:
@@ -93,9 +94,11 @@ def test_long_prompts_use_fused_attention(model, monkeypatch):
     monkeypatch.setattr(fused_attention, "_prefill_with_sdpa", recording_prefill)
     monkeypatch.setattr(fused_attention, "MIN_TOKENS", 16)
     monkeypatch.setattr(fused_attention, "BACKENDS", (SDPBackend.MATH,))
-    monkeypatch.setitem(paged_attention.dispatch_table, "cuda", fused_attention.paged_attention)
+    monkeypatch.setattr(paged_attention, "dispatch_table", {})
+    monkeypatch.setattr(paged_attention, "_preferred", {})
     cpu, gpu = _generate_on_both(model, _prompts(5, 60, 17, 30, 9), SamplingParams(temperature=0.0, max_tokens=9))
     _assert_same_tokens(cpu, gpu)
+    assert paged_attention.preferred("cuda") == "fused"
     assert {length for length, _ in calls} >= {17}
     assert any(num_spans > 1 for _, num_spans in calls)
 

@@ -43,6 +43,7 @@ from quire_engine.worker.memory_budget import (
     step_too_large_error,
 )
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps
+from quire_kernels import select_prefill_attention
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
@@ -157,6 +158,7 @@ class RunnerStartup:
 
     def _measure_gpu_memory(self) -> MemoryBudget:
         weights, lora = self._model.num_bytes, self._lora_bytes
+        self._select_prefill_attention()
         # Graphs contain the addresses of the KV cache. So these are captured on a cache of one block, and captured
         # again on the real cache, in as much memory.
         single_block_cache = self._create_cache(1)
@@ -176,6 +178,13 @@ class RunnerStartup:
         other_process_bytes = total - free - torch.cuda.memory_reserved(self._device)
         requested_bytes = int(total * self._config.gpu_memory_utilization)
         return MemoryBudget(requested_bytes, weights, lora, peak - weights - lora + other_process_bytes, graph_bytes)
+
+    def _select_prefill_attention(self) -> None:
+        shape, config = self._model.shape, self._config
+        if shape.attention_softcap is None:
+            heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+            max_tokens = min(config.max_num_batched_tokens, self._max_model_len)
+            select_prefill_attention(heads, self._dtype, self._device, max_tokens)
 
     def _capture_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
         """Capture the decoding steps over `kv_cache`, if this device captures graphs."""

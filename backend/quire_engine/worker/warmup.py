@@ -25,7 +25,8 @@ _PROMPT_TOKENS = 64
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield a step that needs as much memory as any, then one prompt chunk at the end of the longest context.
+    """Yield a step that needs as much memory as any, then one prompt chunk at the end of the longest context, then one
+    that begins its sequence, which another attention kernel may compute.
 
     The first step has `max_num_seqs` sequences: prompts, and one sequence that decodes at the end of the longest
     context, so that all block tables are as wide as possible. All sequences use every sampling parameter, and the
@@ -50,7 +51,10 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
     last_sequence.num_computed_prompt_logprobs = max(len(last_sequence.prompt_token_ids) - 2, 0)
     yield spans
     chunk = min(config.max_num_batched_tokens, max_length)
-    yield [_with_all_masks(dummy_span(max_length - chunk, chunk, config.block_size, slots[0], base_params), vocab_size)]
+    # One token less than the most, so that attention pads a prompt of which it pads most lengths.
+    for start, length in ((max_length - chunk, chunk), (0, max(chunk - 1, 1))):
+        span = dummy_span(start, length, config.block_size, slots[0], base_params)
+        yield [_with_all_masks(span, vocab_size)]
 
 
 def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[ScheduledSpan]]:

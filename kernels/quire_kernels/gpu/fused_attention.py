@@ -2,13 +2,15 @@
 """Attention of a mixed batch with long prompts in PyTorch's fused attention; other spans run in gpu/attention.py.
 
 On Hopper, PyTorch selects cuDNN, which uses the copy engine (TMA) and specialized warps; the Triton kernel does not.
-QUIRE_KERNELS=paged_attention=fused selects this implementation; tests/bench/gpu.py measures both. Published figures for
-an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, 469 for the attention of Triton's tutorial, which
+`prefill_attention.py` selects this implementation there; tests/bench/gpu.py measures both. Published figures for an
+H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, 469 for the attention of Triton's tutorial, which
 resembles ours (https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,8 +35,9 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    A long prompt's keys, values and output are read and written once more than necessary: 200 MB for 8,192 tokens of 32
-    heads on 8 KV heads of 128 in bfloat16, 0.05 ms at 4.3 TB/s, compared with 0.95 ms of GEMM at 580 TFLOP/s.
+    A long prompt's queries, keys, values and output are read and written once more than necessary: 340 MB for 8,192
+    tokens of 32 heads on 8 KV heads of 128 in bfloat16, 0.08 ms at 4.3 TB/s, compared with 0.95 ms of GEMM at 580
+    TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
     is_unsupported = softcap is not None or (window is not None and window < batch.max_query_len)
@@ -64,13 +67,45 @@ def _prefill_with_sdpa(
         flat = rows[kv_index].index_select(0, blocks).view(cache.dtype).to(queries.dtype)
         return flat.view(-1, num_kv_heads, head_dim)[: span.length]
 
-    q, keys, values = (
-        _pad_to_planned_length(x)[None].transpose(1, 2)
-        for x in (queries[span.first_row : span.first_row + span.length], gather_blocks(0), gather_blocks(1))
-    )
-    with sdpa_kernel(list(BACKENDS), set_priority=True):
+    # cuDNN's plans depend on strides, so queries, a view of the projection's output, are copied at each length.
+    rows_of_queries = queries[span.first_row : span.first_row + span.length].contiguous()
+    q, keys, values = (_pad_to_planned_length(x) for x in (rows_of_queries, gather_blocks(0), gather_blocks(1)))
+    return _causal_sdpa(q, keys, values, scale, BACKENDS)[: span.length]
+
+
+def _causal_sdpa(q: Tensor, keys: Tensor, values: Tensor, scale: float, backends: Sequence[SDPBackend]) -> Tensor:
+    """Return [length, num_heads, head_dim], attention of tensors of that layout, by the first backend that can."""
+    q, keys, values = (x[None].transpose(1, 2) for x in (q, keys, values))
+    with sdpa_kernel(list(backends), set_priority=True):
         output = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-    return output[0, :, : span.length].transpose(0, 1)
+    return output[0].transpose(0, 1)
+
+
+def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, max_tokens: int) -> int:
+    """Compute a prompt of each planned length up to `max_tokens` by the preferred backend, cuDNN.
+
+    Call it in the thread that runs the steps: PyTorch keeps cuDNN's plans for each thread.
+
+    Args:
+        shape: query heads, KV heads, head size.
+
+    Returns:
+        Number of lengths.
+
+    Raises:
+        RuntimeError: the backend does not support these shapes, or the memory is not enough.
+    """
+    num_heads, num_kv_heads, head_dim = shape
+    lengths = sorted({planned_length(length) for length in range(MIN_TOKENS, max_tokens + 1)})
+    with torch.inference_mode():
+        for length in lengths:
+            q = torch.zeros(length, num_heads, head_dim, dtype=dtype, device=device)
+            keys = q.new_zeros(length, num_kv_heads, head_dim)
+            _causal_sdpa(q, keys, keys.clone(), head_dim**-0.5, BACKENDS[:1])
+    if device.type == "cuda":
+        # An error of a kernel is reported here, and not by the next operation.
+        torch.cuda.synchronize(device)
+    return len(lengths)
 
 
 def _pad_to_planned_length(x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from support.attention_batches import make_batch
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
+from torch.nn.attention import SDPBackend
 
-from quire_kernels import paged_attention
+from quire_kernels import dispatch, paged_attention, prefill_attention, select_prefill_attention
 from quire_kernels.gpu import fused_attention
 
 pytestmark = requires_interpreter
@@ -99,3 +100,55 @@ def test_few_distinct_lengths():
     planned = {fused_attention.planned_length(length) for length in range(1025, 8193)}
     assert len(planned) == 24
     assert all(0 <= fused_attention.planned_length(n) - n <= n / 8 for n in range(1024, 8193))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in place of a GPU of compute capability 9.0, without implementations that earlier tests selected."""
+    monkeypatch.setattr(prefill_attention, "_is_preferred_on", lambda device: True)
+    monkeypatch.setattr(paged_attention, "dispatch_table", {})
+    monkeypatch.setattr(paged_attention, "_preferred", {})
+    monkeypatch.setattr(dispatch, "overrides", dict)
+    monkeypatch.setattr(fused_attention, "BACKENDS", (SDPBackend.MATH,))
+    # The CPU's dispatch table gets the implementation of a GPU.
+    monkeypatch.setitem(paged_attention._registry, "cpu", paged_attention._registry["cuda"])
+
+
+def _select(max_tokens: int) -> str:
+    select_prefill_attention((4, 2, 16), torch.float32, torch.device("cpu"), max_tokens)
+    return paged_attention.preferred("cpu")
+
+
+def test_long_prompts_are_preferred_after_a_rehearsal_of_all_their_lengths(hopper, monkeypatch):
+    rehearsed, compute = [], fused_attention._causal_sdpa
+
+    def recording_sdpa(q, keys, values, scale, backends):
+        rehearsed.append((q.shape[0], keys.stride(), q.stride()))
+        return compute(q, keys, values, scale, backends)
+
+    monkeypatch.setattr(fused_attention, "_causal_sdpa", recording_sdpa)
+    assert _select(31) == "own"
+    assert _select(97) == "fused"
+    known = set(rehearsed)
+    assert len(known) == len(rehearsed)
+    for length in (32, 33, 64, 95, 97):
+        queries, cache, batch = make_batch([(0, length), (7, 1)], heads=(4, 2), head_dim=16)
+        wide = torch.zeros(len(queries), 8, 16)
+        wide[:, :4] = queries
+        _check(wide[:, :4], cache, batch)
+    assert set(rehearsed) == known
+
+
+@pytest.mark.parametrize("error", [RuntimeError("No available kernel"), torch.OutOfMemoryError("out of memory")])
+def test_without_cudnn_the_triton_kernel_computes_prompts(hopper, monkeypatch, caplog, error):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fused_attention, "_causal_sdpa", fail)
+    assert _select(64) == "own"
+    assert f"using paged_attention=own: {error}" in caplog.text
+
+
+def test_an_override_keeps_the_triton_kernel(hopper, monkeypatch):
+    monkeypatch.setattr(dispatch, "overrides", lambda: {"paged_attention": "own"})
+    assert _select(64) == "own"

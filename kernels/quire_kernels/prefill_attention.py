@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection of the attention of long prompts: cuDNN's on Hopper, after a rehearsal; elsewhere the Triton kernel."""
+
+import logging
+import time
+
+import torch
+
+from quire_kernels.attention import paged_attention
+
+logger = logging.getLogger(__name__)
+
+_CUDNN_CAPABILITY = (9, 0)
+"""The Triton kernel uses neither TMA nor specialized warps, which this generation needs most."""
+
+
+def select_prefill_attention(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, max_tokens: int
+) -> None:
+    """Prefer cuDNN for long prompts if the device has compute capability 9.0 and cuDNN computes all planned lengths.
+
+    The rehearsal builds cuDNN's plans, which take tens of milliseconds for each length, so that no request waits for
+    them. Call it in the thread that runs the steps, before the memory of a step is measured.
+
+    Args:
+        shape: query heads, KV heads, head size.
+        dtype: of the queries.
+        device: any device; on others than such a GPU nothing changes.
+        max_tokens: maximum tokens of a prompt in one step.
+    """
+    if paged_attention.override not in (None, "fused") or not _is_preferred_on(device):
+        return
+    # Imports Triton, which is required only where the implementation runs.
+    from quire_kernels.gpu import fused_attention
+
+    start = time.perf_counter()
+    if max_tokens < fused_attention.MIN_TOKENS:
+        return
+    try:
+        num_lengths = fused_attention.rehearse(shape, dtype, device, max_tokens)
+    except RuntimeError as error:
+        logger.warning("cuDNN cannot compute prompts; using paged_attention=own: %s", str(error)[:200])
+        return
+    paged_attention.prefer(device.type, "fused")
+    logger.info("prefill attention by cuDNN lengths=%d seconds=%.1f", num_lengths, time.perf_counter() - start)
+
+
+def _is_preferred_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == _CUDNN_CAPABILITY
