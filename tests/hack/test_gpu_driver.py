@@ -119,6 +119,9 @@ def test_the_ladder_replaces_what_is_wrong(bench_modules):
     assert ladder.next_rung({}, [{}, early], ["paged_attention"]) == attention
     assert ladder.next_rung({}, [{}, early, attention], ["paged_attention"]) is None
     assert ladder.next_rung(norm, [norm], ["prepare_inputs"])["QUIRE_KERNELS"].endswith(",prepare_inputs=reference")
+    cudnn = ladder.ops_in_traceback('File "/a/quire_kernels/gpu/fused_attention.py", line 3')
+    assert ladder.rungs({}, cudnn)[2] == early | {"QUIRE_KERNELS": "paged_attention=own"}
+    assert ladder.next_rung({}, [{}, early], {"paged_attention", *cudnn}) == attention
     assert ladder.ops_in_traceback('File "/a/quire_kernels/gpu/sampling.py", line 3') >= {"sample", "uniform"}
     # Every fallback exists.
     ops = {op.name: op.implementations("cuda") for op in collect_ops(vars(quire_kernels))}

@@ -4,8 +4,11 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+FUSED_ATTENTION = "paged_attention=fused"
+"""The attention of long prompts by cuDNN; the Triton kernel replaces it."""
 OPS_BY_FILE: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention",),
+    "fused_attention": (FUSED_ATTENTION,),
     "lora": ("add_lora", "add_lora_embedding", "route_tokens"),
     "lora_routing": ("add_lora", "add_lora_embedding", "route_tokens"),
     "norm": ("rms_norm", "add_rms_norm"),
@@ -35,11 +38,17 @@ def rungs(base: Env, wrong_ops: Iterable[str]) -> list[Env]:
     ops = sorted({op for together in OPS_BY_FILE.values() if wrong & set(together) for op in together})
     found = [base, base | {"QUIRE_EARLY_LAUNCH": "0"}]
     if ops:
-        forms = ",".join(f"{op}={'torch' if op in _HAS_TORCH_FORM else 'reference'}" for op in ops)
+        forms = ",".join(_fallback(op) for op in ops if op != FUSED_ATTENTION or "paged_attention" not in ops)
         selected = f"{base['QUIRE_KERNELS']},{forms}" if "QUIRE_KERNELS" in base else forms
         graphs = {"QUIRE_GRAPHS": "0"} if set(ops) & set(_NOT_CAPTURABLE) else {}
         found.append(found[-1] | {"QUIRE_KERNELS": selected} | graphs)
     return [*found, found[-1] | {"QUIRE_GRAPHS": "0"}]
+
+
+def _fallback(op: str) -> str:
+    if op == FUSED_ATTENTION:
+        return "paged_attention=own"
+    return f"{op}={'torch' if op in _HAS_TORCH_FORM else 'reference'}"
 
 
 def next_rung(base: Env, tried: Sequence[Env], wrong_ops: Iterable[str]) -> Env | None:
