@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def _call_all() -> None:
     lora.supports_pdl = attention.supports_pdl = lambda device: True  # type: ignore[assignment]
     for spans in ([(1500, 1)] * 3, [(0, 700)], [(1500, 1), (0, 700)], [(40, 1)], [(3, 1)] * 16, [(0, 90)] * 5):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
-        kernel_of(ops.paged_attention)(queries, cache, batch, 0.1)
+        for separate_from in (None, 1024):
+            separated = replace(batch, separate_prefill_min_tokens=separate_from)
+            kernel_of(ops.paged_attention)(queries, cache, separated, 0.1)
         if len(spans) == 3:
             for fp8_cache in _fp8_caches(cache):
                 kernel_of(ops.paged_attention)(queries, fp8_cache, batch, 0.1)

@@ -49,6 +49,8 @@ _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
 MIN_SHARE = 2
 """Minimum key tiles of a worker's share, because a partial result must be written, read and merged."""
 NUM_INTERPRETED_WORKERS = 5
+_NO_LENGTH = (1 << 31) - 1
+"""More tokens than any span has."""
 _PARTIALS_PER_ROUND = 16
 
 
@@ -238,10 +240,10 @@ def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_
             work,
             num_spans,
             window,
+            _NO_LENGTH if batch.separate_prefill_min_tokens is None else batch.separate_prefill_min_tokens,
             MAX_SHORT=max_short,
             SHORT_KEYS=short_keys,
             LONG_TOKENS=long_tokens,
-            APART_FROM=batch.separate_prefill_min_tokens,
             BLOCK=min(max(next_power_of_2(num_spans), 16), 1024),
             num_warps=4,
         )
@@ -255,17 +257,18 @@ def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tu
     return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
 
 
-@triton.jit(do_not_specialize=["num_spans"])
+# A constant `separate_from` would compile a variant for each BLOCK when a long prompt joins a batch for the first time.
+@triton.jit(do_not_specialize=["num_spans", "separate_from"])
 def _build_work_plan(
     query_starts,
     context_lengths,
     work,
     num_spans,
     window,
+    separate_from,
     MAX_SHORT: tl.constexpr,
     SHORT_KEYS: tl.constexpr,
     LONG_TOKENS: tl.constexpr,
-    APART_FROM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     short_sum = 0
@@ -280,9 +283,7 @@ def _build_work_plan(
         context = tl.load(context_lengths + spans, mask=mask, other=0)
         skipped = tl.where(window > 0, tl.maximum(context - length - window + 1, 0) // SHORT_KEYS, 0)
         tiles = tl.where(length <= MAX_SHORT, (context + SHORT_KEYS - 1) // SHORT_KEYS - skipped, 0)
-        long = length > MAX_SHORT
-        if APART_FROM is not None:
-            long = long & ((length < APART_FROM) | (length < context))
+        long = (length > MAX_SHORT) & ((length < separate_from) | (length < context))
         blocks = tl.where(long, (length + LONG_TOKENS - 1) // LONG_TOKENS, 0)
         tl.store(work + spans + 1, short_sum + tl.cumsum(tiles, 0), mask=mask)
         tl.store(work + num_spans + 1 + spans + 1, long_sum + tl.cumsum(blocks, 0), mask=mask)
