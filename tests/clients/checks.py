@@ -12,7 +12,7 @@ import openai
 import pydantic
 
 MODELS = ("tales", "pirate", "sql", "tools")
-GREEDY = {"max_tokens": 12, "temperature": 0}
+GREEDY = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell a story."}]
 
 
@@ -64,6 +64,7 @@ def check_tools(url):
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
     fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}  # of the tiny model it may not end
     for model in MODELS:
         parsed = client.chat.completions.parse(model=model, messages=MESSAGES, **fields).choices[0]
         [call] = parsed.message.tool_calls
