@@ -183,8 +183,8 @@ class FakeText(FakeProcess):
             "closed_reason": "" if self.core_connected else "no core",
         }
 
-    async def metrics(self) -> dict[str, Any]:
-        return {"text": f"fake_aliases {len(self.digests_by_name)}\n"}
+    async def metrics(self, format: str = "") -> dict[str, Any]:
+        return {"text": f"fake_aliases{{format={json.dumps(format)}}} {len(self.digests_by_name)}\n"}
 
     async def drain(self) -> dict[str, Any]:
         self.draining = True

@@ -89,10 +89,14 @@ def test_every_model_name_serves(pod):
 
 def test_metrics_contain_text_server_and_supervisor(pod):
     page = pod.metrics()
-    assert "fake_aliases 3\n" in page
+    assert 'fake_aliases{format=""} 3\n' in page
     assert "nv_inference_request_success" in page
     assert 'quire_adapters{state="Failed"} 2\n' in page
     assert "quire_ready 1\n" in page
+    with urllib.request.urlopen(f"http://127.0.0.1:{pod.ports['health']}/metrics/vllm_backend", timeout=20) as response:
+        page = response.read().decode()
+    assert 'fake_aliases{format="vllm_backend"} 3\n' in page and "nv_inference_request_success" in page
+    assert "quire_ready" not in page
 
 
 def serves(pod):
