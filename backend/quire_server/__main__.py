@@ -46,6 +46,10 @@ _HOST_HELP = (
     f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all addresses (IPv6 if ${POD_IP_VARIABLE} is an IPv6 "
     "address)"
 )
+_EXPOSE_HELP = (
+    "protocols of the server that clients can reach: http, grpc, http,grpc (default) or none; the others listen on "
+    "loopback"
+)
 _OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)"
 _OPENAI_KEYS_HELP = "API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)"
 _OPENAI_SHARED_PREFIX_CACHE_HELP = "let requests of different API keys use each other's cached prompts"
@@ -97,6 +101,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device requires --vllm-repository; otherwise set device in engine.json")
     if args.openai_ssl_keyfile is not None and args.openai_ssl_certfile is None:
         parser.error("--openai-ssl-keyfile requires --openai-ssl-certfile")
+    if not args.expose and args.openai_port is None:
+        parser.error("--expose none requires --openai-port; otherwise no client could send a request")
     if args.allow_runtime_lora_updating and None in (args.admin_key_file, args.openai_port):
         parser.error("--allow-runtime-lora-updating requires --admin-key-file and --openai-port")
     if args.allowed_local_lora_path and not (args.allow_runtime_lora_updating and args.allow_path_sources):
@@ -151,6 +157,13 @@ def _parse_port(text: str) -> int:
     return int(text)
 
 
+def _parse_protocols(text: str) -> tuple[str, ...]:
+    protocols = () if text == "none" else tuple(text.split(","))
+    if unknown := [name for name in protocols if name not in constants.SERVER_PROTOCOLS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a protocol; give http, grpc, http,grpc or none")
+    return protocols
+
+
 def _parse_front_count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= constants.MAX_OPENAI_FRONTS:
         raise argparse.ArgumentTypeError(f"must be a number from 1 to {constants.MAX_OPENAI_FRONTS}, got {text!r}")
@@ -183,6 +196,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
     ),
     "network": (
         ("--host", "HOST", str, _HOST_HELP, {"default": "127.0.0.1"}),
+        ("--expose", "PROTOCOLS", _parse_protocols, _EXPOSE_HELP, {"default": constants.SERVER_PROTOCOLS}),
         ("--http-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.HTTP_PORT}),
         ("--grpc-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.GRPC_PORT}),
         ("--metrics-port", "PORT", _parse_port, "default: %(default)s", {"default": constants.SERVER_METRICS_PORT}),

@@ -11,6 +11,8 @@ AdapterName = NewType("AdapterName", str)
 AdapterDigest = NewType("AdapterDigest", str)
 """Identity of an adapter: `sha256:<64 hex digits>` of its content."""
 
+SERVER_PROTOCOLS = ("http", "grpc")
+"""Protocols of the server that can be exposed."""
 HTTP_PORT = 8000
 GRPC_PORT = 8001
 SERVER_METRICS_PORT = 8002

@@ -41,6 +41,7 @@ def validation_problems(changes: Mapping[str, Any]) -> list[str]:
 ONE_ADAPTER = [ADAPTER]
 PINNED_ADAPTERS = [{**ADAPTER, "name": name, "pinned": True} for name in ("a", "b")]
 OPENAI_POOL = {"endpointPicker": {"name": "picker"}, "targetPort": "openai"}
+HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
 CEL_RULE_CASES = [
@@ -179,6 +180,18 @@ CEL_RULE_CASES = [
         {"spec.networking.inferencePool": OPENAI_POOL},
         {"spec.networking.inferencePool": OPENAI_POOL, "spec.openai.enabled": False},
         "spec.networking.inferencePool.targetPort",
+    ),
+    (
+        "networking.inferencePool.targetPort must not be http",
+        {"spec.networking.inferencePool": HTTP_POOL, "spec.runtime.expose": ["http"]},
+        {"spec.networking.inferencePool": HTTP_POOL, "spec.runtime.expose": ["grpc"]},
+        "spec.networking.inferencePool.targetPort",
+    ),
+    (
+        "runtime.expose must not be empty when openai.enabled is false",
+        {"spec.runtime.expose": []},
+        {"spec.runtime.expose": [], "spec.openai.enabled": False},
+        "spec.runtime.expose",
     ),
     (
         "chatTemplate must have exactly one of text and configMapKeyRef",

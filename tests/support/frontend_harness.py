@@ -83,7 +83,7 @@ class FrontendHarness(QuireServeProcess):
         return next((entry["num"] for entry in reversed(self.journal_entries("open"))), 0)
 
     def client(self) -> ModelServerClient:
-        return ModelServerClient("127.0.0.1", self.ports["http"], self.ports["grpc"], self.key)
+        return ModelServerClient(("127.0.0.1", self.ports["http"]), ("127.0.0.1", self.ports["grpc"]), self.key)
 
     def add_model(self, name: str) -> None:
         """Load an adapter's model through the repository API."""

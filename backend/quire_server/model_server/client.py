@@ -32,13 +32,12 @@ _CHANNEL_ARGS = [("grpc.enable_http_proxy", 0)]
 
 
 class ModelServerClient(AsyncExitStack):
-    """Client of one server. Use it as an async context manager."""
+    """Client of one server, by the hosts and ports of HTTP and gRPC. Use it as an async context manager."""
 
-    def __init__(self, host: str, http_port: int, grpc_port: int, key: str) -> None:
+    def __init__(self, http_address: tuple[str, int], grpc_address: tuple[str, int], key: str) -> None:
         super().__init__()
-        host = format_for_url(host)
-        self._url = f"http://{host}:{http_port}/v2"
-        self._grpc_address = f"{host}:{grpc_port}"
+        self._url = f"http://{format_for_url(http_address[0])}:{http_address[1]}/v2"
+        self._grpc_address = f"{format_for_url(grpc_address[0])}:{grpc_address[1]}"
         self._headers = {GRPC_KEY_HEADER: key}
         self._session: aiohttp.ClientSession | None = None
         self._grpc_client: grpc.InferenceServerClient | None = None

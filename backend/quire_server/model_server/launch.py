@@ -85,9 +85,11 @@ class ServerOptions:
     """Key of the restricted APIs; see `new_key`."""
     shm_prefix: str
     """Prefix of the names of this server's shared memory regions; see `new_shm_prefix`."""
-    host: str = "127.0.0.1"
+    http_host: str = "127.0.0.1"
     http_port: int = constants.HTTP_PORT
+    grpc_host: str = "127.0.0.1"
     grpc_port: int = constants.GRPC_PORT
+    metrics_host: str = "127.0.0.1"
     metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
     """Must be False without a GPU, where the server logs errors about missing NVIDIA libraries."""
@@ -199,18 +201,16 @@ def server_command(
     """Return the server's command line and environment; create its backend folder in `options.run_dir`."""
     backends = _link_backends(install, python, options.run_dir)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
-    # The server's HTTP library requires a prefix for an IPv6 address.
-    http_host = f"ipv6:{options.host}" if is_ipv6(options.host) else options.host
     flags = {
         "model-repository": options.repository,
         "backend-directory": backends,
         "model-control-mode": "explicit",
         "load-model": options.base,
-        "http-address": http_host,
+        "http-address": _http_address(options.http_host),
         "http-port": options.http_port,
-        "grpc-address": format_for_url(options.host),
+        "grpc-address": format_for_url(options.grpc_host),
         "grpc-port": options.grpc_port,
-        "metrics-address": http_host,
+        "metrics-address": _http_address(options.metrics_host),
         "metrics-port": options.metrics_port,
         "allow-gpu-metrics": "true" if options.gpu_metrics else "false",
         "exit-timeout-secs": options.exit_timeout_s,
@@ -237,6 +237,11 @@ def server_command(
         # The server does not use GPUs, but would allocate memory on each visible one.
         env["CUDA_VISIBLE_DEVICES"] = ""
     return argv, env
+
+
+def _http_address(host: str) -> str:
+    """Return an address as the server's HTTP library expects it: with a prefix for IPv6."""
+    return f"ipv6:{host}" if is_ipv6(host) else host
 
 
 def clear_shared_memory(shm_prefix: str, shm: Path = SHM) -> int:

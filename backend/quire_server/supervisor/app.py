@@ -125,7 +125,9 @@ def _check_ports(settings: SupervisorSettings) -> None:
     for flag, port in settings.ports.items():
         if (other_flag := flag_by_port.setdefault(port, flag)) != flag:
             raise ConfigError(f"{other_flag} {port} and {flag} {port}: ports must differ; use different numbers")
-    errors = {f"{flag} {port}": _listen_error(settings.host, port) for flag, port in settings.ports.items()}
+    errors = {
+        f"{flag} {port}": _listen_error(settings.listen_host(flag), port) for flag, port in settings.ports.items()
+    }
     unavailable = [
         f"{flag_and_port} ({error.strerror})" for flag_and_port, error in errors.items() if error is not None
     ]

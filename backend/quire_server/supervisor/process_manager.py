@@ -63,11 +63,17 @@ class ProcessManager:
         self._settings = settings
         self._run_dir = run_dir
         self._server_runtime = server_runtime
-        addresses = settings.host, settings.http_port, settings.grpc_port, settings.metrics_port
         key, shm_prefix = launch.new_key(), launch.new_shm_prefix()
         self._readiness_file = ReadinessFile(run_dir / readiness_file.NAME)
         self._options = launch.ServerOptions(
-            *(run_dir / REPOSITORY, settings.served_name, run_dir, key, shm_prefix, *addresses, has_gpu),
+            *(run_dir / REPOSITORY, settings.served_name, run_dir, key, shm_prefix),
+            http_host=settings.server_host("http"),
+            http_port=settings.http_port,
+            grpc_host=settings.server_host("grpc"),
+            grpc_port=settings.grpc_port,
+            metrics_host=settings.host,
+            metrics_port=settings.metrics_port,
+            gpu_metrics=has_gpu,
             readiness_file=self._readiness_file.path,
             exit_timeout_s=_EXIT_TIMEOUT_S,
         )
@@ -178,9 +184,9 @@ class ProcessManager:
 
     async def _server_session(self, child: ChildProcess) -> str:
         settings = self._settings
-        async with ModelServerClient(
-            settings.loopback, settings.http_port, settings.grpc_port, self._options.key
-        ) as client:
+        http = settings.client_host("http"), settings.http_port
+        grpc = settings.client_host("grpc"), settings.grpc_port
+        async with ModelServerClient(http, grpc, self._options.key) as client:
             async with asyncio.timeout(SERVER_START_TIMEOUT_S):
                 while not await client.is_loaded(settings.served_name):
                     await asyncio.sleep(_PROBE_INTERVAL_S)

@@ -24,10 +24,13 @@ def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: flo
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
     scheme = "https" if any(flag.startswith("--ssl-certfile") for flag in settings.openai_flags) else "http"
     openai = [] if settings.openai_port is None else [f"  OpenAI    {scheme}://{host}:{settings.openai_port}/v1"]
+    server = {
+        "http": f"  HTTP      http://{host}:{settings.http_port}/v2/models/{status.served_name}/generate",
+        "grpc": f"  gRPC      {host}:{settings.grpc_port}",
+    }
     lines = [
         f"Quire {status.version} is ready after {startup_s:.1f} s",
-        f"  HTTP      http://{host}:{settings.http_port}/v2/models/{status.served_name}/generate",
-        f"  gRPC      {host}:{settings.grpc_port}",
+        *(line for protocol, line in server.items() if protocol in settings.expose),
         *openai,
         f"  metrics   http://{host}:{settings.health_port}/metrics",
         f"  health    http://{host}:{settings.health_port}/health/ready",

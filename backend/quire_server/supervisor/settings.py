@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire_spec import constants
+from quire_spec.net.addresses import is_ipv6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class SupervisorSettings:
     cache_dir: Path
     """Fetched adapters; kept across restarts."""
     host: str = "127.0.0.1"
-    """Address that all ports listen on."""
+    """Address that the ports listen on."""
+    expose: tuple[str, ...] = constants.SERVER_PROTOCOLS
+    """Protocols of the server that listen on `host`; the others listen on loopback, where the supervisor uses them."""
     http_port: int = constants.HTTP_PORT
     grpc_port: int = constants.GRPC_PORT
     metrics_port: int = constants.SERVER_METRICS_PORT
@@ -64,6 +67,21 @@ class SupervisorSettings:
             "--health-port": self.health_port,
             **openai_port,
         }
+
+    def server_host(self, protocol: str) -> str:
+        """Address that a protocol of the server listens on."""
+        if protocol in self.expose:
+            return self.host
+        return "::1" if is_ipv6(self.host) else "127.0.0.1"
+
+    def listen_host(self, option: str) -> str:
+        """Address of a port by its option in `ports`."""
+        protocol = option.removeprefix("--").removesuffix("-port")
+        return self.server_host(protocol) if protocol in constants.SERVER_PROTOCOLS else self.host
+
+    def client_host(self, protocol: str) -> str:
+        """Address at which the supervisor reaches a protocol of the server."""
+        return self.loopback if protocol in self.expose else self.server_host(protocol)
 
     @property
     def loopback(self) -> str:

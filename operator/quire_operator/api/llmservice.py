@@ -171,6 +171,7 @@ class RuntimeSpec:
     """spec.runtime"""
 
     ports: PortsSpec
+    expose: tuple[str, ...]
     image: str | None = None
     imagePullSecrets: tuple[dict[str, str], ...] = ()
     env: tuple[EnvVar, ...] = ()
@@ -309,9 +310,17 @@ class LLMService:
 
     @property
     def ports(self) -> dict[str, int]:
-        """All ports of a pod by name."""
-        openai_port = self.openai_port
-        return self.spec.runtime.ports.by_name | ({} if openai_port is None else {"openai": openai_port})
+        """All ports of a pod that others can reach, by name."""
+        openai_port, runtime = self.openai_port, self.spec.runtime
+        hidden = set(constants.SERVER_PROTOCOLS) - set(runtime.expose)
+        ports = {name: port for name, port in runtime.ports.by_name.items() if name not in hidden}
+        return ports | ({} if openai_port is None else {"openai": openai_port})
+
+    @property
+    def expose_option(self) -> str | None:
+        """Value of the supervisor's option --expose; None for its default, so that an upgrade replaces no pods."""
+        expose = [name for name in constants.SERVER_PROTOCOLS if name in self.spec.runtime.expose]
+        return None if len(expose) == len(constants.SERVER_PROTOCOLS) else ",".join(expose) or "none"
 
     def without_openai(self) -> Self:
         """Return the service with the OpenAI API turned off."""

@@ -147,6 +147,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"{purpose} (default: spec.runtime.ports.{name})",
         )
+    options.add_expose_option(parser)
     options.add_openai_options(parser)
     options.add_chat_options(parser)
     options.add_folder_options(parser)

@@ -302,6 +302,17 @@ def _parse_file(text: str) -> Path:
     return Path(text)
 
 
+def add_expose_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the server's protocols."""
+    parser.add_argument(
+        "--expose",
+        choices=("http", "grpc", "http,grpc", "none"),
+        metavar="PROTOCOLS",
+        help="protocols of the server that clients can reach: http, grpc, http,grpc or none; the others listen on "
+        "loopback (default: spec.runtime.expose, else both)",
+    )
+
+
 def add_openai_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the OpenAI API."""
     parser.add_argument(

@@ -48,6 +48,8 @@ class ServeOptions:
     metrics_port: int | None = None
     health_port: int | None = None
     """None: the port of spec.runtime.ports."""
+    expose: str | None = None
+    """Protocols of the server that clients can reach, separated by commas, or none; None: spec.runtime.expose."""
     openai_port: int | None = None
     """0: the OpenAI API is not served; None: spec.openai decides."""
     openai_api_keys_dir: Path | None = None
@@ -285,6 +287,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
         ("--grpc-port", options.grpc_port or ports.grpc),
         ("--metrics-port", options.metrics_port or ports.metrics),
         ("--health-port", options.health_port or ports.health),
+        *(("--expose", value) for value in (options.expose or service.expose_option,) if value),
         ("--drain-timeout", service.spec.rollout.drainSeconds),
         *((("--secrets-dir", options.secrets_dir),) if options.secrets_dir else ()),
         *(("--pvc", f"{claim}={folder.absolute()}") for claim, folder in options.volumes),

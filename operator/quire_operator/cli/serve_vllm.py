@@ -41,6 +41,7 @@ def supervisor_argv(
         ("--run-dir", options.run_dir or default_run_dir(name, environment)),
         ("--cache-dir", options.cache_dir or default_cache_dir(environment)),
         ("--host", options.host),
+        ("--expose", options.expose),
         ("--http-port", options.http_port),
         ("--grpc-port", options.grpc_port),
         ("--metrics-port", options.metrics_port),

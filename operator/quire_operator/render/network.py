@@ -30,12 +30,12 @@ def headless_service(service: LLMService) -> Manifest:
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 
-    Ingress: clients to the HTTP, gRPC and OpenAI ports; Prometheus, the operator and an endpoint picker to the health
-    port; Prometheus to the port of the server's metrics. Egress: DNS and the ports of adapter sources. Adapters can be
-    added later, so port 443 is always included.
+    Ingress: clients to those of the HTTP, gRPC and OpenAI ports that are exposed; Prometheus, the operator and an
+    endpoint picker to the health port; Prometheus to the port of the server's metrics. Egress: DNS and the ports of
+    adapter sources. Adapters can be added later, so port 443 is always included.
     """
-    ports, openai_port = service.spec.runtime.ports, service.openai_port
-    client_ports = [ports.http, ports.grpc, *([] if openai_port is None else [openai_port])]
+    ports = service.spec.runtime.ports
+    client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
     clients = list(service.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
     # An endpoint picker reads the metrics too. The spec names its Service, but the labels of its pods are unknown.
     endpoint_pickers: list[Manifest] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []

@@ -174,6 +174,7 @@ def server_arguments(service: LLMService) -> list[str]:
         f"--cache-dir={object_names.CACHE_DIR}/adapters",
         f"--host={ANY_ADDRESS}",
         *(f"--{name}-port={port}" for name, port in service.spec.runtime.ports.by_name.items()),
+        *(f"--expose={value}" for value in (service.expose_option,) if value),
         f"--admin-key-file={object_names.ADMIN_DIR}/{object_names.ADMIN_KEY_FIELD}",
         f"--secrets-dir={object_names.SECRETS_DIR}",
         *(f"--pvc={claim}={object_names.CLAIMS_DIR}/{claim}" for claim in _claim_names(service)),

@@ -64,6 +64,7 @@ runtime:
   imagePullSecrets: [{name: pull}]
   env: [{name: A, value: b}]
   ports: {http: 8000, grpc: 8001, metrics: 8002, health: 8003}
+  expose: [http]
   cpu: "4"
   memory: 64Gi
   sharedMemory: 2Gi
@@ -113,6 +114,8 @@ def bases():
         yield body(COMMON + GPU, sources[0], autoscaling=autoscaling)
     yield body(COMMON, sources[0], device="CPU", openai={"chatTemplate": {"text": "{{ messages }}"}})
     yield body(GPU, sources[0], cache={"mode": "PVC"}, rollout={"maxUnavailable": 1, "updatePolicy": "OnSpecChange"})
+    # Without an endpoint picker, which needs HTTP here.
+    yield body(GPU, sources[0], runtime={"expose": ["http"]})
 
 
 def outputs(document):

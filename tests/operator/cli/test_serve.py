@@ -94,6 +94,21 @@ def test_supervisor_accepts_the_command_line(folder):
     assert settings.allow_path_sources and settings.verbose
 
 
+@pytest.mark.parametrize(
+    ("spec", "option", "expected"),
+    [
+        ("", None, ("http", "grpc")),
+        ("  runtime: {expose: [grpc]}", None, ("grpc",)),
+        ("  runtime: {expose: [grpc]}", "http,grpc", ("http", "grpc")),
+        ("  runtime: {expose: []}", None, ()),
+    ],
+)
+def test_the_option_overrides_the_protocols_of_the_spec(folder, spec, option, expected):
+    launched = launch(folder, f"{TALES}{spec}", expose=option)
+    args = quire_server.__main__._parse_args(launched.argv[3:])
+    assert quire_server.__main__._settings(args).expose == expected
+
+
 def test_chat_options_reach_the_engine_config(folder):
     (folder / "chat.jinja").write_text("{{ messages }}")
     chat = {"chat_template": folder / "chat.jinja", "tool_call_parser": "mistral", "reasoning_parser": "none"}

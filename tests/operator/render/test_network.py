@@ -11,6 +11,19 @@ from support.rendering import GPU, OPERATOR_PEER, RENDER_CONTEXT, rendered_objec
 from quire_spec.errors import ConfigError
 
 
+def test_only_exposed_protocols_are_reachable():
+    objects = rendered_objects(llm_service(f"{GPU}runtime: {{expose: [grpc]}}"))
+    names = {"grpc", "metrics", "health", "openai"}
+    assert {port["name"] for port in objects["Service", "s"]["spec"]["ports"]} == names
+    ingress = objects["NetworkPolicy", "s"]["spec"]["ingress"]
+    assert {port["port"] for rule in ingress for port in rule["ports"]} == {8001, 8002, 8003, 8004}
+    container = objects["Deployment", "s"]["spec"]["template"]["spec"]["containers"][0]
+    assert {port["name"] for port in container["ports"]} == names and "--expose=grpc" in container["args"]
+    # Pods of an earlier release have no such argument: by default there is none, so that an upgrade replaces no pods.
+    (default,) = rendered_objects(llm_service(GPU))["Deployment", "s"]["spec"]["template"]["spec"]["containers"]
+    assert not any("expose" in argument for argument in default["args"])
+
+
 def test_network_policies():
     service = llm_service(f"{GPU}adapters: [{{name: a, source: {{http: {{url: http://h:8080/a}}}}}}]")
     objects = rendered_objects(service)

@@ -98,7 +98,17 @@ def test_preflight_requires_shared_memory_for_all_stubs(python):
 
 
 def test_command_and_environment(python, tmp_path):
-    options = ServerOptions(tmp_path / "models", "tales", tmp_path, "KEY", "prefix-", host="::1", http_port=1)
+    options = ServerOptions(
+        tmp_path / "models",
+        "tales",
+        tmp_path,
+        "KEY",
+        "prefix-",
+        http_host="::1",
+        grpc_host="::1",
+        metrics_host="::1",
+        http_port=1,
+    )
     for _ in range(2):  # the folder of a previous start already exists
         argv, env = launch.server_command(launch.find_server(), python, options)
     flags = dict(arg.removeprefix("--").split("=", 1) for arg in argv[1:] if "=" in arg)
@@ -186,7 +196,9 @@ def test_restricted_grpc_protocols_require_the_key(running):
 @pytest.mark.server
 async def test_client_with_the_key_loads_and_unloads(running):
     config, files = repository.model_config("keyed", BASE, running.socket), repository.model_files()
-    async with ModelServerClient("127.0.0.1", running.ports["http"], running.ports["grpc"], "wrong") as client:
+    async with ModelServerClient(
+        ("127.0.0.1", running.ports["http"]), ("127.0.0.1", running.ports["grpc"]), "wrong"
+    ) as client:
         with pytest.raises(Unavailable, match="restricted"):
             await client.load_model("keyed", config, files)
     async with running.client() as client:
@@ -213,7 +225,7 @@ async def test_client_ignores_proxies(running, unused_tcp_port, monkeypatch):
 
 
 async def test_missing_server_is_unavailable(unused_tcp_port):
-    async with ModelServerClient("127.0.0.1", unused_tcp_port, unused_tcp_port, "key") as client:
+    async with ModelServerClient(("127.0.0.1", unused_tcp_port), ("127.0.0.1", unused_tcp_port), "key") as client:
         assert not await client.is_live()
         with pytest.raises(Unavailable):
             await client.unload_model("sql")

@@ -378,3 +378,18 @@ def test_ipv6(host, displayed, tmp_path, folders, monkeypatch):
         for port in ("http", "grpc"):
             socket.create_connection(("::1", pod.ports[port]), 5).close()
         assert pod.stop() == 0
+
+
+def test_a_hidden_protocol_listens_on_loopback_only(tmp_path, folders):
+    """--host is another address of this machine than the one that the supervisor uses for a hidden protocol."""
+    arguments = "--host=127.0.0.2", "--expose=grpc"
+    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), *arguments) as pod:
+        pod.wait(lambda: "is ready" in pod.stdout.read_text(), 30, "ready")
+        pod.child_processes()
+        banner = pod.stdout.read_text()
+        assert f"gRPC      127.0.0.2:{pod.ports['grpc']}" in banner and "HTTP   " not in banner
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", pod.ports["http"]), 5)
+        for host, port in (("127.0.0.1", "http"), ("127.0.0.2", "grpc"), ("127.0.0.2", "health")):
+            socket.create_connection((host, pod.ports[port]), 5).close()
+        assert pod.stop() == 0

@@ -285,14 +285,14 @@ def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
 
 def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the fields address and endpoints."""
-    ports, host = (
-        service.spec.runtime.ports,
-        ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"]),
-    )
-    http, grpc = f"http://{host}:{ports.http}", f"{host}:{ports.grpc}"
-    address = {"url": http, "http": http, "grpc": f"grpc://{grpc}"}
+    ports, host = service.ports, ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
+    forms = {"http": f"http://{host}:{ports.get('http')}", "grpc": f"{host}:{ports.get('grpc')}"}
+    endpoints = {name: url for name, url in forms.items() if name in ports}
+    address = {name: f"grpc://{url}" if name == "grpc" else url for name, url in endpoints.items()}
+    if address:
+        address["url"] = next(iter(address.values()))
     # Pods that an older release rendered do not have the port.
     if service.openai_port and object_names.OPENAI_PORT_NAME in container_ports(deployment["spec"]["template"]):
         scheme = "http" if service.spec.openai.tlsSecretRef is None else "https"
         address["url"] = address["openai"] = f"{scheme}://{host}:{service.openai_port}/v1"
-    return {"address": address, "endpoints": {"http": http, "grpc": grpc}}
+    return {"address": address, "endpoints": endpoints}

@@ -30,6 +30,7 @@ from support.observed_factories import (
 from support.planning import plan_for
 
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.status import _addresses
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_spec.documents.pod_status import AdapterState
 
@@ -67,6 +68,16 @@ def test_all_is_well():
             "at": "2026-01-01T00:00:00Z",
         }
     }
+
+
+@pytest.mark.parametrize(("expose", "address"), [(("grpc",), {"grpc": "grpc://s.team.svc:8001"}), ((), {})])
+def test_the_address_contains_exposed_protocols_only(expose, address):
+    runtime = replace(SERVICE.spec.runtime, expose=expose)
+    service = replace(SERVICE, spec=replace(SERVICE.spec, runtime=runtime))
+    openai, container = "http://s.team.svc:8004/v1", {"ports": [{"name": "openai", "containerPort": 8004}]}
+    found = _addresses(service, {"spec": {"template": {"spec": {"containers": [container]}}}})
+    assert found["address"] == {"url": openai, "openai": openai, **address}
+    assert found["endpoints"].keys() == address.keys()
 
 
 NOT_READY = {
