@@ -10,7 +10,8 @@ import logging
 from quire_engine.ipc.connection import Connection
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.output_delta_buffer import OutputDeltaBuffer
-from quire_engine.text.result_coalescer import ResponseThrottle
+from quire_engine.text.result_coalescer import OPENAI_RESPONSE_COST, ResponseThrottle
+from quire_spec.constants import OPENAI_FRONTEND
 from quire_spec.protocol.messages import Hello, OutputDelta, OutputDeltas
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class FrontendConnection:
         self._connection = connection
         self._metrics = metrics
         self._throttle = throttle
+        self._response_cost = OPENAI_RESPONSE_COST if hello.model == OPENAI_FRONTEND else 1.0
         self._delta_buffer = OutputDeltaBuffer()
         self._flush_scheduled = False
 
@@ -42,7 +44,7 @@ class FrontendConnection:
         if not self._connection.write_paused:
             for deltas in self._delta_buffer.drain():
                 self._connection.send(OutputDeltas(deltas))
-                self._throttle.record_sent(len(deltas), asyncio.get_running_loop().time())
+                self._throttle.record_sent(self._response_cost * len(deltas), asyncio.get_running_loop().time())
 
     def _flush_turn(self) -> None:
         self._flush_scheduled = False

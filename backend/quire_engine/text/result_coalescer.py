@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coalesces step results on their way to the request manager, to bound the number of responses per second.
 
-Each response costs the stub, server and client 0.2 ms of CPU together. If the engine computes on the same cores, that
-time delays the next token. `ResponseThrottle` decides when waiting results can be sent; `ResultCoalescer` merges the
-waiting results of each sequence. Merged before detokenizing, several tokens cost hardly more than one. The first tokens
-of a sequence and its end never wait. Used on the event loop only; has no knowledge of requests.
+Each response costs the stub, server and client 0.2 ms of CPU together, and the OpenAI front a quarter of it. If the
+engine computes on the same cores, that time delays the next token. `ResponseThrottle` decides when waiting results can
+be sent; `ResultCoalescer` merges the waiting results of each sequence. Merged before detokenizing, several tokens cost
+hardly more than one. The first tokens of a sequence and its end never wait. Used on the event loop only; has no
+knowledge of requests.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ from quire_spec.protocol.messages import SequenceDelta, StepResult
 RESPONSES_PER_S_PER_CORE = 250.0
 """For an engine on the CPU: responses then take 5 % of each core. A single stream gets each token at once (up to 250
 per second and core); 64 streams on two cores get their tokens every 128 ms, which is faster than a person reads."""
+OPENAI_RESPONSE_COST = 0.25
+"""A response of the OpenAI front, in responses of the server: its 64 streams get their tokens every 32 ms."""
 
 
 class ResponseThrottle:
@@ -30,8 +33,8 @@ class ResponseThrottle:
         """Return the seconds from `now` until waiting responses can be sent; 0 if they can be sent now."""
         return max(0.0, self._next_send_at - now)
 
-    def record_sent(self, num_responses: int, now: float) -> None:
-        """Count responses sent at `now`, including those that could not wait."""
+    def record_sent(self, num_responses: float, now: float) -> None:
+        """Count responses sent at `now`, including those that could not wait; a cheap one counts as a part of one."""
         self._next_send_at = max(self._next_send_at, now) + num_responses * self._interval_s
 
 
