@@ -3,7 +3,7 @@
 
 import psutil
 import pytest
-from support.quire_serve import EXAMPLES, run_concurrently
+from support.quire_serve import EXAMPLES, example_adapters, run_concurrently
 from support.supervisor_harness import catalog
 
 pytestmark = pytest.mark.server
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40}
 def restored(service):
     """The shared service, which gets its own adapters back."""
     yield service
-    adapters = {name: EXAMPLES / "adapters" / name for name in ("pirate", "sql")}
+    adapters = example_adapters()
     service.put_adapters(catalog(service.status()["generation"] + 1, **adapters))
     service.wait(lambda: set(service.status()["models"]) == {"tales", *adapters}, 60, "as before")
 

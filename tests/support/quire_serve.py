@@ -329,6 +329,11 @@ def grpc_flag(name: str, value: bool) -> grpcclient.InferInput:
     return tensor
 
 
+def example_adapters() -> dict[str, Path]:
+    """Return the folders of the adapters of examples/llmservice.yaml by name."""
+    return {adapter["name"]: Path(adapter["source"]["path"]) for adapter in example_document()["spec"]["adapters"]}
+
+
 def example_document() -> dict[str, Any]:
     """Return examples/llmservice.yaml in float32, with absolute paths, so that it works from any folder."""
     document = yaml.safe_load((EXAMPLES / "llmservice.yaml").read_text())
