@@ -57,6 +57,10 @@ def build() -> list[Path]:
         try:
             _compile_libraries(made, _required_symbols(torch))
             made.rename(folder)
+        except OSError:
+            # Another process built the same libraries meanwhile.
+            if not folder.exists():
+                raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
         remove_stale(CACHE)
