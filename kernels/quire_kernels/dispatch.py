@@ -37,7 +37,7 @@ _FORMER_OPS = {
     "rotate_and_write": "rope_and_cache",
     "route": "route_tokens",
 }
-"""Names of operations in QUIRE_FORMS, the variable's name before 0.2, which keeps working for one release."""
+"""New name of each operation by its name before 0.2. QUIRE_FORMS, the old name of QUIRE_KERNELS, accepts both."""
 
 
 class Op(Generic[P, R]):

@@ -74,7 +74,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def protect(self, blocks: Iterable[BlockId]) -> None:
-        """Mark used blocks as protected: another sequence than the one that computed them has reused them."""
+        """Mark used blocks as protected, because a second sequence has reused them."""
         for block in blocks:
             assert self._ref_counts[block] > 0
             self._is_protected[block] = self._max_protected > 0

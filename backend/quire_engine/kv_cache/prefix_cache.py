@@ -29,7 +29,7 @@ class PrefixCache:
     """Shares blocks between sequences with the same first tokens, adapter and salt."""
 
     def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, enabled: bool) -> None:
-        """Create the cache. If it is not enabled, only forks share blocks, with their parents."""
+        """Create the cache. If it is not enabled, a fork still shares the blocks of its parent."""
         self._block_pool = block_pool
         self._block_hasher = block_hasher
         self._enabled = enabled

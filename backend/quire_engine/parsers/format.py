@@ -57,11 +57,11 @@ class Content:
 
 
 class LeadingCalls(ABC):
-    """What formats share in which an output begins with its calls, or a mark stands before them."""
+    """Base of the formats whose calls are at the beginning of an output or behind a mark."""
 
     marks: frozenset[str]
     start_mark: str
-    """What follows it can be a call."""
+    """A call can follow it."""
 
     def __init__(self) -> None:
         self._content = Content()
@@ -89,7 +89,7 @@ class LeadingCalls(ABC):
 
     @abstractmethod
     def _take(self, char: str) -> Iterator[Event]:
-        """Take a character of what can be a call."""
+        """Process a character of a possible call."""
 
 
 class PlainText:

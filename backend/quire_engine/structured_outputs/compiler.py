@@ -2,8 +2,8 @@
 """Compiles grammars for one model's vocabulary, under limits of work and memory, and keeps the latest ones.
 
 The text process compiles each constraint once in a process that may die, and rejects it with an error. The core
-compiles the same text under the same limits again, so that it only sees grammars that compile. llguidance counts work
-instead of time, so both get the same result. Thread-safe; llguidance releases the GIL while it compiles.
+compiles the same text again. Its limits are the same and count work, not time, so a text that compiled in the text
+process compiles in the core, too. Thread-safe; llguidance releases the GIL while it compiles.
 """
 
 import threading

@@ -248,7 +248,7 @@ class AdapterManager:
         return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
-        """Apply the difference; returns the delay of the next attempt, None to wait for a change."""
+        """Apply the difference. Return the seconds until the next attempt, or None to wait for a change."""
         adapter.access_denied = False
         if adapter.permanent_failure:
             reactivated = await self._reactivate_previous(adapter)

@@ -39,7 +39,7 @@ class InputFile:
     """An open input file."""
 
     def __init__(self, path: Path, is_done: Callable[[str], bool]) -> None:
-        """`is_done(id)` is True for custom_ids of requests, and ids of bad lines, that need no other result.
+        """`is_done(id)` returns whether a request (by its custom_id) or a bad line (by its id) already has a result.
 
         Raises:
             ConfigError: the file cannot be read.

@@ -55,7 +55,7 @@ class ResultStore:
         self.close()
 
     def is_done(self, line_id: str) -> bool:
-        """Return True for the custom_id of a request, or the id of a bad line, with a record."""
+        """Return whether a request (by its custom_id) or a bad line (by its id) already has a record."""
         return line_id in self._done_ids
 
     def add_reply(self, custom_id: str, reply: Reply) -> None:

@@ -38,7 +38,8 @@ def reuse_or_make_plan(
 ) -> Plan:
     """Return the stored plan if its inputs are the same, else a new one. Raises the errors of `make_plan`.
 
-    A new release of the operator changes neither values nor image, unless `replan` (rollout.updatePolicy: Auto).
+    A new release of the operator keeps the plan's values and image. With `replan` (rollout.updatePolicy: Auto), it
+    makes a new plan.
     """
     if stored is not None and stored.inputsHash == inputs.inputs_hash:
         is_current = stored.plannerVersion == VERSION and stored.image.value in (inputs.image, *images.values())

@@ -12,7 +12,7 @@ from quire_engine.weights.param_shard import LoadTarget
 class Module:
     """A part of a model whose attributes have the names of the checkpoint, in the order of computation.
 
-    An exception are the merged linear layers: their slices have these names.
+    The merged linear layers are an exception: their slices have these names.
     """
 
     def linears(self) -> Iterator[Linear]:

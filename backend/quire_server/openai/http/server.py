@@ -68,7 +68,7 @@ class FrontServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop to listen, and let open responses end."""
+        """Stop listening, and let open responses end."""
         if self._certificate_task is not None:
             self._certificate_task.cancel()
         await super().shutdown(sockets)

@@ -92,7 +92,7 @@ def _status_fields(progress: DownloadProgress, now: datetime) -> dict[str, Any]:
 
 
 def _percent(cache: Mapping[str, Any]) -> int:
-    """Whether the progress is worth an update; a total that becomes known is."""
+    """Return the percentage in the status. Without one, return a number so low that the first percentage is written."""
     percent = _parse_number(str(cache.get("progress", "")).removesuffix("%"))
     return -MIN_PERCENT_STEP if percent is None else percent
 
