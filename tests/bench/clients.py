@@ -67,13 +67,10 @@ class Clients:
     async def _send_grpc(self, requests: Any, offsets: list[float]) -> tuple[float, list[list[TimedChunk]]]:
         """One connection, a stream on it for each request."""
         messages = [grpc_request(self._settings["model"], *request) for request in requests]
-        headers = (("triton_grpc_error", "true"),)
 
         async def send_one(message: bytes, offset: float) -> list[TimedChunk]:
             await asyncio.sleep(start + offset - time.perf_counter())
-            return [
-                (time.perf_counter(), data) async for data in stream_call(_single_request(message), metadata=headers)
-            ]
+            return [(time.perf_counter(), data) async for data in stream_call(_single_request(message))]
 
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self._settings['grpc']}") as channel:
             # Without functions that read messages: they come as bytes.

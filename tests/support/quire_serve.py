@@ -249,7 +249,7 @@ class QuireServeProcess:
         address = f"127.0.0.1:{self.ports['grpc']}"
         try:
             async with grpcaio.InferenceServerClient(address) as client:
-                async for result, error in client.stream_infer(requests(), headers={"triton_grpc_error": "true"}):
+                async for result, error in client.stream_infer(requests()):
                     # Read to the end, even after an error: release 24.10 can leak a request whose stream is cancelled
                     # on its last response.
                     if error is not None:

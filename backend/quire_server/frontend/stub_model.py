@@ -44,7 +44,7 @@ MAX_CANCEL_CHECKS_PER_S = 100
 MIN_ERROR_DELAY_S = 0.02
 """Minimum age of a request when its error is sent. On a busy machine, release 24.10 aborts about once in some thousand
 errors if a gRPC client that requests real statuses (`triton_grpc_error`) gets an error while the server still receives
-its request. The abort ends the streams of all clients."""
+its request. The abort ends the streams of all clients. The preload library prevents it, too, but needs a C compiler."""
 MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
 """Minimum delay of an error after a response. The server may still be writing that response."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL

@@ -4,6 +4,7 @@
 The scanner of requests (request_guard.h) is compared with h11: what it accepts, h11 splits at the same places.
 """
 
+import contextlib
 import ctypes
 import json
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 
+import grpc
 import h11
 import pytest
 import tritonclient.grpc as grpcclient
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.frontend_harness import BASE, FrontendHarness, running_frontend, scripted_text, wait_until
 from support.quire_serve import StreamedResponse, grpc_text, run_concurrently
+from tritonclient.grpc import service_pb2
 
 from quire_server.model_server import launch
 from quire_server.model_server.preload import preload
@@ -29,6 +32,13 @@ RequestScanner *new_scanner(void) { RequestScanner *s = malloc(sizeof *s); start
 const char *scan(RequestScanner *s, const char *data, size_t size) { return scan_request(s, data, size); }
 int between_requests(RequestScanner *s) { return s->phase == REQUEST_LINE && s->line_bytes == 0; }
 """
+WRONG_REQUEST = service_pb2.ModelInferRequest(
+    model_name=BASE,
+    inputs=[{"name": "text_input", "datatype": "BYTES", "shape": [1]}],
+    raw_input_contents=[b"\1\0\0\0x"],
+    parameters={"temperature": {"double_param": 3000}},
+)
+NUM_CANCELLED = 200
 
 
 # The scanner
@@ -207,8 +217,30 @@ def class_count(running: FrontendHarness) -> str:
     return f"400 {done[0]}"
 
 
+def cancelled_errors(running: FrontendHarness) -> str:
+    """Cancel streams that request real statuses while their errors are sent; return the error of the last stream.
+
+    Its stream stays open after an error, because the server ignores the header.
+    """
+    with grpc.insecure_channel(f"127.0.0.1:{running.ports['grpc']}") as channel:
+        stream = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            lambda request: request.SerializeToString(),
+            service_pb2.ModelStreamInferResponse.FromString,
+        )
+        for i in range(NUM_CANCELLED):
+            call = stream(iter([WRONG_REQUEST] * 8), metadata=(("triton_grpc_error", "true"),), timeout=30)
+            threading.Timer(i % 40 / 1000, call.cancel).start()
+            with contextlib.suppress(grpc.RpcError):
+                list(call)
+        call = stream(iter([WRONG_REQUEST] * 2), metadata=(("triton_grpc_error", "true"),), timeout=30)
+        errors = [response.error_message for response in call]
+    assert len(errors) == 2 and errors[0] == errors[1]
+    return f"400 {errors[0]}"
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("crasher", [nested, many_chunks, class_count])
+@pytest.mark.parametrize("crasher", [nested, many_chunks, class_count, cancelled_errors])
 def test_crashing_requests_are_rejected_and_streams_continue(running: FrontendHarness, crasher) -> None:
     pid = running.process.pid
     results: list[str] = []

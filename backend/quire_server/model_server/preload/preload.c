@@ -19,6 +19,9 @@
 // TRITONSERVER_DataTypeByteSize: the size of BYTES is 0, by which the server divides if a request asks for the classes
 // of our outputs. Such a caller gets 1, and the server then rejects the request.
 //
+// ignore_status_header: the server uses a stream after it has freed it if an error and the end of the stream meet, and
+// the stream has the header triton_grpc_error. The server then ignores this header, and errors stay in the responses.
+//
 // TRITONSERVER_ServerIsReady, TRITONSERVER_ServerModelIsReady: the server reports ready as soon as a model is loaded,
 // even while the engine starts or is dead. If QUIRE_READINESS_FILE is set, its answer is true only if that file agrees
 // (readiness_file.py describes it). This does not depend on QUIRE_SERVER_GUARD.
@@ -26,10 +29,12 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <link.h>
 #include <poll.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -71,6 +76,26 @@ typedef struct {
 } Connection;
 static Connection *connections[MAX_FDS];
 
+// Rename the header triton_grpc_error in the constants of the program, which is the first object. Names in HTTP/2 have no
+// capital letters (RFC 9113, section 8.2), so no request has the new name.
+static int ignore_status_header(struct dl_phdr_info *program, size_t size, void *data) {
+  (void)size, (void)data;
+  static const char name[] = "\0triton_grpc_error";
+  uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+  for (int i = 0; i < program->dlpi_phnum; i++) {
+    const ElfW(Phdr) *segment = &program->dlpi_phdr[i];
+    if (segment->p_type != PT_LOAD || segment->p_flags != PF_R) continue;
+    char *start = (char *)(program->dlpi_addr + segment->p_vaddr), *end = start + segment->p_memsz;
+    for (char *found = start; (found = memmem(found, (size_t)(end - found), name, sizeof name)) != NULL; found++) {
+      char *first = (char *)((uintptr_t)(found + 1) / page * page);
+      if (mprotect(first, page, PROT_READ | PROT_WRITE) != 0) continue;
+      found[1] = 'T';
+      mprotect(first, page, PROT_READ);
+    }
+  }
+  return 1; // ends the iteration
+}
+
 __attribute__((constructor)) static void start(void) {
   next_send = (Send *)dlsym(RTLD_NEXT, "send");
   next_accept = (Accept *)dlsym(RTLD_NEXT, "accept4");
@@ -83,6 +108,7 @@ __attribute__((constructor)) static void start(void) {
   is_server = strcmp(program_invocation_short_name, "tritonserver") == 0;
   const char *guard = getenv("QUIRE_SERVER_GUARD");
   is_guarded = is_server && (guard == NULL || strcmp(guard, "0") != 0);
+  if (is_guarded) dl_iterate_phdr(ignore_status_header, NULL);
 }
 
 static int is_local(int fd) {
