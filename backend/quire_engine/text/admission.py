@@ -212,12 +212,13 @@ class AdmissionController:
                 return adapter_name, adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
-        served_names = [self.served_name, *sorted(digests_by_name)]
-        num_unlisted = len(served_names) - _MAX_LISTED_NAMES
-        listed_names = ", ".join(served_names[:_MAX_LISTED_NAMES]) + (
-            f" and {num_unlisted} more" if num_unlisted > 0 else ""
+        # Clients of vllm_backend search for its sentence.
+        name, adapter_names = str(model)[:100], sorted(digests_by_name)
+        num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
+        raise NotFound(
+            f"model {name!r} is not served: LoRA {name} is not supported, we currently support "
+            f"{adapter_names[:_MAX_LISTED_NAMES]}" + (f" and {num_unlisted} more" if num_unlisted > 0 else "")
         )
-        raise NotFound(f"model {str(model)[:100]!r} is not served; served are {listed_names}")
 
     def _check_params(self, request: GenerateRequest) -> SamplingParams:
         if not isinstance(request.params, Mapping):

@@ -187,6 +187,7 @@ class TritonPythonModel:
         stream.checked_at = now
         if not stream.sender.is_cancelled():
             return False
+        logger.debug("request cancelled model=%s request_id=%d", self._model_name, stream.request_id)
         self._enqueue_if(stream.fail(Cancelled("the client cancelled the request or closed its connection")), stream)
         return True
 
@@ -262,11 +263,14 @@ class _ServerLogHandler(logging.Handler):
             pb_utils.Logger.log_error(text)
         elif record.levelno >= logging.WARNING:
             pb_utils.Logger.log_warn(text)
-        else:
+        elif record.levelno >= logging.INFO:
             pb_utils.Logger.log_info(text)
+        else:
+            pb_utils.Logger.log_verbose(text)
 
 
 def _forward_logs() -> None:
     root = logging.getLogger()
     root.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)  # cancelled requests: the server logs them at its verbose level only
     root.handlers = [_ServerLogHandler()]

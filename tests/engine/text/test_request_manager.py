@@ -284,10 +284,13 @@ def test_adapter_names_resolve_to_the_current_digest():
     assert isinstance(sent[1], SequenceRequest) and sent[1].adapter_digest == "sha256:new"
     manager.submit(frontend, GenerateRequest(3, "adapter-04", None, [5], {}, True))
     assert frontend.deltas[3][0].error_code == "NOT_FOUND"
-    assert frontend.deltas[3][0].error == "model 'adapter-04' is not served; served are base, adapter-03"
+    sentence = "LoRA adapter-04 is not supported, we currently support ['adapter-03']"  # vllm_backend's
+    assert frontend.deltas[3][0].error == f"model 'adapter-04' is not served: {sentence}"
     manager.set_adapters({f"adapter-{i:02}": "d" for i in range(15)})
     manager.submit(frontend, GenerateRequest(4, "Base", None, [5], {}, True))
-    assert "base, adapter-00" in frontend.deltas[4][0].error and "and 6 more" in frontend.deltas[4][0].error
+    assert (
+        "['adapter-00', " in frontend.deltas[4][0].error and "'adapter-09'] and 5 more" in frontend.deltas[4][0].error
+    )
 
 
 def test_unknown_adapter_is_unavailable_until_names_are_announced():

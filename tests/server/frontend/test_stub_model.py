@@ -21,7 +21,7 @@ import tritonclient.grpc.aio as grpcaio
 from support.frontend_harness import BASE, scripted_text, wait_until
 from support.quire_serve import StreamedResponse, grpc_flag, grpc_text, run_concurrently
 
-from quire_server.model_server import repository
+from quire_server.model_server import launch, repository
 
 pytestmark = pytest.mark.server
 
@@ -206,11 +206,13 @@ class TestCancellation:
     @pytest.fixture
     def cancelled(self, running):
         """Return a function that waits until the text process received `count` cancellations of open requests."""
-        before = sum(len(entry["was_open"]) for entry in running.journal_entries("cancel"))
+        expected = sum(len(entry["was_open"]) for entry in running.journal_entries("cancel"))
 
         def wait(count=1, timeout=20):
+            nonlocal expected
+            expected += count
             return wait_until(
-                lambda: sum(len(e["was_open"]) for e in running.journal_entries("cancel")) == before + count,
+                lambda: sum(len(e["was_open"]) for e in running.journal_entries("cancel")) == expected,
                 timeout,
                 "cancelled",
             )
@@ -224,8 +226,16 @@ class TestCancellation:
             async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
                 await response.content.readline()
 
-        run_concurrently(*(disconnect() for _ in range(4)))
-        assert cancelled(4) < 5
+        with grpcclient.InferenceServerClient(f"127.0.0.1:{running.ports['grpc']}") as client:
+            headers = {launch.GRPC_KEY_HEADER: running.key}
+            for level in (0, 1):
+                num_logged = running.log.read_text().count("request cancelled")
+                client.update_log_settings({"log_verbose_level": level}, headers=headers)
+                run_concurrently(*(disconnect() for _ in range(2)))
+                assert cancelled(2) < 5
+            wait_until(lambda: running.log.read_text().count("request cancelled") == num_logged + 2, 10, "logged")
+            client.update_log_settings({"log_verbose_level": 0}, headers=headers)
+        assert num_logged == 0
 
     def test_http_disconnect_while_silent_is_detected_at_the_first_token(self, running, cancelled):
         """Release 24.10 checks an idle connection only when it writes to it."""
