@@ -98,7 +98,7 @@ class TokenEchoRunner:
             self._write(span)
         if fail_at == len(plan.spans):
             raise RuntimeError("the device failed")
-        outputs = [SpanOutput([self._next_token(span)] if span.samples else []) for span in plan.spans]
+        outputs = [SpanOutput(self._sample(span)) for span in plan.spans]
         self._last_tokens = {
             span.sequence: output.token_ids[0]
             for span, output in zip(plan.spans, outputs, strict=True)
@@ -118,16 +118,22 @@ class TokenEchoRunner:
         assert adapter_digest == sequence.adapter_digest, "the slot contains a different adapter"
         self.num_computed += span.length
         size = self.block_size
-        for position, token in enumerate(self._tokens(sequence, span.start, span.end), span.start):
+        tokens = [*self._tokens(sequence, span.start, span.end - len(span.draft_token_ids)), *span.draft_token_ids]
+        for position, token in enumerate(tokens, span.start):
             self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter_digest)
 
-    def _next_token(self, span: ScheduledSpan) -> int:
-        sequence = span.sequence
-        visible = [cell for block in sequence.block_table for cell in self.cells[block]][: span.end]
-        tokens = self._tokens(sequence, 0, span.end)
-        expected = [(token, i, sequence.adapter_digest) for i, token in enumerate(tokens)]
-        assert visible == expected, f"sequence {sequence.id}: its blocks contain other tokens"
-        return next_token(tokens, sequence.adapter_digest)
+    def _sample(self, span: ScheduledSpan) -> list[int]:
+        """Return the tokens that follow the accepted draft tokens and the last token; none inside a prompt."""
+        sequence, sampled = span.sequence, list[int]()
+        for num_drafts in range(span.num_sampled_rows):
+            tokens = self._tokens(sequence, 0, sequence.num_tokens) + list(span.draft_token_ids[:num_drafts])
+            visible = [cell for block in sequence.block_table for cell in self.cells[block]][: len(tokens)]
+            expected = [(token, i, sequence.adapter_digest) for i, token in enumerate(tokens)]
+            assert visible == expected, f"sequence {sequence.id}: its blocks contain other tokens"
+            sampled.append(next_token(tokens, sequence.adapter_digest))
+            if sampled[-1:] != list(span.draft_token_ids[num_drafts : num_drafts + 1]):
+                break
+        return sampled
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Return the tokens of a span, with the placeholder replaced by its token."""

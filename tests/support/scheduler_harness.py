@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.fake_runner import TokenEchoRunner
+from support.fake_runner import TokenEchoRunner, expected_output
+from support.scripted_drafts import ScriptedProposer
 
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
@@ -49,6 +50,12 @@ class SchedulerHarness:
         self.scheduler = Scheduler(
             self.config, self.block_pool, self.registry, block_hasher, self.max_model_len, self.swap_costs
         )
+        if self.scheduler.draft_planner is not None:
+            self.scheduler.draft_planner._proposer = ScriptedProposer(
+                lambda sequence, num_tokens: expected_output(
+                    sequence.tokens(0, sequence.num_tokens), num_tokens, sequence.adapter_digest
+                )
+            )
         self.sequences: dict[int, Sequence] = {}
         self.lookahead_step: InFlightStep | None = None
         """The step that was launched ahead."""

@@ -18,7 +18,8 @@ from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.lora.registry import AdapterRegistry
-from quire_engine.scheduling.scheduler import AdapterUsage, Scheduler
+from quire_engine.scheduling.adapter_usage import AdapterUsage
+from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import Sequence
 from quire_engine.step.plan import SlotLoad
 from quire_engine.structured_outputs.compiler import GrammarCompiler

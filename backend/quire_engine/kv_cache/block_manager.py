@@ -19,8 +19,8 @@ from quire_spec.errors import Internal
 class BlockManager:
     """The block tables of all running sequences.
 
-    A table has only as many blocks as the tokens of its sequence need. A shared or cached block is never written: if
-    the shared prefix of a sequence ends within a block, the sequence starts with a copy of that block.
+    A table has only as many blocks as the tokens of its sequence and of its last draft need. A shared or cached block
+    is never written: if the shared prefix of a sequence ends within a block, it starts with a copy of that block.
     """
 
     def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts) -> None:
@@ -86,6 +86,15 @@ class BlockManager:
             if self._block_pool.num_free == 0:
                 return False
             sequence.block_table += self._block_pool.allocate(1)
+        return True
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Ensure that a sequence has blocks for `num_tokens` tokens. Return False if too few are free."""
+        num_missing = self.num_blocks(num_tokens) - len(sequence.block_table)
+        if num_missing > self._block_pool.num_free:
+            return False
+        if num_missing > 0:
+            sequence.block_table += self._block_pool.allocate(num_missing)
         return True
 
     def free(self, sequence: Sequence) -> None:

@@ -10,9 +10,8 @@ abort() at any time in between.
 """
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
 from quire_engine.kv_cache.block_hash import BlockHasher
@@ -21,25 +20,19 @@ from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.registry import AdapterRegistry
+from quire_engine.scheduling.adapter_usage import AdapterUsage, count_usage
 from quire_engine.scheduling.async_scheduling import apply_placeholders, reaches_max_tokens, remove_placeholder
 from quire_engine.scheduling.capacity import CapacityCheck
 from quire_engine.scheduling.in_flight_steps import InFlightSteps
+from quire_engine.scheduling.request_checks import check_request, find_parent
 from quire_engine.scheduling.request_queue import RequestQueue
 from quire_engine.sequence import FinishReason, Sequence, SequenceStatus
+from quire_engine.speculation.draft_planner import DraftPlanner
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
-
-
-@dataclass(slots=True)
-class AdapterUsage:
-    """What the sequences of one adapter use."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
 
 
 class Scheduler:
@@ -72,13 +65,16 @@ class Scheduler:
     because the blocks that it freed, minus the blocks that were missing, are too few. Without other running
     sequences the reserve is not needed.
 
+    Speculation. Draft tokens are added to decode spans when the rest of the step is planned, and use what it left. The
+    step computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected ones.
+
     Async scheduling. A step can be planned while the previous one is in flight, as if that one were complete (see
     async_scheduling). This takes no resource from a sequence: if the plan would have to preempt or swap in, it waits
     for the step in flight instead. A sequence that turns out to be finished, or is aborted, keeps its blocks and
     its adapter slot until no step in flight contains it.
 
     Raises:
-        ConfigError: the pool is smaller than one sequence of `max_model_len` tokens.
+        ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or long rope excludes speculation.
     """
 
     def __init__(
@@ -96,6 +92,7 @@ class Scheduler:
         self._adapter_registry = adapter_registry
         self.prefix_cache = PrefixCache(block_pool, block_hasher, config.enable_prefix_caching)
         self.block_manager = BlockManager(block_pool, config.block_size, swap_costs)
+        self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
         self._num_arrivals = 0
         self._sequences: dict[int, Sequence] = {}
@@ -113,6 +110,8 @@ class Scheduler:
         """True if the last schedule() found nothing to run, and nothing has changed since."""
         self.num_preemptions = 0
         self.num_steps = 0
+        if self._has_long_rope and self.draft_planner is not None:
+            raise ConfigError("speculative_config: a model with a long-rope threshold has no speculation; remove it")
         if self.block_manager.num_blocks(max_model_len) > block_pool.num_blocks:
             raise ConfigError(
                 f"max_model_len: {max_model_len} tokens need {self.block_manager.num_blocks(max_model_len)} KV blocks "
@@ -150,14 +149,7 @@ class Scheduler:
 
     def usage_by_adapter(self) -> dict[AdapterDigest | None, AdapterUsage]:
         """Return sequences and KV blocks by adapter; None is the base model. A shared block counts for each user."""
-        usage: defaultdict[AdapterDigest | None, AdapterUsage] = defaultdict(AdapterUsage)
-        for sequence in self._running:
-            entry = usage[sequence.adapter_digest]
-            entry.num_running += 1
-            entry.num_blocks += len(sequence.block_table)
-        for sequence in self._waiting:
-            usage[sequence.adapter_digest].num_waiting += 1
-        return dict(usage)
+        return count_usage(self._running, self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -168,25 +160,10 @@ class Scheduler:
                 or salt.
             NotFound: its adapter is not registered.
         """
-        num_tokens = sequence.num_tokens
-        if num_tokens >= self._max_model_len:
-            raise InvalidArgument(
-                f"prompt: {num_tokens} tokens leave no room for output, max_model_len is {self._max_model_len}; "
-                "shorten the prompt"
-            )
-        if not self._config.enable_chunked_prefill and num_tokens > self._config.max_num_batched_tokens:
-            raise InvalidArgument(
-                f"prompt: {num_tokens} tokens exceed max_num_batched_tokens {self._config.max_num_batched_tokens}, and "
-                "enable_chunked_prefill is off; shorten the prompt"
-            )
+        check_request(sequence, self._config, self._max_model_len)
         if sequence.id in self._sequences:
             raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
-        if sequence.priority and self._config.scheduling_policy != "priority":
-            raise InvalidArgument(
-                f"priority: got {sequence.priority}, but scheduling_policy is {self._config.scheduling_policy}; "
-                "omit it, or set scheduling_policy to priority"
-            )
-        sequence.parent = self._fork_parent(sequence)
+        sequence.parent = find_parent(sequence, self._sequences)
         if sequence.adapter_digest is not None:
             self._adapter_registry.add_sequence(sequence.adapter_digest)
         self._num_arrivals += 1
@@ -204,7 +181,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan a step; return None if nothing can run. `now`: monotonic seconds, to detect starved adapters.
 
-        Decoding sequences come first and always get their token. Prompts get the rest of the token budget.
+        Decoding sequences come first and always get their token. Prompts get the rest of the token budget, then drafts.
         """
         assert not self._in_flight, "schedule() before update_from_step() or fail_step()"
         self._async_deferred = False
@@ -238,6 +215,8 @@ class Scheduler:
         self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
         if not (builder.decodes or builder.prefills):
             return None
+        if self.draft_planner is not None:
+            self.draft_planner.extend_decodes(builder)
         return self._in_flight.add(builder.build())
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
@@ -252,13 +231,15 @@ class Scheduler:
                 continue
             if has_placeholders:
                 remove_placeholder(sequence)
-            sequence.num_computed_tokens = span.end
+            sequence.num_computed_tokens = span.end - len(span.draft_token_ids)
             self.prefix_cache.cache_full_blocks(sequence)
             if span_output.prompt_logprobs:
                 sequence.prompt_logprobs += span_output.prompt_logprobs
                 sequence.num_computed_prompt_logprobs += len(span_output.prompt_logprobs)
             if span_output.token_ids:
                 updates.append((sequence, self._append_tokens(sequence, span_output)))
+                if self.draft_planner is not None:
+                    self._apply_draft(span, len(span_output.token_ids))
                 if (
                     self._has_long_rope
                     and sequence.status is SequenceStatus.RUNNING
@@ -267,6 +248,14 @@ class Scheduler:
                     self._requeue(sequence)
         self._free_finished()
         return updates
+
+    def _apply_draft(self, span: ScheduledSpan, num_tokens: int) -> None:
+        """Record a draft. Keys and values of the accepted tokens, all of `num_tokens` but the last, are computed."""
+        assert self.draft_planner is not None
+        self.draft_planner.record(span, num_tokens)
+        if span.sequence.status is SequenceStatus.RUNNING:
+            span.sequence.num_computed_tokens += num_tokens - 1
+            self.prefix_cache.cache_full_blocks(span.sequence)
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
         """Finish, and return, the sequences of the earlier step in flight, which failed.
@@ -312,17 +301,6 @@ class Scheduler:
             Counter(s.adapter_digest for s in (*self._sequences.values(), *finished) if s.adapter_digest is not None),
             Counter(s.adapter_digest for s in block_holders if s.adapter_digest is not None),
         )
-
-    def _fork_parent(self, fork: Sequence) -> Sequence | None:
-        """Return the sequence that `fork` shares its prompt with, if it is unfinished."""
-        if fork.parent_id is None or (parent := self._sequences.get(fork.parent_id)) is None:
-            return None
-        for name in ("prompt_token_ids", "adapter_digest", "cache_salt"):
-            if getattr(fork, name) != getattr(parent, name):
-                raise InvalidArgument(
-                    f"parent_id: sequence {parent.id} has a different {name}; prompt, adapter and salt must be equal"
-                )
-        return parent
 
     def _schedule_decodes(self, sequences: list[Sequence], builder: StepPlanBuilder) -> list[Sequence]:
         """Plan the decoding sequences among `sequences`; return those with partial prefills.

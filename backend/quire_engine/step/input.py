@@ -105,13 +105,15 @@ def build_step_input(
     token_ids: list[int] = []
     block_ids: list[int] = []
     for span in spans:
-        token_ids += span.sequence.tokens(span.start, span.end)
+        token_ids += span.sequence.tokens(span.start, span.end - len(span.draft_token_ids))
+        token_ids += span.draft_token_ids
         block_ids += span.sequence.block_table[: -(-span.end // block_size)]
-    sampled_rows, prompt_logprob_rows, end = [], [], 0
+    sampled_rows: list[int] = []
+    prompt_logprob_rows: list[int] = []
+    end = 0
     for span in spans:
         end += span.length
-        if span.samples:
-            sampled_rows.append(end - 1)
+        sampled_rows += range(end - span.num_sampled_rows, end)
         prompt_logprob_rows += [end - span.end + position for position in span.prompt_logprob_positions]
     is_long = (
         [] if long_rope_threshold is None else [int(span.sequence.num_tokens > long_rope_threshold) for span in spans]

@@ -2,7 +2,8 @@
 """A step as a value: the plan that the scheduler makes and the outputs that the runner returns.
 
 Torch-free. The scheduler and the runner both import this module, and never each other. Each sequence of a step gets one
-span of tokens: a chunk of its prompt, or one decoded token. The runner flattens all spans of a step into one batch.
+span of tokens: a chunk of its prompt, or one decoded token and the draft tokens that may follow it. The runner flattens
+all spans of a step into one batch.
 """
 
 from collections.abc import Callable
@@ -15,23 +16,30 @@ from quire_spec.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSpan:
-    """Tokens [start, start + length) of a sequence, which this step computes."""
+    """Tokens [start, start + length) of a sequence, which this step computes; the last ones can be draft tokens."""
 
     sequence: Sequence
     start: int
     length: int
     adapter_slot: SlotId | None
     """Device slot of the adapter; None runs the base model."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
 
     @property
     def end(self) -> int:
-        """One past the last token."""
+        """One past the last token, draft tokens included."""
         return self.start + self.length
 
     @property
     def samples(self) -> bool:
         """True if the span reaches the last token of the sequence, so that its last logits yield the next token."""
-        return self.end == self.sequence.num_tokens
+        return self.end - len(self.draft_token_ids) == self.sequence.num_tokens
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Number of last tokens whose logits are sampled: none, or the last token of the sequence and all drafts."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
     def awaits_token(self) -> bool:
@@ -92,7 +100,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SpanOutput:
-    """Output of one span: no token if it ends within the prompt, otherwise one."""
+    """Output of one span: no token if it ends within the prompt, otherwise one, and one per accepted draft token."""
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None

@@ -30,6 +30,7 @@ from quire_engine.worker.device import init_device, resolve_dtype
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
+from quire_engine.worker.sampling.draft_verification import sample_spans
 from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture, GrammarBitmask
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
 from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow, select_sampling_rows
@@ -266,8 +267,10 @@ class DeviceModelRunner(ModelRunner):
         self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
         """Sample the spans that reach the end of their sequences, from the first chunk; one output per span."""
-        rows = [SamplingRow(span.sequence, span.end) for span in spans if span.samples]
-        sampled_outputs = iter(self._sampler(next(logit_chunks), rows, bitmask()) if rows else [])
+        sampling_spans = [span for span in spans if span.samples]
+        if not sampling_spans:
+            return [SpanOutput([]) for _ in spans]
+        sampled_outputs = iter(sample_spans(self._sampler, sampling_spans, next(logit_chunks), bitmask()))
         return [next(sampled_outputs) if span.samples else SpanOutput([]) for span in spans]
 
     def _sample_async(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_spec.dataclass_json import from_json, read_json, to_json
+from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 
@@ -79,7 +80,7 @@ class EngineConfig:
 
     async_scheduling: bool | None = None
     """Plan and launch a step while the previous one computes, so that the device does not wait for the host. A request
-    that ends by a stop token costs one wasted token. None: enabled on a GPU only."""
+    that ends by a stop token costs one wasted token. None: enabled on a GPU only, and not with speculative_config."""
 
     enable_lora: bool = False
     """Reserve adapter slots and accept adapters."""
@@ -109,8 +110,9 @@ class EngineConfig:
     quantization: str | None = None
     """Weight quantization of the checkpoint."""
 
-    speculative_config: dict[str, Any] | None = None
-    """Speculative decoding."""
+    speculative_config: SpeculativeConfig | None = None
+    """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The
+    output has the same distribution as without. Excludes async_scheduling."""
 
     tool_call_parser: str = "auto"
     """Format of tool calls in outputs, with the names of vLLM's --tool-call-parser. auto: found from the chat template
@@ -139,6 +141,8 @@ class EngineConfig:
     @property
     def uses_async_scheduling(self) -> bool:
         """True if a step is launched while the previous one computes."""
+        if self.speculative_config is not None:
+            return False
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     @classmethod
@@ -171,8 +175,13 @@ class EngineConfig:
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a host copy"
             )
-        if self.speculative_config and not capabilities.SPECULATION:
-            raise ConfigError("speculative_config: not supported by this engine yet; remove it")
+        if self.speculative_config is not None:
+            self.speculative_config.validate()
+            if self.async_scheduling:
+                raise ConfigError(
+                    "async_scheduling: must not be true with speculative_config, because a draft continues the tokens "
+                    "of the step before; remove one of them"
+                )
 
     def _check_choices(self) -> None:
         choices: list[tuple[str, object, tuple[object, ...]]] = [

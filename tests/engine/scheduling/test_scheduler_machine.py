@@ -13,6 +13,7 @@ from support.scheduler_harness import SchedulerHarness
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import SequenceStatus
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.speculative_config import SpeculativeConfig
 
 STOPS = frozenset(range(0, VOCAB, 8))
 
@@ -30,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         swap=st.builds(SwapCosts, st.integers(0, 12), st.sampled_from([0.0, 5.0]), st.just(1.0)),
         lookahead=st.booleans(),
+        num_drafts=st.sampled_from([0, 0, 3]),
     )
     def start(
         self,
@@ -42,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         swap: SwapCosts,
         lookahead: bool,
+        num_drafts: int,
     ) -> None:
         config = EngineConfig(
             "m",
@@ -51,9 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
+            # On this device, the policy of drafts gives them to steps of any size here.
+            device="cuda",
+            speculative_config=SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
         )
         self.harness = SchedulerHarness(
-            config, 48 // block_size + num_spare_blocks, 48, "abc", max_loras, swap, lookahead
+            config, 48 // block_size + num_spare_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts
         )
         self.requests: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
         self.open_ids: set[int] = set()

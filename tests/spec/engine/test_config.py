@@ -37,7 +37,31 @@ def test_engine_config_round_trip(tmp_path):
         ({"model": "m", "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: must be at least max_loras 8, got 4"),
         ({"model": "m", "swap_space": -1}, "swap_space: must be a size in GiB, got -1.0"),
         ({"model": "m", "quantization": "awq"}, "quantization: not supported by this engine yet, got 'awq'"),
-        ({"model": "m", "speculative_config": {"method": "ngram"}}, "speculative_config: not supported"),
+        (
+            {"model": "m", "speculative_config": {"method": "ngram"}},
+            "speculative_config.num_speculative_tokens: missing; SpeculativeConfig requires it",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
+            "speculative_config.method: must be one of ngram, got 'medusa'",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},
+            "speculative_config.num_speculative_tokens: must be from 1 to 16, got 0",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+            | {"async_scheduling": True},
+            "async_scheduling: must not be true with speculative_config",
+        ),
+        (
+            {
+                "model": "m",
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}
+                | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            },
+            "speculative_config.prompt_lookup_max: must be at least prompt_lookup_min 4, got 3",
+        ),
         ([], "EngineConfig: expected an object, got a list"),
     ],
 )

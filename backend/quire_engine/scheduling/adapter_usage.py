@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sequences of each adapter use. The scheduler reports it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire_engine.sequence import Sequence
+from quire_spec.constants import AdapterDigest
+
+
+@dataclass(slots=True)
+class AdapterUsage:
+    """What the sequences of one adapter use."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+
+
+def count_usage(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[AdapterDigest | None, AdapterUsage]:
+    """Return the usage by adapter; None is the base model. A shared block counts for each sequence that uses it."""
+    usage: defaultdict[AdapterDigest | None, AdapterUsage] = defaultdict(AdapterUsage)
+    for sequence in running:
+        entry = usage[sequence.adapter_digest]
+        entry.num_running += 1
+        entry.num_blocks += len(sequence.block_table)
+    for sequence in waiting:
+        usage[sequence.adapter_digest].num_waiting += 1
+    return dict(usage)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a new sequence: against the limits of the engine, and against the parent that it forks."""
+
+from collections.abc import Mapping
+
+from quire_engine.sequence import Sequence
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import InvalidArgument
+
+
+def check_request(sequence: Sequence, config: EngineConfig, max_model_len: int) -> None:
+    """Raise InvalidArgument if a sequence is too long, or has a priority that the scheduling policy does not use."""
+    num_tokens = sequence.num_tokens
+    if num_tokens >= max_model_len:
+        raise InvalidArgument(
+            f"prompt: {num_tokens} tokens leave no room for output, max_model_len is {max_model_len}; "
+            "shorten the prompt"
+        )
+    if not config.enable_chunked_prefill and num_tokens > config.max_num_batched_tokens:
+        raise InvalidArgument(
+            f"prompt: {num_tokens} tokens exceed max_num_batched_tokens {config.max_num_batched_tokens}, and "
+            "enable_chunked_prefill is off; shorten the prompt"
+        )
+    if sequence.priority and config.scheduling_policy != "priority":
+        raise InvalidArgument(
+            f"priority: got {sequence.priority}, but scheduling_policy is {config.scheduling_policy}; "
+            "omit it, or set scheduling_policy to priority"
+        )
+
+
+def find_parent(fork: Sequence, sequences: Mapping[int, Sequence]) -> Sequence | None:
+    """Return the sequence that `fork` shares its prompt with, if it is unfinished."""
+    if fork.parent_id is None or (parent := sequences.get(fork.parent_id)) is None:
+        return None
+    for name in ("prompt_token_ids", "adapter_digest", "cache_salt"):
+        if getattr(fork, name) != getattr(parent, name):
+            raise InvalidArgument(
+                f"parent_id: sequence {parent.id} has a different {name}; prompt, adapter and salt must be equal"
+            )
+    return parent

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft planner: adds draft tokens to the decode spans of a planned step, and records what was accepted. Torch-free.
+
+The scheduler calls it last, when all other tokens of the step are planned. So drafts delay no prompt and preempt no
+sequence: they use tokens of the budget and blocks that are left.
+"""
+
+from dataclasses import replace
+
+from quire_engine.kv_cache.block_manager import BlockManager
+from quire_engine.speculation.draft_policy import DraftCounts, DraftPolicy
+from quire_engine.speculation.proposer import DraftProposer, NgramProposer
+from quire_engine.step.builder import StepPlanBuilder
+from quire_engine.step.plan import ScheduledSpan
+from quire_spec.engine.config import EngineConfig
+
+
+class DraftPlanner:
+    """Speculation of one engine: a proposer, and a policy for the length of drafts."""
+
+    def __init__(
+        self, config: EngineConfig, block_manager: BlockManager, proposer: DraftProposer, policy: DraftPolicy
+    ) -> None:
+        self._config = config
+        self._block_manager = block_manager
+        self._proposer = proposer
+        self._policy = policy
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, block_manager: BlockManager) -> "DraftPlanner | None":
+        """Return None if the configuration has no speculation."""
+        if (speculative := config.speculative_config) is None:
+            return None
+        proposer = NgramProposer(speculative.lookup_lengths)
+        return cls(config, block_manager, proposer, DraftPolicy(config.device, speculative.num_speculative_tokens))
+
+    @property
+    def counts(self) -> DraftCounts:
+        """What the verified drafts contained."""
+        return self._policy.counts
+
+    def extend_decodes(self, builder: StepPlanBuilder) -> None:
+        """Add drafts to decode spans, most urgent first."""
+        num_rows = self._config.max_num_batched_tokens - builder.token_budget
+        # The logits of a step are accounted for max_num_seqs rows, or for one draft if that is more.
+        rows_left = max(self._config.max_num_seqs, 1 + self._policy.max_tokens)
+        rows_left -= len(builder.decodes) + len(builder.prefills)
+        for index, span in enumerate(builder.decodes):
+            sequence = span.sequence
+            max_tokens = min(
+                self._policy.draft_length(sequence, num_rows),
+                rows_left,
+                builder.token_budget,
+                # The step returns one token more than it accepts.
+                sequence.max_output_tokens - len(sequence.output_token_ids) - 1,
+            )
+            if max_tokens <= 0 or not sequence.accepts_drafts:
+                continue
+            draft = self._proposer.propose(sequence, max_tokens)
+            if draft and self._block_manager.reserve(sequence, span.end + len(draft)):
+                builder.decodes[index] = replace(span, length=1 + len(draft), draft_token_ids=tuple(draft))
+                builder.token_budget -= len(draft)
+                rows_left -= len(draft)
+
+    def record(self, span: ScheduledSpan, num_tokens: int) -> None:
+        """Record that a span with a draft returned `num_tokens` tokens."""
+        if span.draft_token_ids:
+            self._policy.record(span.sequence, len(span.draft_token_ids), num_tokens - 1)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft policy: how many draft tokens a sequence gets, by the size of the batch and by recent acceptance.
+
+Torch-free.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from quire_engine.sequence import Sequence
+
+_RIDGE_ROWS = {"cpu": 8, "cuda": 128}
+"""Rows of a step from which each further row costs as much time as the first rows together divided by their number."""
+_MIN_ROW_COST = 0.1
+"""Cost of one more row of a small step, as a fraction of a step."""
+_FIRST_ACCEPTANCE = 0.6
+_SMOOTHING = 0.2
+"""Weight of the latest draft in the mean acceptance of a sequence."""
+_GLOBAL_SMOOTHING = 0.05
+_PROBE_INTERVAL = 64
+"""Output tokens after which a sequence without drafts gets one draft token again."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What the verified drafts of an engine contained; counters since its start."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    """Accepted draft tokens by their position in the draft."""
+
+
+class DraftPolicy:
+    """Chooses the length of drafts.
+
+    The estimate of a sequence is the probability that its next draft token is accepted. Draft token i is useful with
+    probability estimate ** i, and costs one row. So a draft ends where this probability falls below the cost of a row,
+    which grows with the rows of the step until it reaches a whole share of it.
+    """
+
+    def __init__(self, device: str, max_tokens: int) -> None:
+        """`max_tokens` is the maximum length of a draft."""
+        self._ridge_rows = _RIDGE_ROWS[device]
+        self.max_tokens = max_tokens
+        self._mean_acceptance = _FIRST_ACCEPTANCE
+        self._acceptance: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
+        self.counts = DraftCounts(accepted_per_position=[0] * max_tokens)
+
+    def draft_length(self, sequence: Sequence, num_rows: int) -> int:
+        """Return the number of draft tokens of a sequence in a step of `num_rows` rows; 0 for none."""
+        row_cost = max(_MIN_ROW_COST, num_rows / self._ridge_rows)
+        if row_cost >= 1.0:
+            return 0
+        acceptance = self._acceptance.get(sequence, self._mean_acceptance)
+        length, usefulness = 0, acceptance
+        while length < self.max_tokens and usefulness >= row_cost:
+            length += 1
+            usefulness *= acceptance
+        return length or int(len(sequence.output_token_ids) % _PROBE_INTERVAL == 0)
+
+    def record(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Record the verification of one draft."""
+        counts = self.counts
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_draft_tokens
+        counts.num_accepted_tokens += num_accepted_tokens
+        for position in range(num_accepted_tokens):
+            counts.accepted_per_position[position] += 1
+        # Verification stops at the first rejected token, so the tokens after it were not compared.
+        num_verified = min(num_accepted_tokens + 1, num_draft_tokens)
+        latest = num_accepted_tokens / num_verified
+        previous = self._acceptance.get(sequence, self._mean_acceptance)
+        self._acceptance[sequence] = previous + _SMOOTHING * (latest - previous)
+        self._mean_acceptance += _GLOBAL_SMOOTHING * (latest - self._mean_acceptance)

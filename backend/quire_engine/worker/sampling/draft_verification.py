@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of draft tokens: sample each row of a span as usual, and continue while the sample is the draft token.
+
+This is rejection sampling with a draft of probability 1, so it is exact for every sampling parameter: a draft token is
+accepted with the probability that the model gives it, and a rejected row has sampled its replacement already. Each row
+is sampled with the seed of its sequence and its own position. So a seed gives the same tokens with and without drafts,
+except where rounding differs between steps of different sizes.
+
+Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding), with a one-hot draft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire_engine.step.plan import ScheduledSpan, SpanOutput
+from quire_engine.worker.sampling.grammar_bitmask import TokenBitmask
+from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
+from quire_kernels import to_device_async
+
+
+def sample_spans(
+    sampler: Sampler, spans: Sequence[ScheduledSpan], logits: Tensor, bitmask: TokenBitmask | None
+) -> list[SpanOutput]:
+    """Sample spans that reach the end of their sequences, and verify their drafts; one output per span.
+
+    Round i samples row i of the spans whose drafts were accepted so far. So penalties count accepted tokens before the
+    next row, and rows after a rejected token cost nothing.
+
+    Args:
+        sampler: of the model runner.
+        spans: in the order of the rows of logits.
+        logits: [num_rows, vocab_size]; `num_sampled_rows` of each span. The sampler can modify it.
+        bitmask: the tokens that grammars allow in the first row of each span; None allows all. No span with a grammar
+            has a draft.
+    """
+    if not any(span.draft_token_ids for span in spans):
+        return sampler(logits, [_sampling_row(span, 0) for span in spans], bitmask)
+    first_rows, num_rows = [], 0
+    for span in spans:
+        first_rows.append(num_rows)
+        num_rows += span.num_sampled_rows
+    outputs = [SpanOutput([]) for _ in spans]
+    active, round_index = list(range(len(spans))), 0
+    while active:
+        row_index = to_device_async([first_rows[i] + round_index for i in active], logits.device)
+        rows = [_sampling_row(spans[i], round_index) for i in active]
+        sampled = sampler(torch.index_select(logits, 0, row_index), rows, bitmask if round_index == 0 else None)
+        for i, output in zip(active, sampled, strict=True):
+            outputs[i] = _join(outputs[i], output)
+        active = [i for i in active if outputs[i].token_ids[-1:] == list(spans[i].draft_token_ids[round_index:][:1])]
+        round_index += 1
+    return outputs
+
+
+def _sampling_row(span: ScheduledSpan, index: int) -> SamplingRow:
+    """Return row `index` of a span: the token after its last token, or after draft token `index` - 1."""
+    return SamplingRow(span.sequence, span.end - len(span.draft_token_ids) + index)
+
+
+def _join(first: SpanOutput, second: SpanOutput) -> SpanOutput:
+    """Return the output of two runs of tokens of one span."""
+    logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
+    return replace(first, token_ids=first.token_ids + second.token_ids, logprobs=logprobs)
