@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI API of the example LLMService: adapters as models, and the same tokens as on the server's ports."""
 
+import queue
+
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
+from support.quire_serve import EXAMPLES, example_adapters, grpc_flag, grpc_text, run_concurrently
+
+from quire_engine import LLM, LoRARequest, SamplingParams
 
 pytestmark = pytest.mark.server
 
 STORY = "Once upon a time"
+GREEDY = {"temperature": 0.0, "max_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def offline():
+    return LLM(EXAMPLES / "models/tiny", dtype="float32", device="cpu", enable_lora=True, max_lora_rank=16)
 
 
 def test_models_list_the_adapters_with_their_base(service):
@@ -14,13 +27,33 @@ def test_models_list_the_adapters_with_their_base(service):
     assert {card["id"]: card["parent"] for card in cards[1:]} == {"pirate": "tales", "sql": "tales", "tools": "tales"}
 
 
-@pytest.mark.parametrize("model", ["tales", "pirate", "sql", "tools"])
-def test_greedy_text_equals_that_of_the_server(service, model):
-    body = {"model": model, "prompt": STORY, "max_tokens": 30, "temperature": 0}
+@pytest.mark.parametrize("model", ["tales", *example_adapters()])
+def test_greedy_tokens_are_the_same_on_all_paths(service, offline, model):
+    """Offline, on both ports of the server, as a stream, and in the OpenAI API."""
+    lora = None if model == "tales" else LoRARequest(model, 1, str(example_adapters()[model]))
+    (expected,) = offline.generate(STORY, SamplingParams(**GREEDY), use_tqdm=False, lora_request=lora)
+    tokens = expected.outputs[0].token_ids
+    body = {"model": model, "prompt": STORY, "return_token_ids": True, **GREEDY}
     answer = service.request("openai", "/v1/completions", body)
     assert answer.status == 200, answer.body
-    assert answer.body["model"] == model
-    assert answer.body["choices"][0]["text"] == service.text(model, STORY, temperature=0.0, max_tokens=30)
+    (choice,) = answer.body["choices"]
+    assert (answer.body["model"], choice["text"]) == (model, expected.outputs[0].text)
+    stream = run_concurrently(service.http_stream(model, STORY, return_output_ids=True, **GREEDY))[0]
+    # The server writes a tensor of one element as a number.
+    streamed = [token for event in stream.events for token in np.atleast_1d(event.get("output_ids", [])).tolist()]
+    flags = [grpc_flag("stream", False), grpc_flag("return_output_ids", True)]
+    responses: queue.SimpleQueue = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.ports['grpc']}") as client:
+        client.start_stream(lambda result, error: responses.put((result, error)))
+        client.async_stream_infer(model, [grpc_text(STORY), *flags], parameters=GREEDY)
+        result, error = responses.get(timeout=60)
+    assert error is None
+    assert {
+        "completions": choice["token_ids"],
+        "generate": service.generate(model, STORY, return_output_ids=True, **GREEDY).body["output_ids"],
+        "generate_stream": streamed,
+        "gRPC": result.as_numpy("output_ids").tolist(),
+    } == dict.fromkeys(("completions", "generate", "generate_stream", "gRPC"), tokens)
 
 
 def test_an_unknown_model_is_404(service):
