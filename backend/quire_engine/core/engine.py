@@ -21,6 +21,7 @@ from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import Sequence
+from quire_engine.speculation.draft_policy import DraftCounts
 from quire_engine.step.plan import SlotLoad
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar import Grammar
@@ -298,6 +299,8 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler."""
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
+        planner = scheduler.draft_planner
+        drafts = DraftCounts() if planner is None else planner.counts
         return SchedulerStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -317,6 +320,10 @@ class Engine:
             slot_adapters=self._adapter_registry.slot_table.resident_adapters(),
             num_host_adapters=self._adapter_registry.num_host,
             host_adapter_bytes=self._adapter_registry.host_bytes,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_draft_tokens=drafts.num_accepted_tokens,
+            accepted_draft_tokens_per_position=list(drafts.accepted_per_position),
         )
 
     def live_snapshot(self) -> dict[str, Any]:

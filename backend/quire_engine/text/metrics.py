@@ -157,6 +157,10 @@ class RequestMetrics:
         self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
+        accepted = stats.accepted_draft_tokens_per_position
+        previously_accepted = previous.accepted_draft_tokens_per_position or [0] * len(accepted)
+        for position, (new, old) in enumerate(zip(accepted, previously_accepted, strict=True)):
+            self._accepted_tokens_per_position.labels(self._model_name, str(position)).inc(max(0, new - old))
 
     def live_counters(self) -> dict[str, float]:
         """Return the counters that the live page turns into rates and mean latencies. Cheap."""
@@ -224,7 +228,16 @@ class RequestMetrics:
             "num_swapped_out_blocks": counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
             "num_swapped_in_blocks": counter("quire_swapped_in_blocks", "KV blocks copied back from host memory."),
             "num_steps": counter("quire_steps", "Steps of the engine."),
+            "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
+            "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),
+            "num_accepted_draft_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."),
         }
+        self._accepted_tokens_per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens, by position in the draft.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self._api_key_labels: set[str] = set()
         label_names = ["model_name", "api_key"]
         documentation = "Requests sent to the engine, by API key; all keys after the first 100 share one series."

@@ -215,6 +215,12 @@ class SchedulerStats:
     num_host_adapters: int = 0
     """Adapters in host memory."""
     host_adapter_bytes: int = 0
+    num_drafts: int = 0
+    """Drafts that steps verified."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    accepted_draft_tokens_per_position: list[int] = field(default_factory=list)
+    """Accepted draft tokens by their position in the draft; empty without speculation."""
 
 
 @dataclass(frozen=True, slots=True)

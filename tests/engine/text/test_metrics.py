@@ -72,6 +72,10 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("quire_requests_refused_total", {"code": "UNAVAILABLE"}, 1),
     ("vllm:request_failure_total", {"reason": "UNAVAILABLE"}, 1),
     ("quire_steps_total", {}, 3),
+    ("vllm:spec_decode_num_drafts_total", {}, 4),
+    ("vllm:spec_decode_num_draft_tokens_total", {}, 8),
+    ("vllm:spec_decode_num_accepted_tokens_total", {}, 5),
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", {"position": "1"}, 2),
 ]
 """After one request. The names that start with "vllm:" are those in the output of `curl /metrics` of a vLLM server."""
 
@@ -88,8 +92,12 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     metrics.record_generated_tokens("sql", 2)
     blocks = {"num_blocks": 100, "num_used_blocks": 25, "num_host_blocks": 8, "num_used_host_blocks": 2}
     copied = {"num_swapped_out_blocks": 5, "num_swapped_in_blocks": 3, "num_block_copies": 6}
+    drafts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
+    drafts["accepted_draft_tokens_per_position"] = [3, 2]
     sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}
-    metrics.record_core_stats(SchedulerStats(**blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3))
+    metrics.record_core_stats(
+        SchedulerStats(**blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, **drafts)
+    )
     metrics.adapter_metrics.set_resident_adapters(["sha256:1"])
     metrics.record_finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
     metrics.record_rejected("UNAVAILABLE")
