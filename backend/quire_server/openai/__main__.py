@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
     client = TextClient(settings.run_dir / constants.TEXT_SOCKET)
+    application = Application(settings, client)
     config = uvicorn.Config(
-        Application(settings, client),
+        application,
         http=LimitedHttpProtocol,
         ws="none",
         lifespan="off",
@@ -94,9 +95,8 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     try:
-        await FrontServer(config, settings.probe_socket, settings.run_dir / constants.CLOSING_FILE).serve(
-            sockets=[listener]
-        )
+        closing_file = settings.run_dir / constants.CLOSING_FILE
+        await FrontServer(config, settings.probe_socket, closing_file, application.close).serve(sockets=[listener])
     finally:
         connect_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

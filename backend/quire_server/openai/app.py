@@ -70,9 +70,14 @@ class Application:
             "/tokenize": {"POST": tokenization.tokenize},
             "/detokenize": {"POST": tokenization.detokenize},
         }
-        if settings.live:
-            live = Live(client)
-            self._routes |= {"/live": {"GET": live.page}, "/live/events": {"GET": live.events}}
+        self._live = Live(client) if settings.live else None
+        if self._live is not None:
+            self._routes |= {"/live": {"GET": self._live.page}, "/live/events": {"GET": self._live.events}}
+
+    def close(self) -> None:
+        """End the streams that have no end of their own, before the server waits for open responses."""
+        if self._live is not None:
+            self._live.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

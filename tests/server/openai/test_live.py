@@ -107,6 +107,17 @@ def test_watchers_are_bounded_and_their_end_is_noticed(live):
     wait_for(is_accepted, what="a free place")
 
 
+def test_sigterm_ends_the_streams(live):
+    watcher = Watcher(live)
+    watcher.next()
+    live.process.terminate()
+    # An aborted response would raise IncompleteRead.
+    watcher.response.read()
+    watcher.close()
+    assert live.process.wait(20) == 0
+    live.start()
+
+
 def test_events_outlive_the_core(live):
     watcher = Watcher(live)
     assert "unavailable" not in watcher.next()

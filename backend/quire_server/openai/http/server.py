@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,17 @@ logger = logging.getLogger(__name__)
 class FrontServer(uvicorn.Server):
     """The HTTP server of one front."""
 
-    def __init__(self, config: uvicorn.Config, probe_socket: Path | None, closing_file: Path) -> None:
-        """`closing_file` exists once the pod is about to stop."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        probe_socket: Path | None,
+        closing_file: Path,
+        on_shutdown: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`closing_file` exists once the pod is about to stop; `on_shutdown` ends responses that have no end."""
         super().__init__(config)
         self._closing_file = closing_file
+        self._on_shutdown = on_shutdown
         self._is_closing = False
         self._probe_socket = probe_socket
         self._certificate_task: asyncio.Task[None] | None = None
@@ -71,6 +79,7 @@ class FrontServer(uvicorn.Server):
         """Stop listening, and let open responses end."""
         if self._certificate_task is not None:
             self._certificate_task.cancel()
+        self._on_shutdown()
         await super().shutdown(sockets)
 
     def _connections(self) -> list[Any]:

@@ -8,6 +8,7 @@ watchers none is made.
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import re
 import time
@@ -44,13 +45,18 @@ class Live:
         self._snapshot = b""
         self._snapshot_time = 0.0
         self._lock = asyncio.Lock()
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """End all streams of events. They have no end of their own, so the server would wait for them."""
+        self._closed.set()
 
     async def page(self, request: HttpRequest) -> Reply:
         """GET /live."""
         return Response(self._page, content_type=b"text/html; charset=utf-8", headers=self._page_headers)
 
     async def events(self, request: HttpRequest) -> Reply:
-        """GET /live/events: one snapshot a second as server-sent events, until the client leaves."""
+        """GET /live/events: one snapshot a second as server-sent events, until the client leaves or the front stops."""
         if self._num_watchers >= MAX_WATCHERS:
             raise ApiError(
                 503, f"live: {MAX_WATCHERS} pages are open already; close one, or read /metrics", retry_after_s=10.0
@@ -61,9 +67,10 @@ class Live:
     async def _events(self) -> AsyncGenerator[bytes, None]:
         self._num_watchers += 1
         try:
-            while True:
+            while not self._closed.is_set():
                 yield await self._event()
-                await asyncio.sleep(INTERVAL_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), INTERVAL_S)
         finally:
             self._num_watchers -= 1
 
