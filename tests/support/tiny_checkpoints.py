@@ -13,12 +13,17 @@ from support.tokenizer import byte_level, save_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCAB = 320
@@ -78,6 +83,25 @@ GEMMA2 = {
     "final_logit_softcapping": 60.0,
     "pad_token_id": 0,
 }
+GEMMA3 = {
+    **GEMMA2,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+GLM4 = {"head_dim": 24, "pad_token_id": 0, "eos_token_id": [], "num_key_value_heads": 2}
+GRANITE = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+# Prompts and outputs of the tests are up to four times as long as the first context.
+MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4}
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-head_dim": (LlamaConfig, {"head_dim": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}),
@@ -113,12 +137,18 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "opt-old": (OPTConfig, {**OPT, "_remove_final_layer_norm": True, "initializer_range": 0.15}),
     "phi3": (Phi3Config, {**PHI3, "num_key_value_heads": 4, "sliding_window": 40}),
     "phi3-longrope": (Phi3Config, {**PHI3, "original_max_position_embeddings": 48, "rope_parameters": LONG_ROPE}),
+    "phi4": (Phi3Config, {**PHI3, "num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": None}),
     "phi3-partial": (Phi3Config, {**PHI3, "tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE}),
     "gemma2": (Gemma2Config, GEMMA2),
     "gemma2-uncapped": (
         Gemma2Config,
         {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
     ),
+    "gemma3": (Gemma3TextConfig, GEMMA3),
+    "glm4": (Glm4Config, GLM4),
+    "granite": (GraniteConfig, {**GRANITE, "tie_word_embeddings": True}),
+    "ministral3": (Ministral3Config, {"head_dim": 24, "rope_parameters": MINISTRAL3_ROPE}),
+    "smollm3": (SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0}),
 }
 """One row per family and per shape that takes another path."""
 

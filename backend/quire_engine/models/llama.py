@@ -64,8 +64,7 @@ class LlamaForCausalLM(CausalLM):
     def build_layers(self, factory: ParamFactory) -> None:
         """See CausalLM.build_layers."""
         shape = self.shape
-        assert shape.rope is not None
-        self.rotary = RotaryEmbedding(shape.rope, factory.device)
+        self.rotary = {rope: RotaryEmbedding(rope, factory.device) for rope in dict.fromkeys(shape.ropes)}
         self.layers = [self.LAYER(shape, index, factory) for index in range(shape.num_layers)]
         self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.fused_decoder: FusedDecoder | None = None
@@ -74,7 +73,7 @@ class LlamaForCausalLM(CausalLM):
         """See CausalLM.pack."""
         super().pack()
         weights, shape = [layer.weights() for layer in self.layers], self.shape
-        if self.communicator is None and None not in weights:
+        if self.communicator is None and None not in weights and len(self.rotary) == 1:
             scale, softcap = shape.attention_scale, shape.attention_softcap
             heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
             self.fused_decoder = build_fused_decoder(
@@ -84,10 +83,14 @@ class LlamaForCausalLM(CausalLM):
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""
         hidden = self.embed(batch)
-        rope = self.rotary(batch.positions, batch.long_rope, hidden.dtype)
+        angles = {
+            rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()
+        }
+        ropes = [angles[rope] for rope in self.shape.ropes]
         if self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
-            return self.fused_decoder(hidden, rope, kv_cache.layers, batch.addresses, batch.attention, batch.adapters)
-        for layer, layer_cache in zip(self.layers, kv_cache.layers, strict=True):
+            caches = kv_cache.layers
+            return self.fused_decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
+        for layer, rope, layer_cache in zip(self.layers, ropes, kv_cache.layers, strict=True):
             hidden = layer(hidden, rope, layer_cache, batch)
         return hidden
 

@@ -11,8 +11,9 @@ import importlib
 from quire_engine.models.base import CausalLM
 from quire_spec.model.architectures import ARCHITECTURES
 
-_ALIASES = {"MistralForCausalLM": "LlamaForCausalLM", "Qwen2ForCausalLM": "LlamaForCausalLM"}
-"""Architectures that differ from another only in their configuration: sliding windows, biases on q, k and v."""
+_ALIASES = dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"), "LlamaForCausalLM")
+"""Architectures that differ from another only in their configuration: sliding windows, biases on q, k and v, layers
+without rope."""
 
 
 def get_model_class(architecture: str) -> type[CausalLM]:

@@ -34,6 +34,14 @@ PHI3_LINEARS = {
     "mlp.gate_up_proj": ("hidden", "gate_up"),
     "mlp.down_proj": ("inner", "hidden"),
 }
+GLM4_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.o_proj": ("q", "hidden"),
+    "mlp.gate_up_proj": ("hidden", "gate_up"),
+    "mlp.down_proj": ("inner", "hidden"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +79,20 @@ class Architecture:
     learned_position_offset: int | None = None
     """If set, positions are learned, not rotary, and the table has this number of rows before the first position."""
 
+    uses_rope: Callable[[HFConfigReader, int], bool] | None = None
+    """Return True if a layer rotates its queries and keys. None: every layer, unless positions are learned."""
+
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of rope types that mean another type in this architecture."""
+
+    local_rope_theta: str | None = None
+    """Key of config.json with the rope base of layers with a sliding window; None: that of all layers."""
+
     flags: tuple[str, ...] = ()
     """Boolean keys of config.json that only this architecture's model code uses; all have an entry in `defaults`."""
+
+    factors: tuple[str, ...] = ()
+    """The same for positive numbers."""
 
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
@@ -104,6 +124,28 @@ def _is_sliding_upper_layer(config: HFConfigReader, index: int) -> bool:
 def _is_sliding_even_layer(config: HFConfigReader, index: int) -> bool:
     is_sliding = _is_sliding_by_layer_types(config, index)
     return index % 2 == 0 if is_sliding is None else is_sliding
+
+
+def _is_sliding_unless_sixth(config: HFConfigReader, index: int) -> bool:
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    return (index + 1) % config.get_int("sliding_window_pattern") != 0 if is_sliding is None else is_sliding
+
+
+def _uses_rope_unless_listed(config: HFConfigReader, index: int) -> bool:
+    """Read `no_rope_layers`, in which 1 stands for a layer with rope."""
+    if "no_rope_layers" not in config:
+        return (index + 1) % config.get_int("no_rope_layer_interval") != 0
+    layers = config.get_int_list("no_rope_layers")
+    if index >= len(layers):
+        raise config.error("no_rope_layers", list(layers), "a list of 0 or 1 for each layer")
+    return layers[index] != 0
+
+
+def _is_sliding_without_rope(config: HFConfigReader, index: int) -> bool:
+    if not config.get_bool("use_sliding_window"):
+        return False
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    return not _uses_rope_unless_listed(config, index) if is_sliding is None else is_sliding
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -165,6 +207,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         linears=PHI3_LINEARS,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
         uses_sliding_window=_is_sliding_always,
+        # As in early Phi-3 checkpoints.
+        rope_aliases={"yarn": "longrope"},
     ),
     "Gemma2ForCausalLM": Architecture(
         "gemma2",
@@ -182,6 +226,84 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_even_layer,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        "gemma3",
+        key_aliases={"hidden_act": "hidden_activation"},
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+            "final_logit_softcapping": None,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_sliding_window=_is_sliding_unless_sixth,
+        local_rope_theta="rope_local_base_freq",
+    ),
+    "Glm4ForCausalLM": Architecture(
+        "glm4",
+        "glm4",
+        linears=GLM4_LINEARS,
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        biases=("attention_bias", False, False),
+    ),
+    "GraniteForCausalLM": Architecture(
+        "granite",
+        "granite",
+        defaults={
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        factors=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        "ministral3",
+        "ministral3",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        uses_sliding_window=_is_sliding_always,
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        "llama",
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+        },
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        uses_sliding_window=_is_sliding_without_rope,
+        uses_rope=_uses_rope_unless_listed,
     ),
 }
 """By the name in `architectures` of config.json."""

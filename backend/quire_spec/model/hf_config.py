@@ -78,6 +78,13 @@ class HFConfigReader:
             raise self.error(key, value, "a list of positive numbers")
         return tuple(float(item) for item in value)
 
+    def get_int_list(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers."""
+        value = self._get_value(key, None)
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.error(key, value, "a list of integers")
+        return tuple(value)
+
     def get_str_list(self, key: str) -> tuple[str, ...]:
         """Return a list of strings."""
         value = self._get_value(key, None)

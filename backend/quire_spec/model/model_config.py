@@ -2,7 +2,7 @@
 """Model configuration from config.json: the values that memory sizing and the model definitions need."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,8 +34,8 @@ class ModelConfig:
     max_position_embeddings: int
     num_learned_positions: int
     """Rows of the table of learned positions; 0 if positions are rotary."""
-    rope: RopeConfig | None
-    """None if positions are learned."""
+    ropes: tuple[RopeConfig, ...]
+    """Rotary settings of each layer; empty if positions are learned."""
     sliding_windows: tuple[int | None, ...]
     """For each layer, the number of keys that a token attends to, including its own; None: all."""
     attention_scale: float
@@ -55,6 +55,8 @@ class ModelConfig:
     mlp_bias: bool
     flags: Mapping[str, bool]
     """Boolean keys of config.json that only this architecture has."""
+    factors: Mapping[str, float]
+    """Positive numbers of config.json that only this architecture has."""
     dtype: str
     """Type of the checkpoint's weights."""
     eos_token_ids: tuple[int, ...]
@@ -76,7 +78,7 @@ class ModelConfig:
     @property
     def long_rope_threshold(self) -> int | None:
         """Sequence length above which all keys of a sequence use the long rope factors; None: never."""
-        return None if self.rope is None else self.rope.long_threshold
+        return next((rope.long_threshold for rope in self.ropes if rope.long_threshold is not None), None)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -123,10 +125,6 @@ class ModelConfig:
         )
         _reject_unsupported(config)
         learned_offset = architecture_info.learned_position_offset
-        rope = None
-        if learned_offset is None:
-            supports_partial = "partial_rotary_factor" in architecture_info.defaults
-            rope = RopeConfig.from_hf_config(config, head_dim, positions, supports_partial=supports_partial)
         return cls(
             architecture=architecture,
             num_layers=num_layers,
@@ -141,10 +139,12 @@ class ModelConfig:
             embedding_size=config.get_int("word_embed_proj_dim", hidden) if learned_offset is not None else hidden,
             max_position_embeddings=positions,
             num_learned_positions=0 if learned_offset is None else positions + learned_offset,
-            rope=rope,
+            ropes=()
+            if learned_offset is not None
+            else _ropes(config, architecture_info, head_dim, positions, num_layers),
             sliding_windows=_sliding_windows(config, architecture_info, num_layers),
-            attention_scale=(_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim)
-            ** -0.5,
+            attention_scale=_get_declared_float(config, architecture_info, "attention_multiplier")
+            or (_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim) ** -0.5,
             attention_softcap=_get_declared_float(config, architecture_info, "attn_logit_softcapping"),
             logits_softcap=_get_declared_float(config, architecture_info, "final_logit_softcapping"),
             norm_eps=config.get_float("rms_norm_eps", 1e-6),
@@ -154,6 +154,7 @@ class ModelConfig:
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             flags={name: config.get_bool(name) for name in architecture_info.flags},
+            factors={name: config.get_float(name) for name in architecture_info.factors},
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             eos_token_ids=config.get_token_ids("eos_token_id"),
         )
@@ -192,6 +193,34 @@ def _sliding_windows(
     return tuple(
         window if architecture_info.uses_sliding_window(config, index) else None for index in range(num_layers)
     )
+
+
+def _ropes(
+    config: HFConfigReader, architecture_info: Architecture, head_dim: int, max_positions: int, num_layers: int
+) -> tuple[RopeConfig, ...]:
+    """Return the rotary settings of each layer."""
+    scaling = config.get_section("rope_scaling", "rope_parameters")
+    is_by_type = "full_attention" in scaling or "sliding_attention" in scaling
+    if is_by_type and architecture_info.local_rope_theta is None:
+        raise ConfigError("config.json: rope_parameters: separate parameters per layer type are not supported")
+    rope = RopeConfig.from_hf_config(
+        config,
+        scaling.get_section("full_attention") if is_by_type else scaling,
+        head_dim,
+        max_positions,
+        supports_partial="partial_rotary_factor" in architecture_info.defaults,
+        aliases=architecture_info.rope_aliases,
+    )
+    if architecture_info.local_rope_theta is not None:
+        local = scaling.get_section("sliding_attention")
+        theta = local.get_float("rope_theta", config.get_float(architecture_info.local_rope_theta))
+        local_rope = replace(RopeConfig.from_hf_config(config, local, head_dim, max_positions), theta=theta)
+        uses_local = architecture_info.uses_sliding_window
+        assert uses_local is not None
+        return tuple(local_rope if uses_local(config, index) else rope for index in range(num_layers))
+    uses_rope = architecture_info.uses_rope
+    unrotated = RopeConfig("none", rope.theta, rope.dim)
+    return tuple(rope if uses_rope is None or uses_rope(config, index) else unrotated for index in range(num_layers))
 
 
 def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:

@@ -6,7 +6,9 @@ has some of these values at the top level of config.json.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 from quire_spec.errors import ConfigError
@@ -20,7 +22,7 @@ class RopeConfig:
     """Type and parameters of a model's rotary embedding."""
 
     rope_type: str
-    """One of ROPE_TYPES."""
+    """One of ROPE_TYPES, or "none": angles of 0, which change nothing."""
     theta: float
     dim: int
     """Number of leading elements of each head that are rotated; the others pass unchanged."""
@@ -44,6 +46,9 @@ class RopeConfig:
     """longrope: dim / 2 divisors of the frequencies, for sequences of up to original_max_position tokens."""
     long_factor: tuple[float, ...] = ()
     """The same for longer sequences."""
+    query_scaling_beta: float = 0.0
+    """llama_4_scaling_beta: a query at position p is multiplied by
+    1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 uses it."""
 
     @property
     def long_threshold(self) -> int | None:
@@ -52,23 +57,29 @@ class RopeConfig:
 
     @classmethod
     def from_hf_config(
-        cls, config: HFConfigReader, head_dim: int, max_positions: int, *, supports_partial: bool
+        cls,
+        config: HFConfigReader,
+        scaling: HFConfigReader,
+        head_dim: int,
+        max_positions: int,
+        *,
+        supports_partial: bool = False,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
         """Read config.json.
 
         Args:
             config: reader of config.json.
+            scaling: reader of its object `rope_parameters` or `rope_scaling`.
             head_dim: elements of a head.
             max_positions: max_position_embeddings.
             supports_partial: whether the architecture uses `partial_rotary_factor`.
+            aliases: see Architecture.rope_aliases.
 
         Raises:
             ConfigError: the scaling is not supported, or a number is missing or wrong.
         """
-        scaling = config.get_section("rope_scaling", "rope_parameters")
-        if "full_attention" in scaling or "sliding_attention" in scaling:
-            raise ConfigError("config.json: rope_parameters: separate parameters per layer type are not supported")
-        rope_type = _read_rope_type(scaling, is_phi3=supports_partial)
+        rope_type = _read_rope_type(scaling, aliases)
         theta = scaling.get_float("rope_theta", config.get_float("rope_theta", 10000.0))
         if theta <= 1:
             raise config.error("rope_theta", theta, "more than 1")
@@ -83,10 +94,23 @@ class RopeConfig:
                 "config.json: head_dim x partial_rotary_factor must be an even number from 2 to head_dim "
                 f"{head_dim}, got {dim}"
             )
+        rope = cls._read_scaling(config, scaling, cls(rope_type, theta, dim), max_positions)
+        if "llama_4_scaling_beta" not in scaling:
+            return rope
+        return replace(
+            rope,
+            query_scaling_beta=scaling.get_float("llama_4_scaling_beta"),
+            original_max_position=scaling.get_int("original_max_position_embeddings"),
+        )
+
+    @classmethod
+    def _read_scaling(cls, config: HFConfigReader, scaling: HFConfigReader, rope: Self, max_positions: int) -> Self:
+        """Return `rope`, which has only a type, a base and a dimension, with the parameters of its type."""
+        rope_type, theta, dim = rope.rope_type, rope.theta, rope.dim
         if rope_type == "default":
-            return cls(rope_type, theta, dim)
+            return rope
         if rope_type in ("linear", "dynamic"):
-            return cls(rope_type, theta, dim, factor=scaling.get_float("factor"))
+            return replace(rope, factor=scaling.get_float("factor"))
         # Phi-3 has it at the top level, which takes precedence.
         original_max_position = config.get_int(
             "original_max_position_embeddings",
@@ -147,11 +171,10 @@ class RopeConfig:
         )
 
 
-def _read_rope_type(scaling: HFConfigReader, is_phi3: bool) -> str:
+def _read_rope_type(scaling: HFConfigReader, aliases: Mapping[str, str]) -> str:
     rope_type = scaling.get_str("rope_type", scaling.get_str("type", "default"))
-    # Early Phi-3 checkpoints use the names "su" and "yarn" for longrope. In other architectures yarn means yarn.
-    if rope_type == "su" or (rope_type == "yarn" and is_phi3):
-        rope_type = "longrope"
+    # The first name of longrope.
+    rope_type = {"su": "longrope", **aliases}.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"config.json: rope scaling {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"

@@ -21,6 +21,7 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_engine.weights.loader import load_weights
 from quire_kernels import LoRASlots, LoRATarget, cpu_native
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.model.architectures import ARCHITECTURES
 from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
 from quire_spec.model.memory_sizing import weights_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -52,8 +53,8 @@ def _span(tokens, start, length, first_block, block_size):
 
 def test_every_supported_architecture_has_a_class_and_a_parity_row():
     assert all(issubclass(get_model_class(name), CausalLM) for name in SUPPORTED_ARCHITECTURES)
-    tested = {f"{kind.__name__.removesuffix('Config')}ForCausalLM" for kind, _ in CHECKPOINTS.values()}
-    assert tested == set(SUPPORTED_ARCHITECTURES)
+    tested = {kind.model_type for kind, _ in CHECKPOINTS.values()}
+    assert tested == {ARCHITECTURES[name].model_type for name in SUPPORTED_ARCHITECTURES}
 
 
 def test_named_tensors_cover_every_parameter_once(folder):
@@ -186,8 +187,8 @@ def test_rope_equals_transformers(scaling):
     oracle = LlamaRotaryEmbedding(config)
     if shape.long_rope_threshold is not None:
         oracle(torch.empty(1), torch.tensor([[shape.long_rope_threshold]]))
-        long = inverse_frequencies(shape.rope, long_rope=True)
+        long = inverse_frequencies(shape.ropes[0], long_rope=True)
         torch.testing.assert_close(long, oracle.inv_freq, rtol=1e-6, atol=0)
         oracle(torch.empty(1), torch.tensor([[shape.long_rope_threshold - 1]]))
-    torch.testing.assert_close(inverse_frequencies(shape.rope), oracle.inv_freq, rtol=1e-6, atol=0)
-    assert shape.rope.attention_factor == pytest.approx(oracle.attention_scaling)
+    torch.testing.assert_close(inverse_frequencies(shape.ropes[0]), oracle.inv_freq, rtol=1e-6, atol=0)
+    assert shape.ropes[0].attention_factor == pytest.approx(oracle.attention_scaling)

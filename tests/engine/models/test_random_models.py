@@ -16,9 +16,14 @@ from support.tiny_checkpoints import CHECKPOINTS, load_adapted_oracle, load_orac
 
 from quire_engine import LLM, LoRARequest, SamplingParams
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
-WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2")
-OWN_HEADS = ("llama", "mistral", "qwen3", "gemma2")
+FAMILIES = [
+    *("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"),
+    *("gemma3", "glm4", "granite", "ministral3", "smollm3"),
+]
+WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+OWN_HEADS = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "ministral3")
+GEMMAS = ("gemma2", "gemma3")
+PARTIAL = ("phi3", "glm4")
 NUM_TOKENS = 5
 MAX_LENGTH = 96
 # For logits up to 100 and four layers; 1e-4 is typical.
@@ -26,9 +31,11 @@ MAX_LOGPROB_ERROR = 2e-3
 
 
 def _rope(draw: random.Random, family: str, head_dim: int) -> dict[str, Any]:
-    share = draw.choice([0.5, 1.0]) if family == "phi3" else 1.0
+    share = draw.choice([0.5, 1.0]) if family in PARTIAL else 1.0
     kinds = ["default", "longrope"]
     kinds += [] if family == "phi3" else ["linear", "dynamic", "yarn", "llama3", "longrope"]
+    if family == "ministral3":
+        kinds = ["yarn", "llama3"]
     kind, trained = draw.choice(kinds), {"original_max_position_embeddings": draw.choice([20, 48])}
     pairs = int(head_dim * share) // 2
     numbers: dict[str, dict[str, Any]] = {
@@ -44,7 +51,11 @@ def _rope(draw: random.Random, family: str, head_dim: int) -> dict[str, Any]:
         },
     }
     rope = {"rope_type": kind, "rope_theta": draw.choice([500.0, 10000]), **numbers[kind]}
-    return rope | ({"partial_rotary_factor": share} if family == "phi3" else {})
+    if family == "ministral3":
+        rope["llama_4_scaling_beta"] = draw.choice([0.1, 0.5])
+    if family == "gemma3":
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}
+    return rope | ({"partial_rotary_factor": share} if family in PARTIAL else {})
 
 
 def _config(draw: random.Random, family: str) -> dict[str, Any]:
@@ -74,7 +85,7 @@ def _config(draw: random.Random, family: str) -> dict[str, Any]:
         "num_key_value_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
         "intermediate_size": draw.choice([19, 48]),
         "rms_norm_eps": draw.choice([1e-6, 1e-3]),
-        "hidden_activation" if family == "gemma2" else "hidden_act": activation,
+        "hidden_activation" if family in GEMMAS else "hidden_act": activation,
         "attention_bias": draw.random() < 0.5,
         "mlp_bias": draw.random() < 0.5,
         "query_pre_attn_scalar": draw.choice([7, 64]),
@@ -83,6 +94,13 @@ def _config(draw: random.Random, family: str) -> dict[str, Any]:
         "use_sliding_window": draw.random() < 0.7,
         "max_window_layers": draw.choice([0, 1]),
     }
+    if family == "glm4":
+        config["head_dim"] = head_dim  # its halves are even
+    if family == "granite":
+        keys = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+        config |= {key: draw.choice([0.3, 1, 2.5]) for key in keys}
+    if family == "smollm3":
+        config |= {"no_rope_layer_interval": draw.choice([1, 2]), "sliding_window": draw.choice([None, 16])}
     if family in OWN_HEADS:
         config["head_dim"] = head_dim = draw.choice([6, 10, 16])
     if family in (*WINDOWED, "phi3"):
@@ -102,6 +120,9 @@ def _change_dialect(draw: random.Random, path: Path) -> None:
         pass  # OPT
     elif draw.random() < 0.6:
         rope = config.pop("rope_parameters")
+        if "sliding_attention" in rope:
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
         for key in ("rope_theta", "partial_rotary_factor"):
             if key in rope:
                 config[key] = rope.pop(key)
@@ -110,8 +131,8 @@ def _change_dialect(draw: random.Random, path: Path) -> None:
     else:
         config["rope_scaling"] = {}
     defaults = {
-        "tie_word_embeddings": path.parent.name in ("opt", "gemma2"),
-        "attention_bias": False,
+        "tie_word_embeddings": path.parent.name in ("opt", *GEMMAS, "smollm3"),
+        "attention_bias": path.parent.name == "glm4",
         "mlp_bias": False,
     }
     for key, value in defaults.items():
@@ -121,9 +142,11 @@ def _change_dialect(draw: random.Random, path: Path) -> None:
 
 
 def _adapter(draw: random.Random, family: str) -> dict[str, Any]:
-    names = {"opt": ["q_proj", "out_proj", "fc1", "fc2"], "phi3": ["qkv_proj", "gate_up_proj", "down_proj"]}.get(
-        family, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    )
+    names = {
+        "opt": ["q_proj", "out_proj", "fc1", "fc2"],
+        "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
+        "glm4": ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+    }.get(family, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     some = draw.sample(names, 2)
     expression, path = rf".*\.({'|'.join(some)})", f"1.{'fc1' if family == 'opt' else 'self_attn.' + names[0]}"
     config: dict[str, Any] = {

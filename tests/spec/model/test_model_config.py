@@ -33,7 +33,7 @@ def test_llama_defaults():
         False,
         1e-6,
     )
-    assert (config.rope.rope_type, config.rope.theta, config.rope.dim) == ("default", 10000.0, 16)
+    assert (config.ropes[0].rope_type, config.ropes[0].theta, config.ropes[0].dim) == ("default", 10000.0, 16)
     assert config.sliding_windows == (None,) * 4
 
 
@@ -71,7 +71,7 @@ def test_eos_token_id_or_ids():
 
 
 def test_yarn_factor_defaults_to_ratio_of_lengths():
-    rope = make_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).rope
+    rope = make_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).ropes[0]
     assert (rope.factor, rope.original_max_position) == (8.0, 64)
 
 
@@ -79,13 +79,13 @@ def test_yarn_factor_defaults_to_ratio_of_lengths():
 def test_phi3_longrope_aliases(name):
     scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2] * 8}
     config = make_config("Phi3ForCausalLM", max_position_embeddings=4096 * 32, rope_scaling=scaling)
-    assert (config.rope.rope_type, config.long_rope_threshold, config.rope.factor) == ("longrope", 4096, 32.0)
-    assert config.rope.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
+    assert (config.ropes[0].rope_type, config.long_rope_threshold, config.ropes[0].factor) == ("longrope", 4096, 32.0)
+    assert config.ropes[0].attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
 
 
 def test_yarn_is_longrope_only_in_phi3():
     scaling = {"type": "yarn", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    assert make_config(rope_scaling=scaling).rope.rope_type == "yarn"
+    assert make_config(rope_scaling=scaling).ropes[0].rope_type == "yarn"
 
 
 def test_qwen_default_of_kv_heads():
@@ -144,12 +144,50 @@ def test_gemma_defaults():
     assert config.tie_word_embeddings
 
 
+GEMMA3_BY_TYPE = {
+    "full_attention": LINEAR | {"rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": GEMMA3_BY_TYPE},
+        {"rope_scaling": LINEAR, "rope_theta": 5000.0, "rope_local_base_freq": 70.0},
+    ],
+    ids=["transformers 5", "transformers 4"],
+)
+def test_gemma3_layers_alternate_windows_and_ropes(values):
+    config = make_config("Gemma3ForCausalLM", num_hidden_layers=7, sliding_window=16, **values)
+    assert config.sliding_windows == (16,) * 5 + (None, 16)
+    assert [rope.theta for rope in config.ropes] == [70.0] * 5 + [5000.0, 70.0]
+    assert [rope.factor for rope in config.ropes] == [1.0] * 5 + [4.0, 1.0]
+    alternating = make_config("Gemma3ForCausalLM", sliding_window_pattern=2)
+    assert [rope.theta for rope in alternating.ropes] == [1e4, 1e6, 1e4, 1e6]
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ({}, ["default", "default", "default", "none"]),
+        ({"no_rope_layer_interval": 2}, ["default", "none"] * 2),
+        ({"no_rope_layers": [0, 1, 1, 1, 0]}, ["none", "default", "default", "default"]),
+    ],
+    ids=["every fourth", "interval", "listed"],
+)
+def test_smollm3_layers_without_rope(values, kinds):
+    config = make_config("SmolLM3ForCausalLM", **values, use_sliding_window=True, sliding_window=16)
+    assert [rope.rope_type for rope in config.ropes] == kinds
+    assert config.sliding_windows == tuple(16 if kind == "none" else None for kind in kinds)
+
+
 def test_opt():
     values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
     config = make_config("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
     assert (config.intermediate_size, config.embedding_size, config.num_learned_positions) == (128, 48, 514)
     # OPT ignores num_key_value_heads.
-    assert (config.num_kv_heads, config.rope, config.activation, config.norm_eps) == (4, None, "relu", 1e-5)
+    assert (config.num_kv_heads, config.ropes, config.activation, config.norm_eps) == (4, (), "relu", 1e-5)
     assert not config.attention_bias and not config.output_bias and not config.mlp_bias
     assert not config.flags["do_layer_norm_before"] and config.flags["layer_norm_elementwise_affine"]
 
@@ -219,6 +257,14 @@ INVALID_CONFIGS = {
     "rope per layer type": (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         "separate parameters per layer type are not supported",
+    ),
+    "rope for too few layers": (
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1, 0]},
+        r"no_rope_layers: must be a list of 0 or 1 for each layer, got \[1, 1, 0\]",
+    ),
+    "text for a list of integers": (
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": ["1"] * 4},
+        "no_rope_layers: must be a list of integers, got",
     ),
 }
 

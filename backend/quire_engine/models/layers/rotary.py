@@ -46,6 +46,8 @@ def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
     """Return radians per position of each pair, [rope.dim / 2] float32 on the CPU, for short or long sequences."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "none":
+        return torch.zeros_like(frequencies)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ministral 3, text: Llama whose queries grow with their position."""
+
+import torch
+from torch import Tensor
+
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.attention import RotaryAttention
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from quire_kernels import LayerWeights
+from quire_spec.model.model_config import ModelConfig
+
+
+class Ministral3Attention(RotaryAttention):
+    """Attention that multiplies queries by RopeConfig's factor of their position."""
+
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        super().__init__(shape, index, factory)
+        self.rope = shape.ropes[index]
+
+    def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """See Attention.project_qkv."""
+        qkv = super().project_qkv(x, batch)
+        if self.rope.query_scaling_beta:
+            num_periods = torch.floor(batch.positions / self.rope.original_max_position)
+            factors = 1 + self.rope.query_scaling_beta * torch.log1p(num_periods)
+            qkv[:, : self.num_heads].mul_(factors.to(qkv.dtype)[:, None, None])
+        return qkv
+
+
+class Ministral3DecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with Ministral3Attention."""
+
+    ATTENTION = Ministral3Attention
+    self_attn: Ministral3Attention
+
+    def weights(self) -> LayerWeights | None:
+        """See LlamaDecoderLayer.weights."""
+        return None if self.self_attn.rope.query_scaling_beta else super().weights()
+
+
+class Ministral3ForCausalLM(LlamaForCausalLM):
+    """See LlamaForCausalLM."""
+
+    LAYER = Ministral3DecoderLayer
