@@ -18,7 +18,16 @@ from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeigh
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_write import as_indexable, write_kv
-from quire_kernels.linear import embedding, linear, pack_weight, supports_embedding
+from quire_kernels.linear import (
+    embedding,
+    has_int8_kernel,
+    linear,
+    pack_weight,
+    pack_weight_int8,
+    quantize_int8,
+    supports_embedding,
+    supports_int8,
+)
 from quire_kernels.lora import (
     AdapterSegment,
     LoRABatch,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire_kernels import cpu_native, dispatch
 from quire_kernels.attention import AttentionMetadata, reads_whole_blocks
-from quire_kernels.linear import PANEL_COLUMNS, is_panel_packed
+from quire_kernels.linear import PANEL_COLUMNS, is_int8_packed, is_panel_packed
 from quire_kernels.lora import LoRABatch
 from quire_kernels.lora_slots import ModuleSlots
 
@@ -25,7 +25,7 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A linear: the result of `pack_weight`, and optionally bias and adapters."""
+    """A linear: the result of `pack_weight` or `pack_weight_int8`, and optionally bias and adapters."""
 
     weight: Tensor
     bias: Tensor | None
@@ -74,7 +74,7 @@ class AttentionShape:
 class _Product(ctypes.Structure):
     """QuireProduct of csrc/decoder.cpp."""
 
-    _fields_ = (("packed", _P), ("bias", _P), ("outputs", _N), ("adapters", _P))
+    _fields_ = (("packed", _P), ("bias", _P), ("outputs", _N), ("is_int8", _N), ("adapters", _P))
 
 
 class _Layer(ctypes.Structure):
@@ -209,12 +209,12 @@ def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, e
     linears = [linear for layer in layers for linear in layer.linears()]
     norms = [norm for layer in layers for norm in layer.norms()]
     is_supported = all(
-        is_panel_packed(p.weight)
+        (is_int8_packed(p.weight) or (is_panel_packed(p.weight) and cpu_native.supports(p.weight)))
         and (p.bias is None or cpu_native.supports(p.bias))
         and (p.adapters is None or p.adapters.is_panel_packed)
         for p in linears
     )
-    if dispatch.overrides() or not is_supported or not cpu_native.supports(*norms, *(p.weight for p in linears)):
+    if dispatch.overrides() or not is_supported or not cpu_native.supports(*norms):
         return None
     return FusedDecoder(layers, heads, eps)
 
@@ -244,5 +244,6 @@ def _linear_struct(linear: LinearWeights) -> _Product:
         linear.weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         _out_features(linear),
+        is_int8_packed(linear.weight),
         None if adapters is None else adapters.address,
     )

@@ -24,7 +24,9 @@ from quire_kernels import (
     filter_top_k_top_p_min_p,
     linear,
     pack_weight,
+    pack_weight_int8,
     paged_attention,
+    quantize_int8,
 )
 
 CPU = torch.device("cpu")
@@ -46,6 +48,16 @@ def linear_row(dtype: torch.dtype, num_tokens: int) -> None:
     reference = best_ms(lambda: F.linear(x, weight))
     print_comparison(
         f"linear 576 x 3072, {dtype}, {num_tokens} tokens", reference, best_ms(lambda: linear(x, packed, None))
+    )
+
+
+def int8_row(num_tokens: int) -> None:
+    weight, x = torch.randn(3072, 576, dtype=torch.bfloat16), torch.randn(num_tokens, 576, dtype=torch.bfloat16)
+    packed, quantized = pack_weight(weight), pack_weight_int8(*quantize_int8(weight))
+    print_comparison(
+        f"linear 576 x 3072, int8 after bfloat16, {num_tokens} tokens",
+        best_ms(lambda: linear(x, packed, None)),
+        best_ms(lambda: linear(x, quantized, None)),
     )
 
 
@@ -127,6 +139,8 @@ def main() -> None:
             attention_row(dtype, 64, 128)
             attention_row(dtype, 64, 1024)
             adapter_row(dtype)
+        int8_row(1)
+        int8_row(64)
         sampling_row()
 
 

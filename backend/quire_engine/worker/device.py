@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import quire_kernels
-from quire_kernels import dispatch
+from quire_kernels import dispatch, has_int8_kernel
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -71,6 +71,20 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
         if config.device == "cpu" and not (name == "bfloat16" and _has_bf16()):
             name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def check_quantization(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Check that this machine can compute with the configured quantization.
+
+    Raises:
+        ConfigError: it has no kernel for it.
+    """
+    if config.quantization is not None and not has_int8_kernel(dtype, torch.device(config.device)):
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"quantization: {config.quantization!r} requires dtype bfloat16, got {name}, and the compiled kernels of "
+            "a processor with AVX-512 VNNI and BF16; set dtype to bfloat16, or remove quantization"
+        )
 
 
 def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from quire_engine.step.input import GraphStepInput, StepInput, build_step_input,
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import init_device, resolve_dtype
+from quire_engine.worker.device import check_quantization, init_device, resolve_dtype
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
@@ -91,7 +91,9 @@ class DeviceModelRunner(ModelRunner):
         self._postponed_sampling: PostponedSampling | None = None
         device_wait = None if worker_group is None else worker_group.wait_until
         self._future_tokens = FutureTokens(self._device, communicator, device_wait)
-        factory = ParamFactory(resolve_dtype(config, shape.dtype), self._device, communicator)
+        dtype = resolve_dtype(config, shape.dtype)
+        check_quantization(config, dtype)
+        factory = ParamFactory(dtype, self._device, communicator, config.quantization)
         local_shape = shape if communicator is None else communicator.shard.local_config
         check_free_memory(config, local_shape, factory.dtype, self._device)
         self._model = get_model_class(shape.architecture)(local_shape, factory)

@@ -108,7 +108,9 @@ class EngineConfig:
     precision: the error of attention's output is about 3 % for normally distributed keys and values."""
 
     quantization: str | None = None
-    """Weight quantization of the checkpoint."""
+    """None: the weights of the checkpoint are used unchanged. int8 quantizes the weights of a bfloat16 model to 8 bits
+    when it is loaded, with a scale for each row, and the inputs of every linear layer to 8 bits with a scale for each
+    token. It requires device cpu, and a processor with AVX-512 VNNI and BF16."""
 
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The
@@ -174,6 +176,10 @@ class EngineConfig:
             raise ConfigError(
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a host copy"
+            )
+        if self.quantization and self.device != "cpu":
+            raise ConfigError(
+                f"quantization: {self.quantization!r} requires device 'cpu', got {self.device!r}; remove quantization"
             )
         if self.speculative_config is not None:
             self.speculative_config.validate()

@@ -36,6 +36,8 @@ struct QuireLoraRows {
 
 void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
                   int64_t k, int64_t add);
+void quire_linear_int8(const bf16* x, int64_t ldx, const int8_t* packed, const bf16* bias, bf16* out, int64_t m,
+                       int64_t n, int64_t k, int64_t add);
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps);

@@ -107,6 +107,23 @@ def check_context(inputs: PlannerInputs) -> None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {pinned}: {fix}")
 
 
+def check_quantization(inputs: PlannerInputs) -> None:
+    """Check that the engine can quantize on this device and in this dtype.
+
+    Raises:
+        Unplannable: it cannot.
+    """
+    quantization, dtype = inputs.engine.quantization, inputs.engine.dtype or inputs.model.dtype
+    if quantization in (None, "None"):
+        return
+    if inputs.gpu is not None or dtype != "bfloat16":
+        found = "device GPU" if inputs.gpu is not None else f"dtype {dtype}"
+        fix = (
+            f"requires device CPU and dtype bfloat16, got {found}; remove it, or set spec.engine.dtype and spec.device"
+        )
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
+
+
 def check_lora_cache(inputs: PlannerInputs) -> None:
     """Check that maxCachedMemory is large enough for a copy of the adapter in each slot.
 

@@ -25,6 +25,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     """
     limits.check_dtypes(inputs)
     limits.check_context(inputs)
+    limits.check_quantization(inputs)
     limits.check_lora_cache(inputs)
     candidates = list(generate_candidates(inputs))
     candidate = best_candidate(inputs, candidates)

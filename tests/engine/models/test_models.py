@@ -34,9 +34,9 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def _load(folder, dtype=torch.float32):
+def _load(folder, dtype=torch.float32, quantization=None):
     shape = ModelConfig.load(folder)
-    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU))
+    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU, quantization=quantization))
     load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
     return model
 
@@ -107,11 +107,13 @@ FUSED = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "ph
 
 @torch.inference_mode()
 @requires_native_kernels
-@pytest.mark.parametrize("name", [*FUSED, "llama-relu", "gemma2"])
-def test_fused_decoder_gives_the_same_bits(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "quantization"), [(name, None) for name in [*FUSED, "llama-relu", "gemma2"]] + [(FUSED[0], "int8")]
+)
+def test_fused_decoder_gives_the_same_bits(name, quantization, tmp_path, monkeypatch):
     monkeypatch.setitem(BASE, "intermediate_size", 128)
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
-    model = _load(make_checkpoint(tmp_path, name), torch.bfloat16)
+    model = _load(make_checkpoint(tmp_path, name), torch.bfloat16, quantization)
     targets = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
     slots = LoRASlots(targets, 3, 4, torch.empty(0, dtype=torch.bfloat16))
     for slot, share in enumerate((1.0, 0.5)):

@@ -79,7 +79,7 @@ INVALID = [
     ),
     (
         {"spec.engine.quantization": "FP8"},
-        'spec.engine.quantization: "FP8": must be None; write None',
+        'spec.engine.quantization: "FP8": must be one of None, int8; use one of these',
     ),
     ({"spec.model.servedName": "Ta les"}, f'spec.model.servedName: "Ta les": {NAME}'),
     ({"spec.model.servedName": "tales\n"}, f'spec.model.servedName: "tales\\n": {NAME}'),

@@ -228,6 +228,11 @@ def test_unplannable_messages_have_field_value_and_fix():
         unplannable("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0]
         is UnplannableReason.UNSUPPORTED_DTYPE
     )
+    assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
+        UnplannableReason.UNSUPPORTED_BY_ENGINE,
+        "spec.engine.quantization: int8: requires device CPU and dtype bfloat16, got device GPU; remove it, or set "
+        "spec.engine.dtype and spec.device",
+    )
     assert unplannable("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
         UnplannableReason.UNSUPPORTED_DTYPE,
         "spec.engine.kvCacheDtype: fp8: NVIDIA-A100-SXM4-80GB has compute capability 8.0, but fp8 needs 8.9; set it to "

@@ -16,7 +16,17 @@ from torch import Tensor
 from quire_engine.distributed.communicator import Communicator
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
-from quire_kernels import HugePageArena, LinearWeights, ModuleSlots, adapted_linear, linear, pack_weight
+from quire_kernels import (
+    HugePageArena,
+    LinearWeights,
+    ModuleSlots,
+    adapted_linear,
+    linear,
+    pack_weight,
+    pack_weight_int8,
+    quantize_int8,
+    supports_int8,
+)
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
 
@@ -29,6 +39,8 @@ class ParamFactory:
     device: torch.device
     communicator: Communicator | None = None
     """Connects the tensor-parallel ranks; None if there is one. Layer sizes are those of this rank's shard."""
+    quantization: str | None = None
+    """See EngineConfig."""
 
     def empty(self, *size: int) -> Tensor:
         """Return an uninitialized parameter."""
@@ -77,6 +89,7 @@ class Linear:
         self.weight = factory.empty(out_features, in_features) if weight is None else weight
         self.bias = factory.empty(out_features) if bias else None
         self.adapters: ModuleSlots | None = None
+        self._quantization = factory.quantization
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Map [num_tokens, in_features] to [num_tokens, out_features of all slices], including the batch's adapters. If
@@ -103,8 +116,12 @@ class Linear:
             start = end
 
     def pack(self, arena: HugePageArena) -> None:
-        """Repack the loaded weight for speed; it must not be read or written afterwards."""
-        self.weight = pack_weight(self.weight, arena)
+        """Repack the loaded weight for speed, quantized if the model is; it must not be read or written afterwards. A
+        weight whose shape has no int8 kernel is not quantized."""
+        if self._quantization == "int8" and supports_int8(self.weight):
+            self.weight = pack_weight_int8(*quantize_int8(self.weight), arena)
+        else:
+            self.weight = pack_weight(self.weight, arena)
 
     def weights(self) -> LinearWeights:
         """Return the packed weights for a fused decoder."""
