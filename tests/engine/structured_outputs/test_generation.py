@@ -226,3 +226,20 @@ def test_offline_errors_name_the_problem(llm):
         params = SamplingParams(structured_outputs=constraint)
         with pytest.raises(InvalidArgument, match=problem):
             llm.generate("a", params, use_tqdm=False)
+
+
+def test_a_grammar_runs_beside_sequences_with_drafts():
+    """A sequence with a grammar has no draft, and its mask is applied to its own row."""
+    guided = StructuredOutputsParams(json=PERSON)
+    prompts = ["The captain", "the cat the cat the cat the cat"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=guided),
+        SamplingParams(temperature=0.0, max_tokens=60, logit_bias={5: 100.0}),
+    ]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    outputs = []
+    for llm in (load(dtype="float32"), load(dtype="float32", speculative_config=speculation)):
+        requests = llm.generate(prompts, params, use_tqdm=False)
+        outputs.append([list(request.outputs[0].token_ids) for request in requests])
+    assert outputs[0] == outputs[1]
+    assert llm.engine.stats().num_accepted_draft_tokens > 30
