@@ -163,9 +163,8 @@ def pack_weight_int8(values: Tensor, scales: Tensor, arena: HugePageArena | None
         arena: allocates the result.
 
     Returns:
-        [out_features / 32, 32 * in_features + 256] int8; see csrc/int8.cpp. 120 linears of a 135M Llama, two Zen 5
-        cores: 2.4 times as fast as bf16 for 1 token and 1.5 to 1.9 times for 64. torch.ops.aten._weight_int8pack_mm
-        takes longer than bf16: 2 times for 1 token, 3 times for 64.
+        [out_features / 32, 32 * in_features + 256] int8; see csrc/int8.cpp. 1.9 times as fast as bf16 for 1 token and
+        for 64 (tests/bench/ops.py, Zen 5). torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
     """
     out_features, in_features = values.shape
     assert values.is_contiguous() and scales.is_contiguous() and scales.dtype == torch.float32
