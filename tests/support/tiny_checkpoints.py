@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints of each family, and adapters for them, written by transformers and peft themselves."""
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.tokenizer import byte_level, save_tokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     OPTConfig,
     Phi3Config,
@@ -102,7 +107,28 @@ GRANITE = {
 }
 # Prompts and outputs of the tests are up to four times as long as the first context.
 MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4}
-CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _gemma3_with_vision(**values: Any) -> Gemma3Config:
+    text = Gemma3TextConfig(**values).to_dict()
+    return Gemma3Config(text_config=text, vision_config=VISION | {"model_type": "siglip_vision_model"})
+
+
+def _mistral3(text_type: type, **values: Any) -> Mistral3Config:
+    text, vision = text_type(**values).to_dict(), VISION | {"model_type": "pixtral"}
+    return Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
+
+
+CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-head_dim": (LlamaConfig, {"head_dim": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}),
     "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -148,6 +174,12 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "glm4": (Glm4Config, GLM4),
     "granite": (GraniteConfig, {**GRANITE, "tie_word_embeddings": True}),
     "ministral3": (Ministral3Config, {"head_dim": 24, "rope_parameters": MINISTRAL3_ROPE}),
+    "gemma3-vision": (_gemma3_with_vision, GEMMA3),
+    "mistral3": (functools.partial(_mistral3, MistralConfig), {"sliding_window": None, "head_dim": 24}),
+    "mistral3-ministral3": (
+        functools.partial(_mistral3, Ministral3Config),
+        {"rope_parameters": MINISTRAL3_ROPE, "head_dim": 24, "tie_word_embeddings": True},
+    ),
     "smollm3": (SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0}),
 }
 """One row per family and per shape that takes another path."""
@@ -162,7 +194,7 @@ def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
 def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
     """Write a random checkpoint of a config of transformers into `folder`; `save` goes to its save_pretrained."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # transformers starts biases at 0 and norms at 1, where a mistake would not show.
@@ -174,7 +206,11 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint in transformers, on the CPU."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return _auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype).eval()
+
+
+def _auto_class(config: Any) -> Any:
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:

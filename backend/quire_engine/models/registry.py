@@ -11,9 +11,13 @@ import importlib
 from quire_engine.models.base import CausalLM
 from quire_spec.model.architectures import ARCHITECTURES
 
-_ALIASES = dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"), "LlamaForCausalLM")
+_ALIASES = {
+    **dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"), "LlamaForCausalLM"),
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
+}
 """Architectures that differ from another only in their configuration: sliding windows, biases on q, k and v, layers
-without rope."""
+without rope; or in the rest of a model, of which only the language model is served."""
 
 
 def get_model_class(architecture: str) -> type[CausalLM]:

@@ -4,7 +4,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _CHUNK_BYTES = 64 << 20
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
-# Part of old Llama checkpoints; the engine computes it from config.json.
-_DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# Part of old Llama checkpoints, which the engine computes from config.json; and the parts of a model that reads images,
+# of which only the language model is served.
+_UNUSED_TENSORS = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*"
+)
 
 
 def load_weights(
@@ -45,11 +48,11 @@ def load_weights(
             projection differs from the embedding in spite of `tied_to`.
     """
     file_by_tensor = _locate_tensors(folder)
-    # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
-    prefix = "" if any(name.startswith("model.") for name in file_by_tensor) else "model."
-    targets = {name.removeprefix(prefix): unsharded(target) for name, target in tensors}
-    tensor_names = {name for name in file_by_tensor if not _DERIVED_TENSORS.fullmatch(name)} - (
-        {_LM_HEAD_NAME} if tied_to else set()
+    name_in_file = _names_in_files(file_by_tensor)
+    targets = {name_in_file(name): unsharded(target) for name, target in tensors}
+    lm_head_name = name_in_file(_LM_HEAD_NAME)
+    tensor_names = {name for name in file_by_tensor if not _UNUSED_TENSORS.fullmatch(name)} - (
+        {lm_head_name} if tied_to else set()
     )
     if missing := sorted(set(targets) - tensor_names):
         raise ConfigError(f"{folder}: {_summarize_names(missing)} missing; {_MISSING_HINT}")
@@ -63,11 +66,11 @@ def load_weights(
             _load_file(path, {name: t for name, t in targets.items() if file_by_tensor[name] == path}, bar)
     if (
         tied_to
-        and _LM_HEAD_NAME in file_by_tensor
-        and not _equal_in_checkpoint(file_by_tensor, tied_to.removeprefix(prefix), _LM_HEAD_NAME)
+        and lm_head_name in file_by_tensor
+        and not _equal_in_checkpoint(file_by_tensor, name_in_file(tied_to), lm_head_name)
     ):
         raise ConfigError(
-            f"{folder}: {_LM_HEAD_NAME} differs from {tied_to}, but config.json ties them; set tie_word_embeddings "
+            f"{folder}: {lm_head_name} differs from {tied_to}, but config.json ties them; set tie_word_embeddings "
             "to false in config.json"
         )
 
@@ -79,8 +82,7 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
         ConfigError: the checkpoint cannot be read, or does not contain the tensor.
     """
     file_by_tensor = _locate_tensors(folder)
-    prefix = "" if any(key.startswith("model.") for key in file_by_tensor) else "model."
-    key = name.removeprefix(prefix)
+    key = _names_in_files(file_by_tensor)(name)
     if key not in file_by_tensor:
         raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
     with _open_safetensors(file_by_tensor[key]) as file:
@@ -89,6 +91,16 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
         return False
     narrow_dtype = min(checkpoint_tensor.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(checkpoint_tensor.to(narrow_dtype), tensor.to(narrow_dtype))
+
+
+def _names_in_files(file_by_tensor: Mapping[str, Path]) -> Callable[[str], str]:
+    """Return a function from a tensor's name in the model to its name in the files of a checkpoint."""
+    if any(name.startswith("language_model.") for name in file_by_tensor):
+        # The language model of a larger one was saved with all its names under this prefix.
+        return lambda name: f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
+    # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
+    prefix = "" if any(name.startswith("model.") for name in file_by_tensor) else "model."
+    return lambda name: name.removeprefix(prefix)
 
 
 def _equal_in_checkpoint(file_by_tensor: dict[str, Path], name: str, other_name: str) -> bool:

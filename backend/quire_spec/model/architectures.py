@@ -88,6 +88,10 @@ class Architecture:
     local_rope_theta: str | None = None
     """Key of config.json with the rope base of layers with a sliding window; None: that of all layers."""
 
+    text_types: tuple[str, ...] = ()
+    """If the language model is a part of this architecture, and only that part is served: the possible `model_type`s of
+    `text_config`. The rows of these types describe config.json."""
+
     flags: tuple[str, ...] = ()
     """Boolean keys of config.json that only this architecture's model code uses; all have an entry in `defaults`."""
 
@@ -232,6 +236,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma3",
         key_aliases={"hidden_act": "hidden_activation"},
         defaults={
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
             "head_dim": 256,
             "num_key_value_heads": 4,
             "hidden_activation": "gelu_pytorch_tanh",
@@ -246,6 +253,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_unless_sixth,
         local_rope_theta="rope_local_base_freq",
+    ),
+    "Gemma3ForConditionalGeneration": Architecture(
+        "gemma3", "gemma3", layers_path="model.language_model.layers", text_types=("gemma3_text",)
     ),
     "Glm4ForCausalLM": Architecture(
         "glm4",
@@ -290,6 +300,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             },
         },
         uses_sliding_window=_is_sliding_always,
+    ),
+    "Mistral3ForConditionalGeneration": Architecture(
+        "mistral3", "ministral3", layers_path="model.language_model.layers", text_types=("mistral", "ministral3")
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",

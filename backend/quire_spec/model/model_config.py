@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_spec.dataclass_json import read_json
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, Architecture
 from quire_spec.model.hf_config import HFConfigReader
@@ -15,6 +15,8 @@ from quire_spec.model.rope_config import RopeConfig
 
 # Bounds the tables per layer that models and adapters build; config.json is untrusted input.
 _MAX_LAYERS = 4096
+# Apply to the whole of a model that contains a language model; they precede those of `text_config`.
+_KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,11 @@ class ModelConfig:
                 f"config.json: model_type of architecture {architecture!r} must be {architecture_info.model_type!r}, "
                 f"got {model_type!r}; correct one of them"
             )
+        if architecture_info.text_types:
+            config, architecture_info = _text_config(config, architecture_info)
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
-        return cls._from_hf_config(HFConfigReader(values, architecture_info.defaults), architecture)
+        reader = HFConfigReader(values, architecture_info.defaults)
+        return cls._from_hf_config(reader, architecture, architecture_info)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -115,8 +120,7 @@ class ModelConfig:
         return cls.from_config(read_json(folder / "config.json"))
 
     @classmethod
-    def _from_hf_config(cls, config: HFConfigReader, architecture: str) -> Self:
-        architecture_info = ARCHITECTURES[architecture]
+    def _from_hf_config(cls, config: HFConfigReader, architecture: str, architecture_info: Architecture) -> Self:
         num_layers, hidden = config.get_int("num_hidden_layers", maximum=_MAX_LAYERS), config.get_int("hidden_size")
         heads, kv_heads, head_dim = _head_counts(config, hidden)
         positions = config.get_int("max_position_embeddings")
@@ -158,6 +162,19 @@ class ModelConfig:
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             eos_token_ids=config.get_token_ids("eos_token_id"),
         )
+
+
+def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:
+    """Return the config of the language model that is a part of a larger one, and the row that describes it."""
+    text_config = config.get("text_config")
+    text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
+    if not isinstance(text_config, Mapping) or text_type not in architecture_info.text_types:
+        raise ConfigError(
+            f"config.json: text_config: model_type must be one of {', '.join(architecture_info.text_types)}, "
+            f"got {truncated_repr(text_type)}"
+        )
+    outer = {key: config[key] for key in _KEYS_OF_WHOLE_MODEL if config.get(key) is not None}
+    return {**text_config, **outer}, next(info for info in ARCHITECTURES.values() if info.model_type == text_type)
 
 
 def _reject_unsupported(config: HFConfigReader) -> None:

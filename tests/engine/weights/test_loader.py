@@ -93,6 +93,17 @@ def test_loads_checkpoints_saved_without_the_outer_module(tmp_path):
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
+def test_loads_a_language_model_under_either_name(tmp_path):
+    folder = make_checkpoint(tmp_path, "mistral3")
+    expected = _load(folder)
+    tensors = load_file(folder / SINGLE)
+    assert "language_model.lm_head.weight" in tensors
+    renamed = {name.replace("language_model.model.", "model.language_model."): t for name, t in tensors.items()}
+    save_file({name.removeprefix("language_model."): t for name, t in renamed.items()}, folder / SINGLE)
+    loaded = _load(folder)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
 def test_derived_tensors_of_old_checkpoints_are_ignored(folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))

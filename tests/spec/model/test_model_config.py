@@ -182,6 +182,16 @@ def test_smollm3_layers_without_rope(values, kinds):
     assert config.sliding_windows == tuple(16 if kind == "none" else None for kind in kinds)
 
 
+def test_language_model_of_gemma3_with_vision():
+    """The `text_config` of gemma-3-4b names few values."""
+    text = {key: NUMBERS[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    text |= {"model_type": "gemma3_text", "rope_scaling": LINEAR, "sliding_window": 1024, "eos_token_id": 1}
+    config = make_config("Gemma3ForConditionalGeneration", text_config=text, eos_token_id=[1, 106])
+    assert (config.num_heads, config.vocab_size, config.max_position_embeddings) == (8, 262208, 131072)
+    assert (config.eos_token_ids, config.sliding_windows) == ((1, 106), (1024,) * 4)
+    assert config.tied_embedding_name == "model.language_model.embed_tokens.weight"
+
+
 def test_opt():
     values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
     config = make_config("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)
@@ -257,6 +267,10 @@ INVALID_CONFIGS = {
     "rope per layer type": (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         "separate parameters per layer type are not supported",
+    ),
+    "another language model": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
+        "text_config: model_type must be one of mistral, ministral3, got 'llama'",
     ),
     "rope for too few layers": (
         {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1, 0]},
