@@ -41,6 +41,7 @@ def validation_problems(changes: Mapping[str, Any]) -> list[str]:
 ONE_ADAPTER = [ADAPTER]
 PINNED_ADAPTERS = [{**ADAPTER, "name": name, "pinned": True} for name in ("a", "b")]
 OPENAI_POOL = {"endpointPicker": {"name": "picker"}, "targetPort": "openai"}
+NGRAM = {"method": "ngram", "numSpeculativeTokens": 3}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
@@ -192,6 +193,12 @@ CEL_RULE_CASES = [
         {"spec.runtime.expose": []},
         {"spec.runtime.expose": [], "spec.openai.enabled": False},
         "spec.runtime.expose",
+    ),
+    (
+        "promptLookupMax must be at least promptLookupMin",
+        {"spec.engine.speculativeConfig": NGRAM | {"promptLookupMin": 2, "promptLookupMax": 2}},
+        {"spec.engine.speculativeConfig": NGRAM | {"promptLookupMin": 3, "promptLookupMax": 2}},
+        "spec.engine.speculativeConfig.promptLookupMax",
     ),
     (
         "chatTemplate must have exactly one of text and configMapKeyRef",

@@ -43,6 +43,16 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeConfigSpec:
+    """spec.engine.speculativeConfig"""
+
+    method: str
+    numSpeculativeTokens: int
+    promptLookupMin: int | None = None
+    promptLookupMax: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """spec.engine; the planner chooses fields that are None."""
 
@@ -56,6 +66,7 @@ class EngineSpec:
     tensorParallelSize: int | None = None
     dtype: str | None = None
     quantization: str | None = None
+    speculativeConfig: SpeculativeConfigSpec | None = None
     maxNumSeqs: int | None = None
     maxNumBatchedTokens: int | None = None
     maxNumQueuedReqs: int | None = None

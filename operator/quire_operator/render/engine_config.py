@@ -8,7 +8,7 @@ keep the engine's defaults.
 from collections.abc import Mapping
 from typing import Any
 
-from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.api.llmservice import Device, LLMService, SpeculativeConfigSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem
 from quire_operator.plan.candidates import CPU_TOKEN_BUDGET
@@ -106,6 +106,7 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
         "swap_space": None if spec.swapSpace is None else to_bytes(spec.swapSpace) / GIB,
         "tensor_parallel_size": spec.tensorParallelSize,
         "quantization": None if spec.quantization == "None" else spec.quantization,
+        "speculative_config": None if spec.speculativeConfig is None else _speculative_config(spec.speculativeConfig),
         "tool_call_parser": None if openai.toolCallParser == "auto" else openai.toolCallParser,
         "reasoning_parser": None if openai.reasoningParser == "auto" else openai.reasoningParser,
         "max_loras": lora.maxLoaded or None,
@@ -119,6 +120,16 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
         "max_lora_rank": lora.maxRank,
         **{name: value for name, value in pinned.items() if value is not None},
     }
+
+
+def _speculative_config(spec: SpeculativeConfigSpec) -> dict[str, Any]:
+    values = {
+        "method": spec.method,
+        "num_speculative_tokens": spec.numSpeculativeTokens,
+        "prompt_lookup_min": spec.promptLookupMin,
+        "prompt_lookup_max": spec.promptLookupMax,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _plan_arguments(plan: Plan | None) -> dict[str, Any]:

@@ -42,7 +42,11 @@ SOURCES = """
 
 COMMON = """
 lora: {maxLoaded: 4, maxRank: 16, maxCached: 8, maxCachedMemory: 768Mi}
-engine: {prefixCaching: true, minConcurrency: 2, maxNumQueuedReqs: 9}
+engine:
+  prefixCaching: true
+  minConcurrency: 2
+  maxNumQueuedReqs: 9
+  speculativeConfig: {method: ngram, numSpeculativeTokens: 3, promptLookupMin: 2, promptLookupMax: 4}
 openai:
   enabled: true
   port: 8004
