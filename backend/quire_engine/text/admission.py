@@ -216,7 +216,8 @@ class AdmissionController:
         name, adapter_names = str(model)[:100], sorted(digests_by_name)
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
         raise NotFound(
-            f"model {name!r} is not served: LoRA {name} is not supported, we currently support "
+            f"model {name!r} is not served; the base model is {self.served_name!r}: LoRA {name} is not supported, we "
+            f"currently support "
             f"{adapter_names[:_MAX_LISTED_NAMES]}" + (f" and {num_unlisted} more" if num_unlisted > 0 else "")
         )
 

@@ -33,7 +33,7 @@ VALID_REQUEST = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [
         ({"prompt_token_ids": None, "prompt": "x" * 2001}, InvalidArgument, "2001 bytes"),
         ({"prompt_token_ids": None, "prompt": "é" * 1001}, InvalidArgument, "2002 bytes"),
         ({"prompt_token_ids": None, "prompt": "é" * 1000}, None, ""),
-        ({"model": "nope"}, NotFound, "'nope' is not served: LoRA nope is not supported, we currently support []"),
+        ({"model": "nope"}, NotFound, "LoRA nope is not supported, we currently support []"),
         ({"model": ["base"]}, NotFound, "not served"),
         ({"params": {"temprature": 1}}, InvalidArgument, "temprature"),
         ({"params": {"top_p": 7}}, InvalidArgument, "top_p"),

@@ -285,7 +285,7 @@ def test_adapter_names_resolve_to_the_current_digest():
     manager.submit(frontend, GenerateRequest(3, "adapter-04", None, [5], {}, True))
     assert frontend.deltas[3][0].error_code == "NOT_FOUND"
     sentence = "LoRA adapter-04 is not supported, we currently support ['adapter-03']"  # vllm_backend's
-    assert frontend.deltas[3][0].error == f"model 'adapter-04' is not served: {sentence}"
+    assert frontend.deltas[3][0].error == f"model 'adapter-04' is not served; the base model is 'base': {sentence}"
     manager.set_adapters({f"adapter-{i:02}": "d" for i in range(15)})
     manager.submit(frontend, GenerateRequest(4, "Base", None, [5], {}, True))
     assert (
