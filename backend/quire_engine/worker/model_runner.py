@@ -6,7 +6,7 @@ sequences, their KV blocks and their adapter slots. The engine core calls it fro
 adapters can run in other threads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,36 +30,15 @@ from quire_engine.worker.device import check_quantization, init_device, resolve_
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
-from quire_engine.worker.sampling.draft_verification import sample_spans
-from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture, GrammarBitmask
+from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
-from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow, select_sampling_rows
+from quire_engine.worker.sampling.sampler import select_sampling_rows
+from quire_engine.worker.sampling.span_sampler import SpanSampler
 from quire_engine.worker.startup import RunnerStartup, check_free_memory
 from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
-
-
-class PostponedSampling:
-    """The sampling of a step that was started, which waits for the tokens of the step before."""
-
-    def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
-        """`start` queues the sampling and returns a function that waits for its outputs."""
-        self._start = start
-        self._get_outputs: Callable[[], list[SpanOutput]] | None = None
-
-    def run(self) -> None:
-        """Queue the sampling."""
-        self._get_outputs = self._start()
-
-    def get_outputs(self) -> list[SpanOutput]:
-        """Wait for the outputs."""
-        if self._get_outputs is None:
-            # The step before failed. Its successor must complete, but nothing uses its tokens.
-            self.run()
-            assert self._get_outputs is not None
-        return self._get_outputs()
 
 
 class DeviceModelRunner(ModelRunner):
@@ -86,11 +65,9 @@ class DeviceModelRunner(ModelRunner):
         """
         self._worker_group = worker_group
         self._device = init_device(config, 0 if communicator is None else communicator.shard.rank)
-        self._sampler = Sampler(config.max_num_seqs)
-        self._grammar_bitmask = GrammarBitmask(shape.vocab_size, self._device)
-        self._postponed_sampling: PostponedSampling | None = None
         device_wait = None if worker_group is None else worker_group.wait_until
         self._future_tokens = FutureTokens(self._device, communicator, device_wait)
+        self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
         dtype = resolve_dtype(config, shape.dtype)
         check_quantization(config, dtype)
         factory = ParamFactory(dtype, self._device, communicator, config.quantization)
@@ -140,7 +117,7 @@ class DeviceModelRunner(ModelRunner):
             step_input, order = self._build_input(plan)
             spans = [plan.spans[i] for i in order]
             # Filled by another thread while the forward pass runs.
-            bitmask = self._grammar_bitmask.fill_async([span.sequence for span in spans if span.samples])
+            bitmask = self._sampler.grammar_bitmask.fill_async([span.sequence for span in spans if span.samples])
             with self._broadcast_step(step_input):
                 outputs = (
                     self._run_graph(step_input, spans, bitmask)
@@ -157,6 +134,10 @@ class DeviceModelRunner(ModelRunner):
             return lambda: outputs
         with annotate(f"begin of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
             return self._execute_async(plan)
+
+    def sample_tokens(self) -> None:
+        """See ModelRunner."""
+        self._sampler.run_postponed()
 
     @torch.inference_mode()
     def execute_as_worker(self, step_input: StepInput | GraphStepInput) -> None:
@@ -182,7 +163,7 @@ class DeviceModelRunner(ModelRunner):
                 batch, hidden = self._forward(step_input, self._kv_cache, spans)
                 all_rows = slice(batch.num_logits)
                 logits = None if hidden is None else self._model.compute_logits(hidden, batch.for_logit_rows(all_rows))
-            return self._sample_async(plan.spans, logits, [i for i in order if plan.spans[i].samples])
+            return self._sampler.sample_async(plan.spans, logits, [i for i in order if plan.spans[i].samples])
 
     def _build_input(self, plan: StepPlan) -> tuple[StepInput | GraphStepInput, list[int]]:
         """Return the plan as tensors, and the indices of its spans in the order in which they are computed."""
@@ -209,7 +190,7 @@ class DeviceModelRunner(ModelRunner):
         Without `bitmask`, the step is part of the warm-up, and a bitmask of all tokens is applied to it.
         """
         if bitmask is None:
-            bitmask = partial(self._grammar_bitmask.allow_all, sum(span.samples for span in spans))
+            bitmask = partial(self._sampler.grammar_bitmask.allow_all, sum(span.samples for span in spans))
         batch, hidden = self._forward(step_input, kv_cache, spans)
         if hidden is None:
             return [SpanOutput([]) for _ in spans]
@@ -217,7 +198,7 @@ class DeviceModelRunner(ModelRunner):
             self._wait_on_device(self._model.compute_logits(hidden[rows], batch.for_logit_rows(rows)))
             for rows in logit_row_chunks(step_input, self._model.shape.vocab_size)
         )
-        outputs = self._sample(spans, logit_chunks, bitmask)
+        outputs = self._sampler.sample(spans, logit_chunks, bitmask)
         if step_input.num_sampled < batch.num_logits:
             prompt_logprobs = compute_prompt_logprobs(spans, logit_chunks, self._device)
             outputs = [replace(o, prompt_logprobs=p) for o, p in zip(outputs, prompt_logprobs, strict=True)]
@@ -229,7 +210,7 @@ class DeviceModelRunner(ModelRunner):
     ) -> list[SpanOutput]:
         """Compute a decoding step by a CUDA graph; one output per span, in order."""
         logits = self._wait_on_device(select_sampling_rows(self._graph_logits(graph_input, spans), spans))
-        return self._sample(spans, iter([logits]), bitmask)
+        return self._sampler.sample(spans, iter([logits]), bitmask)
 
     def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor:
         """Return the logits of each span of a decoding step; `spans` as in `_forward`."""
@@ -264,59 +245,3 @@ class DeviceModelRunner(ModelRunner):
         if self._worker_group is not None and logits.is_cuda:
             self._worker_group.wait_until(torch.cuda.current_stream().record_event().query)
         return logits
-
-    def _sample(
-        self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
-    ) -> list[SpanOutput]:
-        """Sample the spans that reach the end of their sequences, from the first chunk; one output per span."""
-        sampling_spans = [span for span in spans if span.samples]
-        if not sampling_spans:
-            return [SpanOutput([]) for _ in spans]
-        sampled_outputs = iter(sample_spans(self._sampler, sampling_spans, next(logit_chunks), bitmask()))
-        return [next(sampled_outputs) if span.samples else SpanOutput([]) for span in spans]
-
-    def _sample_async(
-        self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
-    ) -> Callable[[], list[SpanOutput]]:
-        """Sample the spans at `sampling_indices`, one row of `logits` each; return a function that waits for it.
-
-        With a grammar, sampling is postponed until `sample_tokens`.
-        """
-        rows = [SamplingRow(spans[i].sequence, spans[i].end) for i in sampling_indices]
-        if any(spans[i].sequence.grammar is not None for i in sampling_indices):
-            sampling = self._postponed_sampling = PostponedSampling(
-                lambda: self._sample_now(spans, rows, logits, sampling_indices)
-            )
-            return sampling.get_outputs
-        return self._sample_now(spans, rows, logits, sampling_indices)
-
-    @torch.inference_mode()
-    def sample_tokens(self) -> None:
-        """See ModelRunner."""
-        sampling, self._postponed_sampling = self._postponed_sampling, None
-        if sampling is not None:
-            sampling.run()
-
-    def _sample_now(
-        self,
-        spans: Sequence[ScheduledSpan],
-        rows: Sequence[SamplingRow],
-        logits: Tensor | None,
-        sampling_indices: list[int],
-    ) -> Callable[[], list[SpanOutput]]:
-        """Queue the sampling of `rows`, which are the spans at `sampling_indices`."""
-        if logits is not None and rows:
-            bitmask = self._grammar_bitmask.fill([row.sequence for row in rows])
-            sampled = self._sampler.sample_async(logits, rows, bitmask)
-        else:
-            # A step that samples nothing is waited for as well, so that at most two steps are queued.
-            sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self._device))
-        wait_for_copies = self._future_tokens.store(
-            [row.sequence for row in rows], sampled.token_ids, sampled.logprob_tensors
-        )
-
-        def get_outputs() -> list[SpanOutput]:
-            outputs = dict(zip(sampling_indices, sampled.to_outputs(wait_for_copies()), strict=True))
-            return [outputs.get(i, SpanOutput([])) for i in range(len(spans))]
-
-        return get_outputs

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Span sampler: samples the spans of a step from its logits, at once or behind the forward pass on the device.
+
+It owns the sampler, the bitmask of the grammars, and the sampling that waits for the tokens of the step before. The
+model runner calls it on tensor-parallel rank 0.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire_engine.step.plan import ScheduledSpan, SpanOutput
+from quire_engine.worker.future_tokens import FutureTokens
+from quire_engine.worker.sampling.draft_verification import sample_spans
+from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture, GrammarBitmask
+from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow
+
+
+class PostponedSampling:
+    """The sampling of a step that was started, which waits for the tokens of the step before."""
+
+    def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
+        """`start` queues the sampling and returns a function that waits for its outputs."""
+        self._start = start
+        self._get_outputs: Callable[[], list[SpanOutput]] | None = None
+
+    def run(self) -> None:
+        """Queue the sampling."""
+        self._get_outputs = self._start()
+
+    def get_outputs(self) -> list[SpanOutput]:
+        """Wait for the outputs."""
+        if self._get_outputs is None:
+            # The step before failed. Its successor must complete, but nothing uses its tokens.
+            self.run()
+            assert self._get_outputs is not None
+        return self._get_outputs()
+
+
+class SpanSampler:
+    """Samples the spans of steps."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, future_tokens: FutureTokens) -> None:
+        """`max_num_seqs` is the maximum of a step. Async steps store their tokens in `future_tokens`."""
+        self.grammar_bitmask = GrammarBitmask(vocab_size, device)
+        self._sampler = Sampler(max_num_seqs)
+        self._device = device
+        self._future_tokens = future_tokens
+        self._postponed: PostponedSampling | None = None
+
+    def sample(
+        self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
+    ) -> list[SpanOutput]:
+        """Sample the spans that reach the end of their sequences, from the first chunk; one output per span."""
+        sampling_spans = [span for span in spans if span.samples]
+        if not sampling_spans:
+            return [SpanOutput([]) for _ in spans]
+        sampled_outputs = iter(sample_spans(self._sampler, sampling_spans, next(logit_chunks), bitmask()))
+        return [next(sampled_outputs) if span.samples else SpanOutput([]) for span in spans]
+
+    def sample_async(
+        self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
+    ) -> Callable[[], list[SpanOutput]]:
+        """Sample the spans at `sampling_indices`, one row of `logits` each; return a function that waits for it.
+
+        With a grammar, sampling is postponed until `run_postponed`.
+        """
+        rows = [SamplingRow(spans[i].sequence, spans[i].end) for i in sampling_indices]
+        if any(spans[i].sequence.grammar is not None for i in sampling_indices):
+            self._postponed = PostponedSampling(lambda: self._sample_now(spans, rows, logits, sampling_indices))
+            return self._postponed.get_outputs
+        return self._sample_now(spans, rows, logits, sampling_indices)
+
+    @torch.inference_mode()
+    def run_postponed(self) -> None:
+        """Queue the sampling that was postponed, if any: the grammars have accepted the tokens of the step before."""
+        sampling, self._postponed = self._postponed, None
+        if sampling is not None:
+            sampling.run()
+
+    def _sample_now(
+        self,
+        spans: Sequence[ScheduledSpan],
+        rows: Sequence[SamplingRow],
+        logits: Tensor | None,
+        sampling_indices: list[int],
+    ) -> Callable[[], list[SpanOutput]]:
+        """Queue the sampling of `rows`, which are the spans at `sampling_indices`."""
+        if logits is not None and rows:
+            bitmask = self.grammar_bitmask.fill([row.sequence for row in rows])
+            sampled = self._sampler.sample_async(logits, rows, bitmask)
+        else:
+            # A step that samples nothing is waited for as well, so that at most two steps are queued.
+            sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self._device))
+        wait_for_copies = self._future_tokens.store(
+            [row.sequence for row in rows], sampled.token_ids, sampled.logprob_tensors
+        )
+
+        def get_outputs() -> list[SpanOutput]:
+            outputs = dict(zip(sampling_indices, sampled.to_outputs(wait_for_copies()), strict=True))
+            return [outputs.get(i, SpanOutput([])) for i in range(len(spans))]
+
+        return get_outputs
