@@ -53,7 +53,8 @@ def compose_grammar_text(constraint: ComposedConstraint) -> str:
                 reason = str(error).removeprefix("sampling parameter ").removeprefix("'structured_outputs': ")
                 raise InvalidArgument(f"tools: the parameters of a tool are not supported: {reason}") from None
             raise
-        [grammar] = json.loads(text)["grammars"]
+        # Of a choice, a grammar and a structural tag it is Lark, of a schema and a regular expression JSON.
+        [grammar] = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
         grammars.append({**grammar, "name": name})
     return json.dumps({"grammars": grammars})
 

@@ -144,6 +144,31 @@ def test_reasoning_comes_before_calls_and_answers(checkers: dict[str, Checker]) 
         assert checker.accepts(names, OutputParsing(), "<think>x</think>" + '{"a":1}', answer=answer)
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"choice": ["red", "green"]}, "green"),
+        ({"regex": "[0-9]{3}"}, "123"),
+        ({"grammar": 'start: "x" ("y" | "z")'}, "xz"),
+        ({"grammar": 'root ::= "ab" | "cd" root'}, "cdab"),
+        ({"json_object": True}, '{"a":1}'),
+        (
+            {"structural_tag": {"structures": [{"begin": "<a>", "schema": {"const": 7}}], "triggers": ["<a"]}},
+            "ok <a>7.",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_answer_of_any_kind_can_follow_reasoning(checkers: dict[str, Checker], answer: Any, text: str) -> None:
+    names = ParserNames("hermes", "qwen3")
+    for checker in checkers.values():
+        for parsing in (OutputParsing("none"), AUTO):
+            assert checker.accepts(names, parsing, f"<think>\nHm.</think>\n\n{text}", answer=answer)
+            assert checker.accepts(names, parsing, text, answer=answer)
+        wrong = "<a>8" if "structural_tag" in answer else "blue"
+        assert not checker.accepts(names, OutputParsing("none"), f"<think>Hm.</think>{wrong}", answer=answer)
+
+
 def test_outputs_without_constraint_have_no_grammar(checkers: dict[str, Checker]) -> None:
     tokenizer, plain_tools = checkers["marked"].tokenizer, TOOLS[1:]
     for parsing, tools, names, answer in (
