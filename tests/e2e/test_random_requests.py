@@ -55,6 +55,8 @@ VALID_VALUES = {
     "include_stop_str_in_output": (True, False),
     "skip_special_tokens": (True, "false"),
     "truncate_prompt_tokens": (-1, 1, 5),
+    "truncation_side": ("left", "right"),
+    "thinking_token_budget": (-1, 0, 3),
 }
 INVALID_VALUES = (-3, 1e9, "lots", "", "NaN", "[1.5]", [[1]], ["a", 1], {"a": 1}, [-1], "[" * 3000, "9" * 5000)
 

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadc
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import LoRARequest, RequestOutput
 from quire_engine.core.engine import Engine
+from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.structured_outputs.grammar_text import to_grammar_text
 from quire_engine.text.admission import check_text_parameters
 from quire_engine.tokenization.chat_template import (
@@ -23,7 +25,7 @@ from quire_engine.tokenization.chat_template import (
     as_conversation_list,
     load_chat_template,
 )
-from quire_engine.tokenization.chat_template_files import TEMPLATE_FILE
+from quire_engine.tokenization.chat_template_files import TEMPLATE_FILE, ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
@@ -224,14 +226,21 @@ class LLM:
         check_text_parameters(params, self.tokenizer is not None)
         if priority and self.engine.config.scheduling_policy != "priority":
             raise InvalidArgument(f"priority: got {priority}, but scheduling_policy is fcfs; set it to priority")
-        max_prompt_tokens = params.max_prompt_tokens(self.engine.max_model_len)
         token_ids = parsed_prompt.token_ids
         if token_ids is None:
             assert parsed_prompt.text is not None
-            token_ids = self.get_tokenizer().encode(parsed_prompt.text, max_prompt_tokens)
-        elif max_prompt_tokens is not None:
-            token_ids = token_ids[-max_prompt_tokens:]
+            token_ids = self.get_tokenizer().encode(
+                parsed_prompt.text,
+                params.max_prompt_tokens(self.engine.max_model_len),
+                truncation_side=params.truncation_side,
+            )
+        else:
+            token_ids = params.truncate_prompt(token_ids, self.engine.max_model_len)
         bad_word_ids = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
+        reasoning_marks: list[list[int]] = []
+        if params.thinking_token_budget is not None:
+            self._parser_names.check_thinking_budget(params.thinking_token_budget)
+            reasoning_marks = self._parser_names.reasoning_mark_ids(self.get_tokenizer())
         sequence_id, self._next_id = self._next_id, self._next_id + params.num_sequences
         return SequenceRequest(
             sequence_id,
@@ -241,7 +250,14 @@ class LLM:
             parsed_prompt.cache_salt,
             bad_word_ids,
             priority=priority,
+            reasoning_marks=reasoning_marks,
         )
+
+    @cached_property
+    def _parser_names(self) -> ParserNames:
+        config, templates = self.engine.config, ChatTemplateFiles.from_folder(self._tokenizer_folder)
+        names = ParserNames.detect(templates.sources, self.get_tokenizer().added_tokens.values())
+        return names.configured(config.tool_call_parser, config.reasoning_parser)
 
     def load_adapter(self, lora: LoRARequest) -> AdapterDigest:
         """Load the current content of an adapter's folder and return its digest. `generate` calls this when needed.

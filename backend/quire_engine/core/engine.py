@@ -25,6 +25,7 @@ from quire_engine.speculation.draft_policy import DraftCounts
 from quire_engine.step.plan import SlotLoad
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar import Grammar
+from quire_engine.structured_outputs.thinking_budget import ThinkingBudget
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.interface import ModelRunner
@@ -159,7 +160,7 @@ class Engine:
         if not all(bad_words):
             raise InvalidArgument("bad_words: a word has no tokens; give each word at least one")
         _check_allowed_tokens(params, stop_token_ids | self.eos_token_ids, bad_words)
-        grammar = self._create_grammar(request, params)
+        grammar = self._create_grammar(request, params, prompt_token_ids)
         max_output_tokens = max(self.max_model_len - len(prompt_token_ids), 0)
         self._scheduler.add(
             Sequence(
@@ -172,7 +173,7 @@ class Engine:
                 else min(params.max_tokens, max_output_tokens),
                 # Nothing can follow the end of a grammar, so it ends the output even with ignore_eos.
                 stop_token_ids=stop_token_ids
-                if params.ignore_eos and grammar is None
+                if params.ignore_eos and request.grammar is None
                 else stop_token_ids | self.eos_token_ids,
                 suppressed_token_ids=stop_token_ids | self.eos_token_ids if params.min_tokens else frozenset(),
                 bad_words=bad_words,
@@ -386,12 +387,21 @@ class Engine:
         for digest in self._adapter_registry.pop_evicted_copies():
             self._runner.discard_adapter(digest)
 
-    def _create_grammar(self, request: SequenceRequest, params: SamplingParams) -> Grammar | None:
+    def _create_grammar(
+        self, request: SequenceRequest, params: SamplingParams, prompt_token_ids: list[int]
+    ) -> Grammar | None:
         if params.structured_outputs is not None:
             raise Internal("structured_outputs: the constraint was not turned into a grammar")
-        if request.grammar is None:
-            return None
-        return self.grammar_compiler().create(request.grammar, request.begin_after_token_ids)
+        grammar = None
+        if request.grammar is not None:
+            grammar = self.grammar_compiler().create(request.grammar, request.begin_after_token_ids)
+        if params.thinking_token_budget is not None:
+            if len(request.reasoning_marks) != 2 or not request.reasoning_marks[1]:
+                raise Internal("thinking_token_budget: the request has no marks of the reasoning")
+            start, end = (self._check_tokens("reasoning_marks", mark) for mark in request.reasoning_marks)
+            grammar = grammar or Grammar(None)
+            grammar.thinking_budget = ThinkingBudget(params.thinking_token_budget, start, end, prompt_token_ids)
+        return grammar
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         vocab_size, max_logprobs = self.shape.vocab_size, self.config.max_logprobs

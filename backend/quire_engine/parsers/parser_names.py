@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.errors import InvalidArgument
+
 REASONING_MARKS = {
     "qwen3": ("<think>", "</think>"),
     "deepseek_r1": ("<think>", "</think>"),
@@ -37,6 +40,23 @@ class ParserNames:
     def is_harmony(self) -> bool:
         """Whether outputs consist of messages in channels, with reasoning and calls among them."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
+
+    def check_thinking_budget(self, num_tokens: int | None) -> None:
+        """Reject a budget if the marks of the reasoning are unknown, or depend on channels; raises InvalidArgument."""
+        if num_tokens is not None and (self.reasoning_parser not in REASONING_MARKS or self.is_harmony):
+            raise InvalidArgument(
+                "sampling parameter 'thinking_token_budget': not possible, because the format of this model's "
+                f"reasoning is {self.reasoning_parser or 'unknown'}; leave it out, or start the server with one of the "
+                f"reasoning parsers {', '.join(REASONING_MARKS)}"
+            )
+
+    def reasoning_mark_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """Return SequenceRequest.reasoning_marks; `check_thinking_budget` has accepted the model."""
+        start, end = (
+            tokenizer.encode(mark, add_special_tokens=False) for mark in REASONING_MARKS[self.reasoning_parser or ""]
+        )
+        # Its outputs begin with reasoning, with or without the mark.
+        return [[] if self.reasoning_parser == "deepseek_r1" else start, end]
 
     @classmethod
     def detect(cls, template: str, added_tokens: Iterable[str] = ()) -> Self:

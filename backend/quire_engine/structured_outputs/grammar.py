@@ -2,24 +2,31 @@
 """State of one sequence's grammar: which tokens can come next.
 
 The scheduler advances it with each token of the sequence, the model runner reads its masks. Both names and duties are
-those of vLLM's StructuredOutputGrammar.
+those of vLLM's StructuredOutputGrammar. A budget of the reasoning is a part of it, because it also decides that.
 """
 
 from collections.abc import Collection
 
 from llguidance import LLMatcher
 
+from quire_engine.structured_outputs.thinking_budget import ThinkingBudget
+
 
 class Grammar:
     """The grammar of one sequence."""
 
-    __slots__ = ("_eos_token_ids", "_last_token_ids", "_pending_begin", "error", "matcher")
+    __slots__ = ("_eos_token_ids", "_last_token_ids", "_pending_begin", "error", "matcher", "thinking_budget")
 
     def __init__(
-        self, matcher: LLMatcher, begin_after_token_ids: tuple[int, ...], eos_token_ids: Collection[int]
+        self,
+        matcher: LLMatcher | None,
+        begin_after_token_ids: tuple[int, ...] = (),
+        eos_token_ids: Collection[int] = (),
+        thinking_budget: ThinkingBudget | None = None,
     ) -> None:
-        """`matcher` is in its initial state, and becomes the property of this object."""
+        """`matcher` is in its initial state, and becomes the property of this object; None allows any output."""
         self.matcher = matcher
+        self.thinking_budget = thinking_budget
         self._pending_begin = begin_after_token_ids
         self._last_token_ids: list[int] = []
         self._eos_token_ids = eos_token_ids
@@ -34,7 +41,12 @@ class Grammar:
     @property
     def is_terminated(self) -> bool:
         """True if only the end of the sequence can follow."""
-        return self.has_begun and self.matcher.is_stopped()
+        return self.has_begun and self.matcher is not None and self.matcher.is_stopped()
+
+    @property
+    def forced_token_id(self) -> int | None:
+        """The only token that the budget of the reasoning allows; None if it allows all."""
+        return None if self.thinking_budget is None else self.thinking_budget.forced_token_id
 
     @property
     def excluded_token_ids(self) -> Collection[int]:
@@ -43,10 +55,16 @@ class Grammar:
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by a sampled token. Return False if the grammar does not allow it; `error` then states why."""
+        if self.thinking_budget is not None and not self.thinking_budget.accept_token(token_id):
+            self.error = (
+                "thinking_token_budget: the other sampling parameters forbid the mark that ends the reasoning; change "
+                "allowed_token_ids, bad_words or logit_bias"
+            )
+            return False
         if self._pending_begin:
             self._skip_token(token_id)
             return True
-        if self.matcher.consume_token(token_id):
+        if self.matcher is None or self.matcher.consume_token(token_id):
             return True
         reason = " ".join(str(self.matcher.get_error()).split())[:200]
         self.error = (

@@ -159,14 +159,13 @@ class AdmissionController:
             )
 
     def check_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt, truncated from the left if the request sets truncate_prompt_tokens.
+        """Return the token ids of a prompt, truncated if the request sets truncate_prompt_tokens.
 
         Raises:
             InvalidArgument: no token ids, too many, or one outside the vocabulary.
         """
         limits = self.limits
-        if (max_prompt_tokens := params.max_prompt_tokens(limits.max_model_len)) is not None:
-            token_ids = token_ids[-max_prompt_tokens:]
+        token_ids = params.truncate_prompt(token_ids, limits.max_model_len)
         if not token_ids:
             raise InvalidArgument("the prompt is empty; give at least one token")
         if len(token_ids) >= limits.max_model_len:
@@ -226,6 +225,7 @@ class AdmissionController:
             raise InvalidArgument("sampling parameters: must be an object")
         params = SamplingParams.from_mapping(request.params)
         check_text_parameters(params, self._has_tokenizer)
+        self.parser_names.check_thinking_budget(params.thinking_token_budget)
         if request.stream and params.num_sequences > params.n:
             raise InvalidArgument(
                 f"sampling parameter 'best_of': the best {params.n} of {params.best_of} outputs are only known at the "

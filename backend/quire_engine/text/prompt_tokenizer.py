@@ -74,13 +74,14 @@ class PromptTokenizer:
         try:
             if request.chat is not None:
                 assert request.prompt is not None, "the conversation is rendered"
-                token_ids = self.tokenizer.encode_rendered(
-                    request.prompt, params.max_prompt_tokens(self._max_model_len), request.cache_salt or ""
-                )
+                token_ids = self.tokenizer.encode_rendered(request.prompt, request.cache_salt or "")
             elif token_ids is None:
                 assert request.prompt is not None, "admission accepts a text or token ids"
                 token_ids = self.tokenizer.encode(
-                    request.prompt, params.max_prompt_tokens(self._max_model_len), request.add_special_tokens
+                    request.prompt,
+                    params.max_prompt_tokens(self._max_model_len),
+                    request.add_special_tokens,
+                    params.truncation_side,
                 )
             bad_word_ids = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
         except QuireError as error:

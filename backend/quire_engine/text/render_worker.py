@@ -53,6 +53,7 @@ class RenderWorker:
             chat["add_generation_prompt"],
             chat["continue_final_message"],
             control_tokens.mark(tools),
+            control_tokens.mark(chat.get("documents")),
             **control_tokens.mark(chat["template_kwargs"]),
         )
         if len(text) > self._max_chars:

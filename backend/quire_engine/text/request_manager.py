@@ -269,15 +269,18 @@ class RequestManager:
         self._metrics.record_prompt_tokens(len(token_ids), request_state.api_key_name)
         self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
         tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
-        bad_word_ids = tokenized.bad_word_ids
+        reasoning_marks: list[list[int]] = []
+        if tokenizer is not None and request_state.params.thinking_token_budget is not None:
+            reasoning_marks = self._admission.parser_names.reasoning_mark_ids(tokenizer)
         for sequence_request in request_state.to_core_requests(
             token_ids,
             tokenizer,
-            bad_word_ids,
+            tokenized.bad_word_ids,
             self._clock(),
             self._eos_token_ids,
             self._parser_factory(request_state, token_ids),
             grammar,
+            reasoning_marks,
         ):
             self._send_to_core(sequence_request)
 

@@ -45,6 +45,7 @@ class RequestState:
         self._cache_salt = request.cache_salt
         self._priority = request.priority
         self._stream = request.stream
+        self._stream_interval = request.stream_interval
         self.api_key_name = request.api_key_name
         self.parsing = admitted_request.parsing
         """How its outputs are parsed; None: they are returned as text."""
@@ -76,6 +77,7 @@ class RequestState:
         eos_token_ids: frozenset[int] = frozenset(),
         create_parser: Callable[[], OutputParser] | None = None,
         grammar: str | None = None,
+        reasoning_marks: Sequence[list[int]] = (),
     ) -> list[SequenceRequest]:
         """Mark the request as submitted and return the messages that make the engine core run it.
 
@@ -93,6 +95,7 @@ class RequestState:
             bad_word_ids,
             priority=self._priority,
             grammar=grammar,
+            reasoning_marks=list(reasoning_marks),
         )
         if grammar is not None and self.params.structured_outputs is not None:
             begin_after_token_ids = list(self.params.structured_outputs.begin_after_token_ids)
@@ -125,13 +128,18 @@ class RequestState:
         events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
             self._num_cached_tokens = result.num_cached_tokens
-        if self._stream:
+        is_finished = self.completions[index].finish_reason is not None
+        if self._stream and self._stream_interval == 1:
             return [self._to_output_delta(index, delta, events)]
-        self._output_buffers[index].add(delta, events)
-        if self.completions[index].finish_reason is None:
+        buffer = self._output_buffers[index]
+        buffer.add(delta, events)
+        if self._stream:
+            is_due = buffer.is_first or len(buffer.token_ids) >= self._stream_interval
+            return [self._to_output_delta(index, *buffer.take())] if is_due or is_finished else []
+        if not is_finished:
             return []
         if self.params.num_sequences == self.params.n:
-            return [self._to_output_delta(index, *self._output_buffers[index].to_delta())]
+            return [self._to_output_delta(index, *buffer.take())]
         return self._best_outputs() if self._all_finished() else []
 
     def to_error_delta(self, code: str, message: str) -> OutputDelta:
@@ -174,7 +182,7 @@ class RequestState:
         """Return the most likely outputs, renumbered."""
         best_indices = select_best_of(self.completions, self.params.n)
         output_deltas = [
-            replace(self._to_output_delta(i, *self._output_buffers[i].to_delta()), index=output_index)
+            replace(self._to_output_delta(i, *self._output_buffers[i].take()), index=output_index)
             for output_index, i in enumerate(best_indices)
         ]
         return [
@@ -198,12 +206,14 @@ class RequestState:
 
 @dataclass(slots=True)
 class _OutputBuffer:
-    """Deltas of an output that is returned as a whole."""
+    """Deltas of an output that is returned as a whole, or in larger parts."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[list[float]]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    is_first: bool = True
+    """No part was taken yet."""
 
     def add(self, delta: CompletionDelta, events: list[Event]) -> None:
         self.texts.append(delta.text)
@@ -211,5 +221,8 @@ class _OutputBuffer:
         self.logprobs += delta.logprobs or []
         self.events += events
 
-    def to_delta(self) -> tuple[CompletionDelta, list[Event]]:
-        return CompletionDelta("".join(self.texts), self.token_ids, self.logprobs), join_neighbours(self.events)
+    def take(self) -> tuple[CompletionDelta, list[Event]]:
+        """Remove and return what was added."""
+        taken = CompletionDelta("".join(self.texts), self.token_ids, self.logprobs), join_neighbours(self.events)
+        self.texts, self.token_ids, self.logprobs, self.events, self.is_first = [], [], [], [], False
+        return taken

@@ -75,12 +75,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """Return the prompt of a conversation.
 
         With `add_generation_prompt` it ends with the beginning of an answer, with `continue_final_message` inside the
-        last message. `tools` and `template_kwargs` are passed to the template.
+        last message. `tools`, `documents` and `template_kwargs` are passed to the template.
 
         Raises:
             InvalidArgument: the template or this method rejects the messages; the error contains the reason.
@@ -102,7 +103,7 @@ class ChatTemplate:
             text = self._template.render(
                 messages=flat_messages,
                 tools=tools,
-                documents=None,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )

@@ -49,10 +49,16 @@ class Tokenizer:
         """Number of text bytes of the longest token in the vocabulary."""
         return max((len(self.token_bytes.bytes_of(i)) for i in self._tokenizer.get_vocab().values()), default=1)
 
-    def encode(self, text: str, max_tokens: int | None = None, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
+        truncation_side: str = "left",
+    ) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the tokenizer adds if `add_special_tokens`.
 
-        A text with more than `max_tokens` tokens, special tokens included, is truncated from the left.
+        A text with more than `max_tokens` tokens, special tokens included, loses those on its `truncation_side`.
 
         Raises:
             InvalidArgument: `text` contains lone surrogates, which no encoding can represent.
@@ -62,20 +68,19 @@ class Tokenizer:
             return token_ids
         [encoding] = self._encode([text], "the prompt", add_special_tokens=False)
         num_added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding.truncate(max(0, max_tokens - num_added), direction="left")
+        encoding.truncate(max(0, max_tokens - num_added), direction=truncation_side)
         truncated_ids: list[int] = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
-        return truncated_ids[-max_tokens:]
+        return truncated_ids[-max_tokens:] if truncation_side == "left" else truncated_ids[:max_tokens]
 
     @cached_property
     def _segmenter(self) -> Segmenter:
         """Built for the first conversation, because it encodes texts."""
         return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None, cache_salt: str = "") -> list[int]:
+    def encode_rendered(self, text: str, cache_salt: str = "") -> list[int]:
         """Return the token ids of a rendered conversation; marked control tokens are encoded as plain text.
 
-        More than `max_tokens` tokens are truncated from the left. The ids of segments are cached by `cache_salt`.
-        Raises the errors of `encode`.
+        The ids of segments are cached by `cache_salt`. Raises the errors of `encode`.
         """
         # Behind the first piece, text continues a word, or a line.
         segments = [
@@ -84,10 +89,8 @@ class Tokenizer:
             for j, segment in enumerate(self._segmenter.split(piece))
         ]
         if self._segmenter.is_exact:
-            token_ids = self._segment_cache.encode(cache_salt, segments, self._encode_segments)
-        else:
-            token_ids = [i for ids in self._encode_segments(segments) for i in ids]
-        return token_ids if max_tokens is None else token_ids[-max_tokens:]
+            return self._segment_cache.encode(cache_salt, segments, self._encode_segments)
+        return [i for ids in self._encode_segments(segments) for i in ids]
 
     def _encode_segments(self, segments: Sequence[tuple[bool, str]]) -> list[list[int]]:
         """Return the ids of each segment; True: other text precedes it."""

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from quire_server.openai.chat_messages import normalize_messages, normalize_template_kwargs
+from quire_server.openai.chat_messages import normalize_documents, normalize_messages, normalize_template_kwargs
 from quire_server.openai.errors import ApiError
 from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
@@ -33,6 +33,8 @@ class ConversationFields(GenerationFields, kw_only=True):
     messages: Any = None
     tools: Any = None
     tool_choice: Any = None
+    documents: Any = None
+    """For templates that show documents beside the conversation; a list of objects."""
     add_generation_prompt: bool | None = None
     """None: True, unless continue_final_message."""
     continue_final_message: bool = False
@@ -97,6 +99,7 @@ def build_conversation(fields: ConversationFields) -> dict[str, Any]:
     return {
         "messages": normalize_messages(fields.messages),
         "tools": normalize_tools(fields.tools),
+        "documents": normalize_documents(fields.documents),
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": fields.continue_final_message,
         "template_kwargs": normalize_template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort),

@@ -25,6 +25,7 @@ TEMPLATE_KWARGS = frozenset(
 )
 """Arguments that a request can pass to the template. Any other name could replace what the server itself passes."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_DOCUMENTS = 1024
 MAX_TOOL_CALLS = 256
 """Of one message."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -56,6 +57,19 @@ def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort
     if reasoning_effort == "none":
         effort["enable_thinking"] = False  # type: ignore[assignment]
     return {**effort, **(kwargs or {})}
+
+
+def normalize_documents(documents: object) -> list[dict[str, Any]] | None:
+    """Return the documents for a template; None without documents. Raises ApiError if one is not an object."""
+    if documents is None:
+        return None
+    if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
+        raise ApiError(400, f"documents: must be a list of at most {MAX_DOCUMENTS} documents")
+    for i, document in enumerate(documents):
+        if not isinstance(document, dict):
+            raise ApiError(400, f"documents[{i}]: must be an object, got {truncated_repr(document)}")
+        check_depth(document, f"documents[{i}]")
+    return documents or None
 
 
 def check_depth(value: object, name: str, depth: int = MAX_DEPTH) -> None:

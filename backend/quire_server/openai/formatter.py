@@ -4,6 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from quire_server.openai.generation import DONE, KEEP_ALIVE, Choice, Deltas, Gen
 from quire_spec.protocol.messages import OutputDelta
 
 encode = msgspec.json.Encoder().encode
+SYSTEM_FINGERPRINT = f"quire-{version('quire-llm')}"
+"""In complete responses and in the last event of each choice, as in vLLM."""
 
 
 class Formatter(ABC):
@@ -37,7 +40,8 @@ class Formatter(ABC):
             async for batch in deltas:
                 final_deltas |= {choice.index: delta for choice, delta in batch}
         choices = [self.complete_choice(choice, final_deltas[choice.index]) for choice in self.generation.choices]
-        return encode({**self.envelope, "choices": choices, "usage": self.usage()})
+        document = {**self.envelope, "system_fingerprint": SYSTEM_FINGERPRINT, "choices": choices}
+        return encode({**document, "usage": self.usage()})
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events, all that are ready at once."""
@@ -53,6 +57,8 @@ class Formatter(ABC):
     def encode_event(self, choice_document: dict[str, Any]) -> bytes:
         """Return an event with one choice."""
         document: dict[str, Any] = {**self.envelope, "choices": [choice_document]}
+        if choice_document["finish_reason"] is not None:
+            document["system_fingerprint"] = SYSTEM_FINGERPRINT
         if self.continuous_usage:
             document["usage"] = self.usage()
         return b"data: %b\n\n" % encode(document)

@@ -157,6 +157,7 @@ class Generation:
                 prompt.chat,
                 self._api_key_name,
                 None if prompt.parsing is None else to_json(prompt.parsing),
+                fields.stream_interval,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

@@ -36,15 +36,11 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "prompt_embeds": (),
     "logprob_token_ids": (),
-    "truncation_side": ("left",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "thinking_token_budget": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "repetition_detection": (),
-    "stream_interval": (1,),
-    "documents": ([],),
     "return_prompt_text": (False,),
     "chat_template": (),
     "modalities": (["text"],),
@@ -55,6 +51,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 """Fields of the OpenAI API and of vLLM that this server cannot honour, with the values that ask for nothing."""
 
 MAX_SALT_CHARS = 128
+MAX_STREAM_INTERVAL = 1024
 _SALT = re.compile(r"[^@/\\\0]*")
 _MSGSPEC_PATH = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _T = TypeVar("_T", bound="GenerationFields")
@@ -85,6 +82,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    stream_interval: int = 1
+    """Tokens between two events of a stream."""
     response_format: dict[str, Any] | None = None
     """Constraint on the output in the form of the OpenAI API; becomes `structured_outputs`."""
 
@@ -106,6 +105,8 @@ def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T
         raise ApiError(400, describe_invalid(error)) from None
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options: requires stream; set stream to true, or leave stream_options out")
+    if not 1 <= fields.stream_interval <= MAX_STREAM_INTERVAL:
+        raise ApiError(400, f"stream_interval: must be from 1 to {MAX_STREAM_INTERVAL}, got {fields.stream_interval}")
     if fields.cache_salt is not None and (
         len(fields.cache_salt) > MAX_SALT_CHARS or not _SALT.fullmatch(fields.cache_salt)
     ):

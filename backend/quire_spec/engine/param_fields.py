@@ -24,6 +24,11 @@ def in_range(low: float, high: float) -> Mapping[str, Any]:
     return {"range": (low, high)}
 
 
+def one_of(*values: str) -> Mapping[str, Any]:
+    """Return metadata of a text field with one of these values."""
+    return {"values": values}
+
+
 def max_entries(limit: int) -> Mapping[str, Any]:
     """Return metadata of a collection field with at most `limit` entries."""
     return {"entries": limit}
@@ -81,13 +86,17 @@ def validate(parameter: Field[Any], value: Any) -> Any:
         value = float(max(-_MAX_MAGNITUDE, min(_MAX_MAGNITUDE, value)))
     if value is None and kind.endswith("| None"):
         return None
-    expected, accepts = _TYPES[kind.removesuffix(" | None")]
+    type_words, accepts = _TYPES[kind.removesuffix(" | None")]
     if not accepts(value):
         # Clients send lists, which are tuples at this point.
         shown = truncated_repr(list(value) if isinstance(value, tuple) else value)
-        raise InvalidArgument(f"sampling parameter {name!r}: must be {expected}, got {shown}")
+        raise InvalidArgument(f"sampling parameter {name!r}: must be {type_words}, got {shown}")
     if bounds := parameter.metadata.get("range"):
         check_range(name, value, *bounds)
+    values = parameter.metadata.get("values")
+    if values is not None and value not in values:
+        expected = " or ".join(values)
+        raise InvalidArgument(f"sampling parameter {name!r}: must be {expected}, got {truncated_repr(value)}")
     limit = parameter.metadata.get("entries")
     if limit is not None and len(value) > limit:
         raise InvalidArgument(f"sampling parameter {name!r}: at most {limit} entries are allowed, got {len(value)}")
@@ -130,6 +139,7 @@ def _is_number(value: object) -> bool:
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a finite number", _is_number),
     "int": ("an integer", _is_int),
+    "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "tuple[str, ...]": (
         "a string or a list of strings",

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Self
 
-from quire_spec.engine.param_fields import check_range, in_range, max_entries, normalize, parse_text, validate
+from quire_spec.engine.param_fields import check_range, in_range, max_entries, normalize, one_of, parse_text, validate
 from quire_spec.engine.structured_outputs import FORMER_NAMES, StructuredOutputsParams, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr
 
@@ -110,7 +110,13 @@ class SamplingParams:
     """Keep the space that some tokenizers insert between two adjacent added tokens."""
 
     truncate_prompt_tokens: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Keep only this number of tokens at the end of the prompt; -1 keeps as many as leave space for max_tokens."""
+    """Keep only this number of tokens of the prompt; -1 keeps as many as leave space for max_tokens."""
+
+    truncation_side: str = field(default="left", metadata=one_of("left", "right"))
+    """The side of the prompt that truncate_prompt_tokens removes."""
+
+    thinking_token_budget: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
+    """Maximum number of tokens of the reasoning, after which its end mark is forced; None or -1: no maximum."""
 
     n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
     """Outputs per prompt. With a seed, output i uses seed + i. More than one requires a temperature."""
@@ -133,7 +139,7 @@ class SamplingParams:
         if (parameter := type(self).__dataclass_fields__.get(name)) is None:
             raise _unknown_parameter(name)
         value = validate(parameter, normalize(parameter, value))
-        if name == "seed" and value == -1:
+        if name in ("seed", "thinking_token_budget") and value == -1:
             value = None
         elif name == "logit_bias" and value is not None:
             value = {token: float(max(-MAX_BIAS, min(MAX_BIAS, b))) for token, b in value.items()} or None
@@ -181,6 +187,12 @@ class SamplingParams:
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
         return max(1, max_model_len - (self.max_tokens or 1))
+
+    def truncate_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """Return the token ids of a prompt that `max_prompt_tokens` keeps."""
+        if (limit := self.max_prompt_tokens(max_model_len)) is None:
+            return token_ids
+        return token_ids[-limit:] if self.truncation_side == "left" else token_ids[:limit]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:

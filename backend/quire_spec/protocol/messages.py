@@ -49,12 +49,14 @@ class GenerateRequest:
     return_token_bytes: bool = False
     """Add the exact bytes to each entry of logprobs whose text is not valid UTF-8."""
     chat: dict[str, Any] | None = None
-    """Instead of a prompt: a conversation, {messages, tools, add_generation_prompt, continue_final_message,
+    """Instead of a prompt: a conversation, {messages, tools, documents, add_generation_prompt, continue_final_message,
     template_kwargs}. The text process renders it with the chat template of the checkpoint."""
     api_key_name: str = ""
     """Name of the API key that the client used, for the metrics; empty without keys."""
     parsing: dict[str, Any] | None = None
     """OutputParsing as JSON: the deltas contain parsed events instead of text. None: they contain text."""
+    stream_interval: int = 1
+    """Tokens of an output between two deltas of a stream; its first token and its end do not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,9 @@ class SequenceRequest:
     """Grammar of the output, which compiles; None allows any output."""
     begin_after_token_ids: list[int] = field(default_factory=list)
     """The grammar begins after these tokens of the output; empty: with the output."""
+    reasoning_marks: list[list[int]] = field(default_factory=list)
+    """Token ids of the marks that begin and end the reasoning, for params.thinking_token_budget; an empty first one if
+    the output begins inside the reasoning. Empty without a budget."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'developer' 
 {% endfor %}{{ eos_token }}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}
 {% endfor %}{% endfor %}{% endif %}{% if m.content == 'bomb' %}{{ m.content * 10**9 }}{% endif %}
 {% endfor %}{% if enable_thinking is defined %}thinking={{ enable_thinking }}{% endif %}
-{% if tools %}{{ tools | tojson }} <tool_call> {% endif %}{# </think> #}
+{% if tools %}{{ tools | tojson }} <tool_call> {% endif %}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}
+{# </think> #}
 {% if add_generation_prompt %}assistant:{% if thinking %}<think>{% endif %}
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
 USER = [{"role": "user", "content": "Once upon a time"}]
@@ -158,6 +159,9 @@ def test_roles_parts_and_tool_arguments_reach_the_template(chat):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     tokens = tokens_of(chat, [{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert "[('a', 1)]" in chat.request("/detokenize", {"tokens": tokens}).body["prompt"]
+    documents = tokens_of(chat, USER, documents=[{"title": "one"}, {"title": "two<|eos|>"}])
+    assert "[one][two<|eos|>]" in chat.request("/detokenize", {"tokens": documents}).body["prompt"]
+    assert documents.count(1) == len(USER), "no control token comes from a document"
     thinking = tokens_of(chat, USER, chat_template_kwargs={"enable_thinking": False})
     assert "thinking=False" in chat.request("/detokenize", {"tokens": thinking}).body["prompt"]
 
@@ -239,6 +243,17 @@ def test_reasoning_that_fills_the_output(chat, chat_client):
         assert (answer["content"] or "").strip("\n") == (message.reasoning if "separate_reasoning" in option else "")
 
 
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_budget_of_the_reasoning_leaves_tokens_for_the_answer(chat_client, budget):
+    extra = {"chat_template_kwargs": {"thinking": True}, "thinking_token_budget": budget, "ignore_eos": True}
+    response = chat_client.chat.completions.create(extra_body=extra, **GREEDY)
+    assert response.usage.completion_tokens_details.reasoning_tokens == budget
+    assert response.usage.completion_tokens == 10 and response.choices[0].message.content
+    constrained = extra | {"structured_outputs": {"choice": ["yes"]}}
+    response = chat_client.chat.completions.create(extra_body=constrained, **GREEDY)
+    assert response.choices[0].message.content == "yes"
+
+
 def test_generation_config_sets_the_defaults(chat):
     body = {"model": "base", "messages": USER, "ignore_eos": True}
     answers = [chat.request("/v1/chat/completions", body).body for _ in range(2)]
@@ -273,6 +288,7 @@ def test_continue_final_message(chat, chat_client):
         ({"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": USER, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "is not allowed"),
         ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "is not allowed"),
+        ({"messages": USER, "documents": ["text"]}, r"documents\[0\]: must be an object"),
         ({"messages": USER, "tools": []}, "tools: must be a list with at least one"),
         ({"messages": USER, "tools": [{"type": "function"}]}, r"tools\[0\]: must have the form"),
         ({"messages": USER, "tools": [{"function": {"name": "a b"}}]}, r"tools\[0\].function.name: must have"),

@@ -100,6 +100,29 @@ def test_token_ids_in_and_out(client):
     assert choice.logprobs.tokens == [f"token_id:{i}" for i in choice.token_ids]
 
 
+def test_prompts_lose_tokens_on_the_side_that_the_request_names(front):
+    kept = {}
+    for side in ("left", "right"):
+        fields = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True, "max_tokens": 1}
+        kept[side] = [
+            front.complete(prompt=prompt, **fields).body["choices"][0]["prompt_token_ids"]
+            for prompt in ([5, 6, 7, 8], "Once upon a time")
+        ]
+    whole = front.complete(prompt="Once upon a time", max_tokens=1, return_token_ids=True).body["choices"][0]
+    begin, first, *_, last = whole["prompt_token_ids"]
+    assert kept == {"left": [[7, 8], [begin, last]], "right": [[5, 6], [begin, first]]}
+
+
+def test_a_stream_with_an_interval_has_fewer_events_and_the_same_text(client):
+    fields = GREEDY | {"prompt": STORY, "max_tokens": 21, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    whole = client.completions.create(**fields).choices[0]
+    fields["extra_body"] = fields["extra_body"] | {"stream_interval": 8}
+    chunks = [chunk.choices[0] for chunk in client.completions.create(stream=True, **fields)]
+    counts = [len(chunk.token_ids) for chunk in chunks]
+    assert sum(counts) == 21 and counts[0] <= 2 and all(count >= 8 for count in counts[1:-1]) and len(counts) <= 4
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+
+
 def test_stop_reason(client):
     [choice] = client.completions.create(prompt=STORY, stop=[" was"], **GREEDY | {"max_tokens": 30}).choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", " was")
@@ -127,6 +150,9 @@ def test_stop_reason(client):
         ({"prompt": "a", "structured_outputs": {"regx": "a"}}, "structured_outputs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "a", "stream_interval": 0}, "stream_interval"),
+        ({"prompt": "a", "truncation_side": "middle"}, "truncation_side"),
+        ({"prompt": "a", "thinking_token_budget": 1.5}, "thinking_token_budget"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "a", "priority": 1}, "priority"),
         ({"prompt": "a", "temperatur": 1}, "temperatur"),

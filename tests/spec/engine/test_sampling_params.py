@@ -104,8 +104,8 @@ def test_clone_is_independent():
 
 
 def test_defaults_match_vllm():
-    not_in_vllm = {"best_of": None, "truncate_prompt_tokens": None}
-    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | not_in_vllm
+    others = {"best_of": None, "truncate_prompt_tokens": None, "truncation_side": "left", "thinking_token_budget": None}
+    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | others
     assert SamplingParams().to_mapping() == {}
 
 
@@ -147,6 +147,8 @@ INVALID_VALUES = {
     "skip_special_tokens": (1, "yes", None),
     "spaces_between_special_tokens": (1, "yes", None),
     "truncate_prompt_tokens": (0, -2, 1.5, "x"),
+    "truncation_side": ("middle", 1, None),
+    "thinking_token_budget": (-2, 1.5, "x", 2**31),
     "n": (0, 129, 10**400, 1.5, None, True),
     "best_of": (0, 129, 1.5, "x", True),
     "structured_outputs": (
@@ -242,6 +244,8 @@ def test_max_prompt_tokens():
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=30).max_prompt_tokens(100) == 70
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=None).max_prompt_tokens(100) == 99
     assert SamplingParams(truncate_prompt_tokens=-1, max_tokens=500).max_prompt_tokens(100) == 1
+    assert SamplingParams(truncate_prompt_tokens=2).truncate_prompt([1, 2, 3], 100) == [2, 3]
+    assert SamplingParams(truncate_prompt_tokens=2, truncation_side="right").truncate_prompt([1, 2, 3], 100) == [1, 2]
 
 
 def test_documentation_lists_every_parameter():

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from quire_engine import sequence as engine_sequence
 from quire_engine.sequence import SequenceStatus
-from quire_engine.structured_outputs.grammar import Grammar
 from quire_kernels import apply_token_bitmask, to_device_async
 
 _MAX_THREADS = 4
@@ -87,19 +86,23 @@ class GrammarBitmask:
             return None
         # All bits set, for grammars that have not begun.
         bits = torch.full((len(grammars), self._num_words), -1, dtype=torch.int32)
-        self._fill_begun([(g, i) for i, g in enumerate(grammars.values()) if g.has_begun], bits)
+        begun = ((g.matcher, i) for i, g in enumerate(grammars.values()) if g.has_begun)
+        self._fill_begun([(matcher, i) for matcher, i in begun if matcher is not None], bits)
         for i, grammar in enumerate(grammars.values()):
             for token_id in grammar.excluded_token_ids:
                 word, bit = divmod(token_id, _BITS)
                 bits[i, word] &= ~(1 << bit) if bit < _BITS - 1 else 0x7FFFFFFF
+            if (forced_token_id := grammar.forced_token_id) is not None:
+                word, bit = divmod(forced_token_id, _BITS)
+                bits[i] = 0
+                bits[i, word] = 1 << bit if bit < _BITS - 1 else -(1 << bit)
         return TokenBitmask(list(grammars), to_device_async(bits, self._device))
 
-    def _fill_begun(self, grammars: list[tuple[Grammar, int]], bits: Tensor) -> None:
-        if not grammars:
+    def _fill_begun(self, matchers: list[tuple[LLMatcher, int]], bits: Tensor) -> None:
+        if not matchers:
             return
         if self._executor is None:
             # The cores of a CPU compute the model at the same time.
             num_threads = 1 if self._device.type == "cpu" else min(_MAX_THREADS, len(os.sched_getaffinity(0)))
             self._executor = LLExecutor(num_threads=num_threads)
-        matchers = [(grammar.matcher, row) for grammar, row in grammars]
         self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), bits.stride(0) * bits.itemsize, len(bits))
