@@ -5,9 +5,10 @@ import random
 from collections.abc import Callable
 
 from quire_engine.sequence import Sequence
+from quire_engine.speculation.proposer import DraftProposer
 
 
-class ScriptedProposer:
+class ScriptedProposer(DraftProposer):
     """Proposer of a test. A wrong token follows from the position alone, so that runs are repeatable."""
 
     def __init__(self, continuation: Callable[[Sequence, int], list[int]], keep_probability: float = 0.7) -> None:

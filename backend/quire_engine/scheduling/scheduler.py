@@ -465,6 +465,8 @@ class Scheduler:
         del self._sequences[sequence.id]
         was_running = sequence.status is SequenceStatus.RUNNING
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
+        if self.draft_planner is not None:
+            self.draft_planner.finish(sequence)
         if was_running:
             self._running.remove(sequence)
             if self._in_flight:

@@ -8,8 +8,10 @@ sequence: they use tokens of the budget and blocks that are left.
 from dataclasses import replace
 
 from quire_engine.kv_cache.block_manager import BlockManager
+from quire_engine.sequence import Sequence
 from quire_engine.speculation.draft_policy import DraftCounts, DraftPolicy
 from quire_engine.speculation.proposer import DraftProposer, NgramProposer
+from quire_engine.speculation.suffix_proposer import SuffixProposer
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import ScheduledSpan
 from quire_spec.engine.config import EngineConfig
@@ -31,7 +33,9 @@ class DraftPlanner:
         """Return None if the configuration has no speculation."""
         if (speculative := config.speculative_config) is None:
             return None
-        proposer = NgramProposer(speculative.lookup_lengths)
+        proposer: DraftProposer = (
+            SuffixProposer(speculative) if speculative.method == "suffix" else NgramProposer(speculative.lookup_lengths)
+        )
         return cls(config, block_manager, proposer, DraftPolicy(config.device, speculative.num_speculative_tokens))
 
     @property
@@ -47,6 +51,7 @@ class DraftPlanner:
         rows_left -= len(builder.decodes) + len(builder.prefills)
         for index, span in enumerate(builder.decodes):
             sequence = span.sequence
+            self._proposer.observe(sequence)
             max_tokens = min(
                 self._policy.draft_length(sequence, num_rows),
                 rows_left,
@@ -66,3 +71,7 @@ class DraftPlanner:
         """Record that a span with a draft returned `num_tokens` tokens."""
         if span.draft_token_ids:
             self._policy.record(span.sequence, len(span.draft_token_ids), num_tokens - 1)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Tell the proposer that a sequence is finished, so that later drafts can use its output."""
+        self._proposer.finish(sequence)

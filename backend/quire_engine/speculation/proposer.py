@@ -14,12 +14,20 @@ _TOKEN_BYTES = array("I").itemsize
 class DraftProposer(Protocol):
     """Guesses tokens. The sampler verifies them, so a wrong guess costs time and never changes the output."""
 
+    def observe(self, sequence: Sequence) -> None:
+        """Called before each step that decodes a sequence; nothing by default."""
+        return
+
+    def finish(self, sequence: Sequence) -> None:
+        """Called when a sequence is finished; nothing by default."""
+        return
+
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """Return at most `max_tokens` tokens that may follow the last token of a sequence; empty without a guess."""
         ...
 
 
-class NgramProposer:
+class NgramProposer(DraftProposer):
     """Finds the longest run of last tokens that occurred before in the same sequence; proposes what followed it.
 
     Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py: the first occurrence counts. The search
@@ -35,6 +43,10 @@ class NgramProposer:
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """See DraftProposer."""
+        return self.find(sequence, max_tokens)[1]
+
+    def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, list[int]]:
+        """Return the number of last tokens that occurred before, 0 without a match, and the draft."""
         context = self._contexts.setdefault(sequence, bytearray())
         new_tokens = sequence.tokens(len(context) // _TOKEN_BYTES, sequence.num_tokens)
         context += array("I", new_tokens).tobytes()
@@ -42,8 +54,8 @@ class NgramProposer:
             if (start := _find_tokens(context, length * _TOKEN_BYTES)) is not None:
                 followers = array("I")
                 followers.frombytes(context[start : start + max_tokens * _TOKEN_BYTES])
-                return followers.tolist()
-        return []
+                return length, followers.tolist()
+        return 0, []
 
 
 def _find_tokens(context: bytearray, size: int) -> int | None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of speculative decoding: `speculative_config` of engine.json, with vLLM's names."""
 
+import math
 from dataclasses import dataclass
 
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 
 MAX_SPECULATIVE_TOKENS = 16
+MAX_TREE_DEPTH = 128
 _DEFAULT_PROMPT_LOOKUP = 5
 
 
@@ -15,7 +17,8 @@ class SpeculativeConfig:
     """How draft tokens are found, and how many a step verifies."""
 
     method: str
-    """ngram: the tokens that followed the last tokens when these occurred before in the same sequence."""
+    """ngram: the tokens that followed the last tokens when these occurred before in the same sequence. suffix: also the
+    most frequent ones in past outputs of the same adapter and cache salt."""
 
     num_speculative_tokens: int
     """Maximum number of draft tokens per sequence and step. A step uses fewer, or none, if it has many sequences or if
@@ -26,6 +29,18 @@ class SpeculativeConfig:
 
     prompt_lookup_max: int | None = None
     """Maximum number of last tokens to search for; the longest match counts. None: prompt_lookup_min, or 5."""
+
+    suffix_decoding_max_tree_depth: int = 24
+    """Maximum number of tokens of a match and its draft together."""
+
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Maximum number of past outputs that are kept; memory limits them too. 0: only the sequence itself is searched."""
+
+    suffix_decoding_max_spec_factor: float = 1.0
+    """A draft has at most this many tokens per token of the match."""
+
+    suffix_decoding_min_token_prob: float = 0.1
+    """A draft ends before a token whose estimated probability, from counts, is lower."""
 
     @property
     def lookup_lengths(self) -> range:
@@ -38,11 +53,7 @@ class SpeculativeConfig:
         if self.method not in capabilities.SPECULATIVE_METHODS:
             supported = ", ".join(capabilities.SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_config.method: must be one of {supported}, got {self.method!r}")
-        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"speculative_config.num_speculative_tokens: must be from 1 to {MAX_SPECULATIVE_TOKENS}, got "
-                f"{self.num_speculative_tokens}"
-            )
+        self._check_range("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -52,3 +63,19 @@ class SpeculativeConfig:
                 f"speculative_config.prompt_lookup_max: must be at least prompt_lookup_min {self.prompt_lookup_min}, "
                 f"got {self.prompt_lookup_max}"
             )
+        self._check_range("suffix_decoding_max_tree_depth", 2, MAX_TREE_DEPTH)
+        if self.suffix_decoding_max_cached_requests < 0:
+            raise ConfigError(
+                "speculative_config.suffix_decoding_max_cached_requests: must be at least 0, got "
+                f"{self.suffix_decoding_max_cached_requests}"
+            )
+        if not 0.0 < self.suffix_decoding_max_spec_factor < math.inf:
+            raise ConfigError(
+                "speculative_config.suffix_decoding_max_spec_factor: must be a positive number, got "
+                f"{self.suffix_decoding_max_spec_factor}"
+            )
+        self._check_range("suffix_decoding_min_token_prob", 0, 1)
+
+    def _check_range(self, name: str, smallest: int, largest: int) -> None:
+        if not smallest <= (value := getattr(self, name)) <= largest:
+            raise ConfigError(f"speculative_config.{name}: must be from {smallest} to {largest}, got {value}")

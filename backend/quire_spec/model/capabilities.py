@@ -19,7 +19,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 QUANTIZATIONS: tuple[str, ...] = ("int8",)
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "suffix")
 TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     "openai",

@@ -50,6 +50,10 @@ class SpeculativeConfigSpec:
     numSpeculativeTokens: int
     promptLookupMin: int | None = None
     promptLookupMax: int | None = None
+    suffixDecodingMaxTreeDepth: int | None = None
+    suffixDecodingMaxCachedRequests: int | None = None
+    suffixDecodingMaxSpecFactor: str | None = None
+    suffixDecodingMinTokenProb: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     ),
     r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (QUANTITY_RULE, "write it like 4Gi or 512Mi"),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),
+    r"^(0\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,2}(\.[0-9]{1,3})?)$": (
+        "must be a positive decimal below 1000",
+        'write it like "1.5", with the quotes',
+    ),
+    r"^(0(\.[0-9]{1,3})?|1(\.0)?)$": ("must be a decimal from 0 to 1", 'write it like "0.1", with the quotes'),
     r"^0\.[1-9][0-9]{0,2}$": ("must be a decimal from 0.1 to 0.999", 'write it like "0.90", with the quotes'),
     r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$": (
         "must be the ID of a hub repository",

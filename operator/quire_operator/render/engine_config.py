@@ -93,7 +93,7 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
     pinned = {
         "dtype": spec.dtype,
         "max_model_len": spec.maxModelLen,
-        "gpu_memory_utilization": None if spec.gpuMemoryUtilization is None else float(spec.gpuMemoryUtilization),
+        "gpu_memory_utilization": _to_float(spec.gpuMemoryUtilization),
         "kv_cache_memory_bytes": None if spec.kvCacheMemory is None else to_bytes(spec.kvCacheMemory),
         "kv_cache_dtype": spec.kvCacheDtype,
         "block_size": spec.blockSize,
@@ -128,8 +128,16 @@ def _speculative_config(spec: SpeculativeConfigSpec) -> dict[str, Any]:
         "num_speculative_tokens": spec.numSpeculativeTokens,
         "prompt_lookup_min": spec.promptLookupMin,
         "prompt_lookup_max": spec.promptLookupMax,
+        "suffix_decoding_max_tree_depth": spec.suffixDecodingMaxTreeDepth,
+        "suffix_decoding_max_cached_requests": spec.suffixDecodingMaxCachedRequests,
+        "suffix_decoding_max_spec_factor": _to_float(spec.suffixDecodingMaxSpecFactor),
+        "suffix_decoding_min_token_prob": _to_float(spec.suffixDecodingMinTokenProb),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _to_float(text: str | None) -> float | None:
+    return None if text is None else float(text)
 
 
 def _plan_arguments(plan: Plan | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from quire_engine.worker.sampling.draft_verification import sample_spans
 from quire_engine.worker.sampling.sampler import Sampler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 PROMPTS = ["abcabcab", "once upon a time once upon", "xyzzy"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -69,10 +70,14 @@ def _continuation(outputs: list[list[int]]) -> Callable[[Sequence, int], list[in
     return continue_
 
 
-def test_ngram_lookup_returns_equal_tokens(models: Any) -> None:
+@pytest.mark.parametrize("config", [NGRAM, SUFFIX])
+def test_lookup_returns_equal_tokens(models: Any, config: dict[str, Any]) -> None:
     prompts = [text * 3 for text in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=40)
-    assert models.tokens(prompts, params, speculative_config=NGRAM) == models.tokens(prompts, params)
+    expected = models.tokens(prompts, params)
+    # The second time, the suffix tree contains the outputs.
+    for _ in range(2):
+        assert models.tokens(prompts, params, speculative_config=config) == expected
 
 
 def test_sampled_tokens_have_the_distribution_of_the_model() -> None:

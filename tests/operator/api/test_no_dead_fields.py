@@ -46,7 +46,15 @@ engine:
   prefixCaching: true
   minConcurrency: 2
   maxNumQueuedReqs: 9
-  speculativeConfig: {method: ngram, numSpeculativeTokens: 3, promptLookupMin: 2, promptLookupMax: 4}
+  speculativeConfig:
+    method: suffix
+    numSpeculativeTokens: 3
+    promptLookupMin: 2
+    promptLookupMax: 4
+    suffixDecodingMaxTreeDepth: 12
+    suffixDecodingMaxCachedRequests: 100
+    suffixDecodingMaxSpecFactor: "2.5"
+    suffixDecodingMinTokenProb: "0.2"
 openai:
   enabled: true
   port: 8004
@@ -151,6 +159,7 @@ TEXTS = {
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
     "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"], "path": ["other"],
     "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
+    "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
 }  # fmt: skip
 
 

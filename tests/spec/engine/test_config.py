@@ -44,7 +44,7 @@ def test_engine_config_round_trip(tmp_path):
         ),
         (
             {"model": "m", "speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
-            "speculative_config.method: must be one of ngram, got 'medusa'",
+            "speculative_config.method: must be one of ngram, suffix, got 'medusa'",
         ),
         (
             {"model": "m", "speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},
@@ -62,6 +62,22 @@ def test_engine_config_round_trip(tmp_path):
                 | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
             },
             "speculative_config.prompt_lookup_max: must be at least prompt_lookup_min 4, got 3",
+        ),
+        (
+            {
+                "model": "m",
+                "speculative_config": {"method": "suffix", "num_speculative_tokens": 2}
+                | {"suffix_decoding_max_tree_depth": 1},
+            },
+            "speculative_config.suffix_decoding_max_tree_depth: must be from 2 to 128, got 1",
+        ),
+        (
+            {
+                "model": "m",
+                "speculative_config": {"method": "suffix", "num_speculative_tokens": 2}
+                | {"suffix_decoding_max_spec_factor": 0.0},
+            },
+            "speculative_config.suffix_decoding_max_spec_factor: must be a positive number, got 0.0",
         ),
         ([], "EngineConfig: expected an object, got a list"),
     ],

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposer that continues the last tokens as past outputs did: suffix decoding. Torch-free.
+
+Source: Oliaro et al. 2024 (SuffixDecoding); names and defaults as in vLLM's v1/spec_decode/suffix_decoding.py.
+"""
+
+from array import array
+
+from quire_engine.sequence import Sequence
+from quire_engine.speculation.proposer import DraftProposer, NgramProposer
+from quire_engine.speculation.suffix_cache import SuffixCache
+from quire_spec.engine.speculative_config import SpeculativeConfig
+
+_OWN_MATCHES = range(2, 17)
+"""Numbers of last tokens that are searched in the sequence itself."""
+
+
+class SuffixProposer(DraftProposer):
+    """Continues the longest match in past outputs of the same adapter and salt, or in the sequence, by frequency."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._depth = config.suffix_decoding_max_tree_depth
+        self._spec_factor = config.suffix_decoding_max_spec_factor
+        self._min_probability = config.suffix_decoding_min_token_prob
+        self._own_context = NgramProposer(_OWN_MATCHES)
+        max_outputs = config.suffix_decoding_max_cached_requests
+        self._cache = SuffixCache(self._depth, max_outputs) if max_outputs else None
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """See DraftProposer."""
+        length, draft = self._own_context.find(sequence, max_tokens)
+        # A match and its draft share the depth of the tree.
+        max_match = max(1, self._depth - max_tokens)
+        if self._cache is not None and (tree := self._cache.tree_for(sequence)) is not None:
+            context = array("I", sequence.tokens(max(0, sequence.num_tokens - max_match), sequence.num_tokens))
+            match, followers = tree.follow(context.tobytes(), max_match, max_tokens, self._min_probability)
+            # With equal matches the tree counts: it has frequencies.
+            if followers and match >= min(length, max_match):
+                length, draft = match, followers
+        return draft[: int(self._spec_factor * length)]
+
+    def observe(self, sequence: Sequence) -> None:
+        """See DraftProposer."""
+        if self._cache is not None:
+            self._cache.store(sequence, is_complete=False)
+
+    def finish(self, sequence: Sequence) -> None:
+        """See DraftProposer."""
+        if self._cache is not None and sequence.output_token_ids:
+            self._cache.store(sequence, is_complete=True)
