@@ -14,6 +14,7 @@ from quire_kernels.attention import (
     reads_whole_blocks,
 )
 from quire_kernels.dispatch import Op
+from quire_kernels.experts import ExpertActivation, ExpertWeights, SwiGLU, fused_experts, pack_experts, topk_softmax
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena

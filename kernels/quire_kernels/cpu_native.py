@@ -161,6 +161,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_linear", p, n, p, p, p, n, n, n, n),
         ("quire_pack_int8", p, p, p, n, n),
         ("quire_linear_int8", p, n, p, p, p, n, n, n, n),
+        ("quire_experts", p, n, p, p, p, p, n, n, n, n, p),
         ("quire_pack_adapter", p, p, p, p, n, n, n),
         ("quire_adapted_linear", p, n, p, p, p, n, n, n, n, p, p),
         ("quire_rms_norm", p, n, p, p, n, n, f),

@@ -53,4 +53,13 @@ inline __m512 exp2(__m512 x) {
 
 constexpr float kLog2E = 1.44269504f;
 
+inline __m512 silu(__m512 x) {
+  // x / (1 + e^-x), with e^-|x| so that nothing overflows.
+  const __m512 e = exp2(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-kLog2E)));
+  const __m512 one = _mm512_set1_ps(1.f);
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  const __m512 numerator = _mm512_mask_blend_ps(negative, one, e);
+  return _mm512_mul_ps(x, _mm512_div_ps(numerator, _mm512_add_ps(one, e)));
+}
+
 }  // namespace quire

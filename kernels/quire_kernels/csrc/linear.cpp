@@ -38,37 +38,13 @@ void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* out, int64_
 // out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx.
 void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
                   int64_t k, int64_t add) {
-  const int64_t panels = n / kColumns, pairs = k / 2;
+  const int64_t panels = n / kColumns;
 #pragma omp parallel
   {
     // Threads divide the panels and not the rows, so weights are read from memory once.
-    int64_t begin = 0, end = panels;
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    begin = panels * thread / threads;
-    end = panels * (thread + 1) / threads;
-    for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
-      const int64_t rows = std::min(kBlockRows, m - m0), tiles = (rows + kTileRows - 1) / kTileRows;
-      for (int64_t p = begin; p < end; p++) {
-        const bf16* panel = packed + p * k * kColumns;
-        const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-          const int64_t r0 = rows * tile / tiles, r1 = rows * (tile + 1) / tiles;
-          kCompute<false>[r1 - r0]({
-              x + (m0 + r0) * ldx,
-              ldx,
-              panel,
-              pairs,
-              out + (m0 + r0) * n + p * kColumns,
-              n,
-              bias ? bias + p * kColumns : nullptr,
-              add != 0,
-              (const char*)(panel + k * kColumns) + tile * share,
-              p + 1 < end && tiles > 1 ? share / pairs : 0,
-              tiles > kFewTiles,
-          });
-        }
-      }
-    }
+    multiply_panels(x, ldx, packed, bias, out, n, m, k, panels * thread / threads, panels * (thread + 1) / threads,
+                    add);
   }
 }
 

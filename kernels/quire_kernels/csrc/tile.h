@@ -147,4 +147,33 @@ constexpr Compute kCompute[kTileRows + 1] = {
     compute<8, kAdapted>,
 };
 
+// Columns of panels [begin, end) of out [m, ldo] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx.
+inline void multiply_panels(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t ldo,
+                            int64_t m, int64_t k, int64_t begin, int64_t end, bool add) {
+  const int64_t pairs = k / 2;
+  for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
+    const int64_t rows = std::min(kBlockRows, m - m0), tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int64_t p = begin; p < end; p++) {
+      const bf16* panel = packed + p * k * kColumns;
+      const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t r0 = rows * tile / tiles, r1 = rows * (tile + 1) / tiles;
+        kCompute<false>[r1 - r0]({
+            x + (m0 + r0) * ldx,
+            ldx,
+            panel,
+            pairs,
+            out + (m0 + r0) * ldo + p * kColumns,
+            ldo,
+            bias ? bias + p * kColumns : nullptr,
+            add,
+            (const char*)(panel + k * kColumns) + tile * share,
+            p + 1 < end && tiles > 1 ? share / pairs : 0,
+            tiles > kFewTiles,
+        });
+      }
+    }
+  }
+}
+
 }  // namespace quire

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mixture of experts: rows sorted by expert, two GEMMs per expert with weights in panels (see tile.h), and the weighted
+// sum of each token's experts.
+//
+// A step of 64 tokens gives each of 16 experts about 8 rows, so reading the weights takes as long as multiplying them.
+// Each thread therefore reads its part of every expert's weights once and in memory order.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "ops.h"
+#include "tile.h"
+
+namespace quire {
+namespace {
+
+enum Activation : int64_t { kSilu = 0, kSwiGLU = 1 };
+
+// out [rows, inner] = silu(gate) * up for columns [begin, end); gate and up are the halves of a row of gate_up.
+void silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  for (int64_t r = 0; r < rows; r++) {
+    const bf16* gate = gate_up + r * 2 * inner;
+    for (int64_t i = begin; i < end; i += kLanes)
+      store(out + r * inner + i, _mm512_mul_ps(silu(load(gate + i)), load(gate + inner + i)));
+  }
+}
+
+// out = gate * sigmoid(alpha * gate) * (up + 1), both clamped; gate and up are neighbours in a row of gate_up.
+void swiglu(const bf16* gate_up, bf16* out, int64_t rows, int64_t inner, int64_t begin, int64_t end, float alpha,
+            float limit) {
+  const __m512 one = _mm512_set1_ps(1.f), top = _mm512_set1_ps(limit), by = _mm512_set1_ps(alpha);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const __m512i both = _mm512_loadu_si512(gate_up + r * 2 * inner + 2 * i);
+      const __m512 gate = _mm512_min_ps(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), top);
+      __m512 up = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+      up = _mm512_max_ps(_mm512_min_ps(up, top), _mm512_sub_ps(_mm512_setzero_ps(), top));
+      // x * sigmoid(alpha * x) is silu(alpha * x) / alpha.
+      const __m512 glu = _mm512_div_ps(silu(_mm512_mul_ps(gate, by)), by);
+      store(out + r * inner + i, _mm512_mul_ps(_mm512_add_ps(up, one), glu));
+    }
+}
+
+// Pairs (token, choice) in the order of their experts, from ids [pairs].
+struct Sorted {
+  std::vector<int64_t> starts;     // [experts + 1]
+  std::vector<int64_t> tokens;     // of each row
+  std::vector<int64_t> positions;  // row of each pair
+
+  void sort(const int64_t* ids, int64_t pairs, int64_t top_k, int64_t experts) {
+    starts.assign(experts + 1, 0);
+    tokens.resize(pairs);
+    positions.resize(pairs);
+    for (int64_t i = 0; i < pairs; i++) starts[ids[i] + 1]++;
+    for (int64_t e = 0; e < experts; e++) starts[e + 1] += starts[e];
+    std::vector<int64_t> next(starts);
+    for (int64_t i = 0; i < pairs; i++) {
+      positions[i] = next[ids[i]]++;
+      tokens[positions[i]] = i / top_k;
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Experts of a layer; `_Experts` of experts.py.
+struct QuireExperts {
+  const bf16 *gate_up, *down;            // packed: [experts, 2 * inner, hidden], [experts, hidden, inner]
+  const bf16 *gate_up_bias, *down_bias;  // [experts, 2 * inner], [experts, hidden], or null
+  int64_t experts, hidden, inner, activation;
+  float alpha, limit;
+};
+
+// out [tokens, hidden] = (add ? out : 0) + sum over top_k of weights * expert(x), at most `chunk` tokens at a time.
+// x has rows of ldx; ids, weights [tokens, top_k]. workspace: chunk * top_k rows of 2 * hidden + 3 * inner.
+void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* weights, const QuireExperts* all,
+                   bf16* out, int64_t tokens, int64_t top_k, int64_t chunk, int64_t add, bf16* workspace) {
+  static thread_local Sorted sorted_rows;
+  const QuireExperts& a = *all;
+  const int64_t hidden = a.hidden, inner = a.inner;
+  for (int64_t t0 = 0; t0 < tokens; t0 += chunk) {
+    const int64_t count = std::min(chunk, tokens - t0), pairs = count * top_k;
+    Sorted& s = sorted_rows;
+    s.sort(ids + t0 * top_k, pairs, top_k, a.experts);
+    bf16* const inputs = workspace;                      // [pairs, hidden]
+    bf16* const gate_up = inputs + pairs * hidden;       // [pairs, 2 * inner]
+    bf16* const gated = gate_up + pairs * 2 * inner;     // [pairs, inner]
+    bf16* const outputs = gated + pairs * inner;         // [pairs, hidden]
+#pragma omp parallel
+    {
+      const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+      // Threads divide the panels of each expert and not its rows, so weights are read from memory once.
+      const auto part = [&](int64_t panels, int64_t i) { return panels * i / threads; };
+      const int64_t begin = part(inner / kColumns, thread), end = part(inner / kColumns, thread + 1);
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < pairs; r++) {
+        const bf16* row = x + (t0 + s.tokens[r]) * ldx;
+        std::copy(row, row + hidden, inputs + r * hidden);
+      }
+      for (int64_t e = 0; e < a.experts; e++) {
+        const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row;
+        if (!rows) continue;
+        const bf16* const input = inputs + first_row * hidden;
+        const bf16* const packed = a.gate_up + e * 2 * inner * hidden;
+        const bf16* const bias = a.gate_up_bias ? a.gate_up_bias + e * 2 * inner : nullptr;
+        bf16* const product = gate_up + first_row * 2 * inner;
+        bf16* const result = gated + first_row * inner;
+        if (a.activation == kSwiGLU) {
+          multiply_panels(input, hidden, packed, bias, product, 2 * inner, rows, hidden, 2 * begin, 2 * end, false);
+          swiglu(product, result, rows, inner, begin * kColumns, end * kColumns, a.alpha, a.limit);
+        } else {
+          const int64_t up = inner / kColumns;
+          multiply_panels(input, hidden, packed, bias, product, 2 * inner, rows, hidden, begin, end, false);
+          multiply_panels(input, hidden, packed, bias, product, 2 * inner, rows, hidden, up + begin, up + end, false);
+          silu_mul(product, result, rows, inner, begin * kColumns, end * kColumns);
+        }
+      }
+#pragma omp barrier
+      const int64_t from = part(hidden / kColumns, thread), to = part(hidden / kColumns, thread + 1);
+      for (int64_t e = 0; e < a.experts; e++) {
+        const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row;
+        if (!rows) continue;
+        multiply_panels(gated + first_row * inner, inner, a.down + e * hidden * inner,
+                        a.down_bias ? a.down_bias + e * hidden : nullptr, outputs + first_row * hidden, hidden, rows,
+                        inner, from, to, false);
+      }
+      // A thread sums the columns that it has computed.
+      for (int64_t t = 0; t < count; t++)
+        for (int64_t i = from * kColumns; i < to * kColumns; i += kLanes) {
+          bf16* const at = out + (t0 + t) * hidden + i;
+          __m512 sum = add ? load(at) : _mm512_setzero_ps();
+          for (int64_t k = t * top_k; k < (t + 1) * top_k; k++) {
+            const __m512 value = load(outputs + s.positions[k] * hidden + i);
+            sum = _mm512_fmadd_ps(value, _mm512_set1_ps(weights[t0 * top_k + k]), sum);
+          }
+          store(at, sum);
+        }
+    }
+  }
+}
+
+}  // extern "C"
+}  // namespace quire

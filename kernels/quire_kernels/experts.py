@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: the router's choice of experts for each token, and the products of the chosen experts."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire_kernels import cpu_native
+from quire_kernels.activation import get_gated_op
+from quire_kernels.dispatch import Op
+from quire_kernels.huge_pages import HugePageArena
+from quire_kernels.linear import PANEL_COLUMNS, is_panel_packed, pack_weight
+
+CHUNK_ROWS = 4096
+"""Copies of tokens that the compiled kernel computes at a time: bounds its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """Clamped activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), where gate is at most `limit` and up is
+    in [-limit, limit]. Gate and up are neighbouring features: 2 i and 2 i + 1."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """Return [num_rows, intermediate_size] of [num_rows, 2 * intermediate_size]."""
+        gate, up = gate_up[:, ::2].clamp(max=self.limit), gate_up[:, 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+ExpertActivation: TypeAlias = str | SwiGLU
+"""A name for `get_gated_op`, whose gate features precede the up features, or SwiGLU."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights of all experts of a layer."""
+
+    gate_up: Tensor
+    """[num_experts, 2 * intermediate_size, hidden_size], or packed by `pack_experts`."""
+    down: Tensor
+    """[num_experts, hidden_size, intermediate_size], or packed."""
+    gate_up_bias: Tensor | None
+    """[num_experts, 2 * intermediate_size]."""
+    down_bias: Tensor | None
+    """[num_experts, hidden_size]."""
+    activation: ExpertActivation
+
+    @property
+    def activate(self) -> Callable[[Tensor], Tensor]:
+        """The activation as a function of gate and up, [num_rows, 2 * intermediate_size]."""
+        return get_gated_op(self.activation) if isinstance(self.activation, str) else self.activation
+
+
+@Op
+def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token and their weights: the largest probabilities of a softmax.
+
+    Args:
+        logits: [num_tokens, num_experts], any float dtype.
+        top_k: number of experts of a token.
+        normalize: divide the weights of a token by their sum.
+
+    Returns:
+        Ids [num_tokens, top_k] int64, largest weight first, and weights [num_tokens, top_k] float32.
+    """
+    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+@Op
+def fused_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
+    """Return the weighted sum of each token's experts, or add it to a residual stream.
+
+    Args:
+        x: [num_tokens, hidden_size].
+        ids: [num_tokens, top_k] int64, different experts in each row.
+        weights: [num_tokens, top_k] float32.
+        experts: dtype of x.
+        residual: [num_tokens, hidden_size], contiguous, dtype of x; updated in place and returned.
+
+    Returns:
+        [num_tokens, hidden_size], dtype of x.
+    """
+    out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
+    for expert in range(len(experts.gate_up)):
+        tokens, choices = (ids == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            y = _compute_expert(x[tokens], expert, experts)
+            out.index_add_(0, tokens, y.to(out.dtype) * weights[tokens, choices, None])
+    return out.to(x.dtype) if residual is None else residual.add_(out)
+
+
+@fused_experts.register("cpu")
+def _fused_experts_cpu(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
+    if not is_panel_packed(experts.gate_up):
+        return _fused_experts_sorted(x, ids, weights, experts, residual)
+    (num_tokens, hidden), top_k = x.shape, ids.shape[1]
+    inner = experts.down.shape[1] * 2
+    num_experts = experts.down.shape[0] * PANEL_COLUMNS // hidden
+    # The compiled kernel does not check its arguments.
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and ids.dtype == torch.int64
+    assert ids.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
+    assert experts.gate_up.shape[1] * 2 == hidden and len(experts.gate_up) * PANEL_COLUMNS == num_experts * 2 * inner
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    out = x.new_empty(num_tokens, hidden) if residual is None else residual
+    chunk = min(num_tokens, max(1, CHUNK_ROWS // top_k))
+    workspace = x.new_empty(chunk * top_k * (2 * hidden + 3 * inner))
+    swiglu = experts.activation if isinstance(experts.activation, SwiGLU) else None
+    biases = [None if bias is None else bias.data_ptr() for bias in (experts.gate_up_bias, experts.down_bias)]
+    native = _Experts(
+        experts.gate_up.data_ptr(),
+        experts.down.data_ptr(),
+        *biases,
+        num_experts,
+        hidden,
+        inner,
+        swiglu is not None,
+        *((1.0, 1.0) if swiglu is None else (swiglu.alpha, swiglu.limit)),
+    )
+    cpu_native.get_library().quire_experts(
+        x.data_ptr(),
+        x.stride(0),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        ctypes.addressof(native),
+        out.data_ptr(),
+        num_tokens,
+        top_k,
+        chunk,
+        residual is not None,
+        workspace.data_ptr(),
+    )
+    return out
+
+
+def _fused_experts_sorted(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
+    """Sort the copies of tokens by expert, and multiply those of each expert at once."""
+    top_k = ids.shape[1]
+    flat_ids = ids.flatten()
+    order = flat_ids.argsort(stable=True)
+    counts = torch.bincount(flat_ids, minlength=len(experts.gate_up)).tolist()
+    rows, results = x[order // top_k], []
+    for expert, part in enumerate(rows.split(counts)):
+        if len(part):
+            results.append(_compute_expert(part, expert, experts))
+    by_choice = x.new_empty(len(order), x.shape[1], dtype=torch.float32)
+    by_choice[order] = torch.cat(results).float()
+    out = torch.einsum("tkh,tk->th", by_choice.view(*ids.shape, -1), weights)
+    return out.to(x.dtype) if residual is None else residual.add_(out)
+
+
+def _compute_expert(x: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
+    """Return the output [num_rows, hidden_size] of one expert for [num_rows, hidden_size]."""
+    gate_up_bias, down_bias = (
+        None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
+    )
+    gate_up = F.linear(x, experts.gate_up[expert], gate_up_bias)
+    return F.linear(experts.activate(gate_up), experts.down[expert], down_bias)
+
+
+def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> ExpertWeights:
+    """Return weights for `fused_experts` in panels, see `pack_weight`, allocated from `arena`; unchanged if the
+    compiled kernel does not support them."""
+    hidden, inner = experts.down.shape[1:]
+    is_supported = (
+        cpu_native.supports(experts.gate_up, experts.down)
+        and cpu_native.has_fast_gemm()
+        and hidden % PANEL_COLUMNS == inner % PANEL_COLUMNS == 0
+        and (experts.activation == "silu" or isinstance(experts.activation, SwiGLU))
+    )
+    if not is_supported:
+        return experts
+    gate_up, down = (pack_weight(weight.flatten(0, 1), arena) for weight in (experts.gate_up, experts.down))
+    return ExpertWeights(gate_up, down, experts.gate_up_bias, experts.down_bias, experts.activation)
+
+
+class _Experts(ctypes.Structure):
+    """QuireExperts of csrc/experts.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, ctypes.c_int64) for name in ("experts", "hidden", "inner", "activation")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    )
