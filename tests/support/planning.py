@@ -56,6 +56,18 @@ QWEN_05B = QWEN_7B | {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+QWEN3_30B_A3B = QWEN_7B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 192,
@@ -81,6 +93,7 @@ MODELS = {
     "70b": checkpoint_info(LLAMA_70B, WEIGHT_BYTES["70b"]),
     "70b-fp8": checkpoint_info(LLAMA_70B, WEIGHT_BYTES["70b-fp8"]),
     "qwen": checkpoint_info(QWEN_7B),
+    "moe": checkpoint_info(QWEN3_30B_A3B),
     "qwen-0.5b": checkpoint_info(QWEN_05B),
     "tiny": checkpoint_info(TINY),
 }

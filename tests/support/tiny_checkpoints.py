@@ -24,10 +24,12 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -76,6 +78,7 @@ LONG_ROPE = {
     "long_factor": [1.0, 2.0, 3.5, 5.0, 8.0, 12.0],
 }
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 OPT = {"ffn_dim": 128, "pad_token_id": 1}
 PHI3 = {"pad_token_id": 0}
 GEMMA2 = {
@@ -148,6 +151,12 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen2-windows": (Qwen2Config, {**QWEN_WINDOWS, "num_hidden_layers": 3}),
     "qwen3": (Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-windows": (Qwen3Config, {**QWEN_WINDOWS, "num_hidden_layers": 3, "attention_bias": True}),
+    "qwen3_moe": (Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe-mixed": (
+        Qwen3MoeConfig,
+        {**QWEN3_MOE, **QWEN_WINDOWS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "tie_word_embeddings": True, "sliding_window": 24}),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 48}),
     "opt-galactica": (

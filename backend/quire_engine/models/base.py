@@ -86,10 +86,10 @@ class CausalLM(ABC):
         """Yield the tensors under `prefix` that belong neither to the embedding nor to the layers."""
 
     def pack(self) -> None:
-        """Repack the loaded weights of all linear layers for speed; `tensors` must not be used afterwards."""
+        """Repack the loaded weights of all layers for speed; `tensors` must not be used afterwards."""
         arena = HugePageArena()
-        for _, linear in self.linears():
-            linear.pack(arena)
+        for layer in self.layers:
+            layer.pack(arena)
         self.lm_head.pack(arena)
         if self.shape.tie_word_embeddings and supports_embedding(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight

@@ -2,7 +2,7 @@
 """Llama, the base of most other architectures."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -13,11 +13,14 @@ from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.mlp import MLP
 from quire_engine.models.layers.module import Module
+from quire_engine.models.layers.moe import MoE
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.rotary import RotaryEmbedding
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import AttentionShape, FusedDecoder, LayerWeights, build_fused_decoder, silu_mul
 from quire_spec.model.model_config import ModelConfig
+
+FeedForward: TypeAlias = MLP | MoE
 
 
 class LlamaDecoderLayer(Module):
@@ -31,7 +34,12 @@ class LlamaDecoderLayer(Module):
         self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.self_attn = self.ATTENTION(shape, index, factory)
         self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
-        self.mlp = self.MLP(shape, factory)
+        self.mlp = self.build_mlp(shape, index, factory)
+
+    @classmethod
+    def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> FeedForward:
+        """Return the MLP of layer `index`, or the experts in its place."""
+        return cls.MLP(shape, factory)
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Update the residual stream [num_tokens, hidden_size] in place and return it."""
@@ -40,7 +48,7 @@ class LlamaDecoderLayer(Module):
 
     def weights(self) -> LayerWeights | None:
         """Return the packed weights for the fused decoder; None if it cannot compute this layer."""
-        if self.mlp.activate is not silu_mul:
+        if isinstance(self.mlp, MoE) or self.mlp.activate is not silu_mul:
             return None
         return LayerWeights(
             attention_norm=self.input_layernorm.weight,

@@ -98,6 +98,9 @@ class Architecture:
     factors: tuple[str, ...] = ()
     """The same for positive numbers."""
 
+    uses_experts: Callable[[HFConfigReader, int], bool] | None = None
+    """Return True if a layer has a mixture of experts in place of its MLP, see MoEConfig. None: never."""
+
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
     return True
@@ -116,6 +119,10 @@ def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | Non
     if index >= len(layer_types) or layer_types[index] not in ("full_attention", "sliding_attention"):
         raise config.error("layer_types", list(layer_types), "one of full_attention, sliding_attention for each layer")
     return layer_types[index] == "sliding_attention"
+
+
+def _is_sliding_if_enabled(config: HFConfigReader, index: int) -> bool:
+    return config.get_bool("use_sliding_window")
 
 
 def _is_sliding_upper_layer(config: HFConfigReader, index: int) -> bool:
@@ -152,6 +159,16 @@ def _is_sliding_without_rope(config: HFConfigReader, index: int) -> bool:
     return not _uses_rope_unless_listed(config, index) if is_sliding is None else is_sliding
 
 
+def _uses_experts_always(config: HFConfigReader, index: int) -> bool:
+    return True
+
+
+def _uses_experts_unless_listed(config: HFConfigReader, index: int) -> bool:
+    if "mlp_only_layers" in config and index in config.get_int_list("mlp_only_layers"):
+        return False
+    return (index + 1) % config.get_int("decoder_sparse_step") == 0
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", "llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
     "MistralForCausalLM": Architecture(
@@ -184,6 +201,37 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_upper_layer,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        "qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_sliding_window=_is_sliding_if_enabled,
+        uses_experts=_uses_experts_unless_listed,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        "mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        uses_sliding_window=_is_sliding_always,
+        uses_experts=_uses_experts_always,
     ),
     "OPTForCausalLM": Architecture(
         "opt",

@@ -19,15 +19,19 @@ def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int
     padded to even numbers, and every matrix starts at a multiple of 32 elements.
     """
     rank = max_rank + max_rank % 2
-    sizes = [*linear_sizes(model_config).values()] * model_config.num_layers + [
-        *vocab_module_sizes(model_config).values()
-    ]
+    by_path = linear_sizes(model_config)
+    sizes = [by_path[path] for layer in range(model_config.num_layers) for path in model_config.layer_linears(layer)]
+    sizes += vocab_module_sizes(model_config).values()
     return element_bytes * sum(-(-rank * size // 32) * 32 for pair in sizes for size in pair)
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
-    """Return the bytes of a dense checkpoint without biases and norms (at most 0.2 % together)."""
-    per_layer = sum(d_in * d_out for d_in, d_out in linear_sizes(model_config).values())
+    """Return the bytes of a checkpoint without biases and norms (at most 0.2 % together). All experts count."""
+    elements = {path: d_in * d_out for path, (d_in, d_out) in linear_sizes(model_config).items()}
+    layers = sum(
+        sum(elements[path] for path in model_config.layer_linears(layer)) + _expert_elements(model_config, layer)
+        for layer in range(model_config.num_layers)
+    )
     embeddings = model_config.vocab_size * model_config.embedding_size * (1 if model_config.tie_word_embeddings else 2)
     positions = model_config.num_learned_positions * model_config.hidden_size
     projections = (
@@ -35,7 +39,15 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
         if model_config.embedding_size == model_config.hidden_size
         else 2 * model_config.embedding_size * model_config.hidden_size
     )
-    return (model_config.num_layers * per_layer + embeddings + positions + projections) * element_bytes
+    return (layers + embeddings + positions + projections) * element_bytes
+
+
+def _expert_elements(model_config: ModelConfig, layer: int) -> int:
+    """Return the elements of a layer's experts (gate, up and down of each) and of their router."""
+    moe, hidden = model_config.moe, model_config.hidden_size
+    if moe is None or not moe.layers[layer]:
+        return 0
+    return moe.num_experts * (3 * moe.intermediate_size * hidden + hidden)
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -11,6 +11,7 @@ from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, Architecture
 from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.rope_config import RopeConfig
 
 # Bounds the tables per layer that models and adapters build; config.json is untrusted input.
@@ -59,6 +60,8 @@ class ModelConfig:
     """Boolean keys of config.json that only this architecture has."""
     factors: Mapping[str, float]
     """Positive numbers of config.json that only this architecture has."""
+    moe: MoEConfig | None
+    """Experts that replace the MLP of some layers; None: no layer has experts."""
     dtype: str
     """Type of the checkpoint's weights."""
     eos_token_ids: tuple[int, ...]
@@ -67,6 +70,16 @@ class ModelConfig:
     def architecture_info(self) -> Architecture:
         """The architecture's row of the table."""
         return ARCHITECTURES[self.architecture]
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has a mixture of experts in place of its MLP."""
+        return self.moe is not None and self.moe.layers[layer]
+
+    def layer_linears(self, layer: int) -> tuple[str, ...]:
+        """Return the paths of the linears of a layer that adapters can change; those of experts and routers are not
+        among them."""
+        paths = self.architecture_info.linears
+        return tuple(path for path in paths if not (self.has_experts(layer) and path.startswith("mlp.")))
 
     @property
     def tied_embedding_name(self) -> str | None:
@@ -159,6 +172,9 @@ class ModelConfig:
             mlp_bias=mlp_bias,
             flags={name: config.get_bool(name) for name in architecture_info.flags},
             factors={name: config.get_float(name) for name in architecture_info.factors},
+            moe=MoEConfig.from_hf_config(config, architecture_info.uses_experts, architecture_info.defaults, num_layers)
+            if architecture_info.uses_experts is not None
+            else None,
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             eos_token_ids=config.get_token_ids("eos_token_id"),
         )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel partition of a model: the part of each layer that a rank stores. Pure arithmetic.
 
-Attention heads and the MLP's intermediate features are split. Linears that read the residual stream (q, k, v, gate, up)
-are column-parallel: split by output. Linears that write it (o, down) are row-parallel: split by input, followed by an
-all-reduce. If there are more ranks than KV heads, each rank stores one KV head, and several ranks store the same one.
-Embedding and output projection are split by vocabulary.
+Attention heads and the intermediate features of the MLP, or of every expert, are split. Linears that read the residual
+stream (q, k, v, gate, up) are column-parallel: split by output. Linears that write it (o, down) are row-parallel: split
+by input, followed by an all-reduce. If there are more ranks than KV heads, each rank stores one KV head, and several
+ranks store the same one. Embedding and output projection are split by vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +21,8 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
         return f"the number of KV heads, {model_config.num_kv_heads}, is neither a multiple nor a divisor of {size}"
     if model_config.intermediate_size % size:
         return f"the intermediate size, {model_config.intermediate_size}, is not a multiple of {size}"
+    if model_config.moe is not None and model_config.moe.intermediate_size % size:
+        return f"the intermediate size of an expert, {model_config.moe.intermediate_size}, is not a multiple of {size}"
     return ""
 
 
@@ -50,8 +52,10 @@ class TensorParallelShard:
         """Configuration of the rank's part: fewer heads and intermediate features, the whole vocabulary."""
         if self.size == 1:
             return self.model_config
+        moe = self.model_config.moe
         return replace(
             self.model_config,
+            moe=moe and replace(moe, intermediate_size=moe.intermediate_size // self.size),
             num_heads=self.model_config.num_heads // self.size,
             num_kv_heads=max(1, self.model_config.num_kv_heads // self.size),
             intermediate_size=self.model_config.intermediate_size // self.size,
@@ -67,6 +71,13 @@ class TensorParallelShard:
         """Token ids whose rows the rank stores."""
         start = min(self.rank * self.vocab_rows_per_rank, self.model_config.vocab_size)
         return range(start, min(start + self.vocab_rows_per_rank, self.model_config.vocab_size))
+
+    @property
+    def expert_range(self) -> range:
+        """Intermediate features of each expert that the rank stores."""
+        moe = self.local_config.moe
+        assert moe is not None
+        return range(self.rank * moe.intermediate_size, (self.rank + 1) * moe.intermediate_size)
 
     def output_ranges(self, path: str) -> tuple[range, ...]:
         """Return the output features of a layer's linear that the rank stores, in storage order."""

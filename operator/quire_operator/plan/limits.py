@@ -108,7 +108,7 @@ def check_context(inputs: PlannerInputs) -> None:
 
 
 def check_quantization(inputs: PlannerInputs) -> None:
-    """Check that the engine can quantize on this device and in this dtype.
+    """Check that the engine can quantize this model on this device and in this dtype.
 
     Raises:
         Unplannable: it cannot.
@@ -121,6 +121,9 @@ def check_quantization(inputs: PlannerInputs) -> None:
         fix = (
             f"requires device CPU and dtype bfloat16, got {found}; remove it, or set spec.engine.dtype and spec.device"
         )
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
+    if inputs.model.shape.moe is not None:
+        fix = "not supported for a mixture of experts; remove it"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
 
 

@@ -327,10 +327,16 @@ def test_each_adapter_changes_the_output(adapter_cases):
     assert len({str(tokens[i : i + 6]) for i in range(0, len(tokens), 6)}) == len(adapted.adapters)
 
 
-@pytest.mark.parametrize("name", ["gemma3-vision", "mistral3"])
-def test_adapter_of_a_language_model_in_a_larger_model_equals_peft(cases, name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "target_modules"),
+    [
+        *((name, r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)") for name in ("gemma3-vision", "mistral3")),
+        *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral")),
+    ],
+)
+def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_path):
     case, prompts = cases(name), _prompts(6, seed=5)
-    path = make_adapter(case.folder, tmp_path, target_modules=r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)")
+    path = make_adapter(case.folder, tmp_path, target_modules=target_modules)
     references = _reference(load_adapted_oracle(case.folder, path), prompts)
     adapted = AdapterCase(case.folder, {"only": path}, prompts, ["only"] * len(prompts), references)
     _check(_generate(_adapted_engine(adapted), prompts, adapted.adapter_digests), references)

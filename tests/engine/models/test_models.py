@@ -62,11 +62,6 @@ def test_named_tensors_cover_every_parameter_once(folder):
     assert sum(tensor.nbytes for _, tensor in model.tensors()) == model.num_bytes
     matrices = [tensor for _, tensor in model.tensors() if tensor.dim() == 2]
     assert sum(tensor.nbytes for tensor in matrices) == weights_bytes(model.shape, 4)
-    unused = ("model.vision_tower.", "model.multi_modal_projector.")
-    unused += ("lm_head.weight",) if model.shape.tie_word_embeddings else ()
-    assert {name for name, _ in model.tensors()} == {
-        name for name in load_oracle(folder).state_dict() if not name.startswith(unused)
-    }
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from quire_engine import LLM, LoRARequest, SamplingParams
 
 FAMILIES = [
     *("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"),
-    *("gemma3", "glm4", "granite", "ministral3", "smollm3"),
+    *("gemma3", "glm4", "granite", "ministral3", "smollm3", "qwen3_moe"),
 ]
 WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 OWN_HEADS = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "ministral3")
@@ -101,6 +101,10 @@ def _config(draw: random.Random, family: str) -> dict[str, Any]:
         config |= {key: draw.choice([0.3, 1, 2.5]) for key in keys}
     if family == "smollm3":
         config |= {"no_rope_layer_interval": draw.choice([1, 2]), "sliding_window": draw.choice([None, 16])}
+    if family == "qwen3_moe":
+        config |= {"num_experts": draw.choice([2, 5]), "num_experts_per_tok": draw.choice([1, 2])}
+        config |= {"moe_intermediate_size": draw.choice([8, 25]), "norm_topk_prob": draw.random() < 0.5}
+        config |= {"mlp_only_layers": draw.choice([None, [0]])}
     if family in OWN_HEADS:
         config["head_dim"] = head_dim = draw.choice([6, 10, 16])
     if family in (*WINDOWED, "phi3"):
@@ -146,6 +150,7 @@ def _adapter(draw: random.Random, family: str) -> dict[str, Any]:
         "opt": ["q_proj", "out_proj", "fc1", "fc2"],
         "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
         "glm4": ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+        "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     }.get(family, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     some = draw.sample(names, 2)
     expression, path = rf".*\.({'|'.join(some)})", f"1.{'fc1' if family == 'opt' else 'self_attn.' + names[0]}"

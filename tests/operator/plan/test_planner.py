@@ -212,6 +212,11 @@ def test_unsupported_values_are_neither_planned_nor_recommended(monkeypatch):
     assert "NVIDIA-A100-PCIE-40GB gives" in tight.advice or "NVIDIA-GeForce" in tight.advice
 
 
+def test_all_experts_count_as_weights():
+    plan = plan_for("moe", H100)
+    assert plan.bytes.weights == pytest.approx(1.01 * 2 * 30_532_122_624, rel=1e-3)
+
+
 def test_unplannable_messages_have_field_value_and_fix():
     why, text = unplannable("qwen", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 8}")
     assert (why, text) == (
@@ -232,6 +237,10 @@ def test_unplannable_messages_have_field_value_and_fix():
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.quantization: int8: requires device CPU and dtype bfloat16, got device GPU; remove it, or set "
         "spec.engine.dtype and spec.device",
+    )
+    assert unplannable("moe", None, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
+        UnplannableReason.UNSUPPORTED_BY_ENGINE,
+        "spec.engine.quantization: int8: not supported for a mixture of experts; remove it",
     )
     assert unplannable("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
         UnplannableReason.UNSUPPORTED_DTYPE,

@@ -69,6 +69,38 @@ GEMMA2_2B = {
 }
 
 
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+}
+
+
 def test_llama_8b():
     model_config = ModelConfig.from_config(LLAMA_8B)
     # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes = 131,072 bytes per token.
@@ -94,6 +126,8 @@ PUBLISHED = {
     "Qwen2.5-0.5B": (QWEN_05B, 494_032_768, 49 * 896 + 24 * 1152),
     "Phi-3-mini-4k": (PHI3_MINI, 3_821_079_552, 65 * 3072),
     "gemma-2-2b": (GEMMA2_2B, 2_614_341_888, 105 * 2304),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624, 97 * 2048 + 96 * 128),
+    "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704, 65 * 4096),
 }
 
 

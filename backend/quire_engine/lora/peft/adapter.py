@@ -193,7 +193,7 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
     layer_modules = (
         _LoRAModule(f"{shape.architecture_info.layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
-        for path in shape.architecture_info.linears
+        for path in shape.layer_linears(layer)
     )
     parent = shape.architecture_info.layers_path.removesuffix("layers")
     outer_modules = (
@@ -241,6 +241,12 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
         return (
             f"tensor {tensor_name[:200]!r}: the model has only {shape.num_layers} layers; "
             "check that the adapter is for this model"
+        )
+    if layer_match and shape.has_experts(layer := int(layer_match[1])):
+        paths = ", ".join(shape.layer_linears(layer))
+        return (
+            f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, in which only {paths} can be "
+            "adapted; train the adapter without experts and router"
         )
     paths = ", ".join(shape.architecture_info.linears)
     return (

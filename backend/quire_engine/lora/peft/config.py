@@ -37,7 +37,7 @@ UNSUPPORTED_FIELDS = {
     "lora_bias": "B has a bias",
     "modules_to_save": "whole modules were trained",
     "monteclora_config": "the adapter is sampled",
-    "target_parameters": "parameters other than linear layers were adapted",
+    "target_parameters": "parameters other than linear layers, such as experts and routers, were adapted",
     "trainable_token_indices": "rows of the embedding were trained",
     "use_bdlora": "A or B is block-diagonal",
     "use_dora": "there are magnitudes in addition to A and B",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire_engine.models.layers.linear import Linear
 from quire_engine.weights.param_shard import LoadTarget
+from quire_kernels import HugePageArena
 
 
 class Module:
@@ -22,6 +23,12 @@ class Module:
                 yield part
             elif isinstance(part, Module):
                 yield from part.linears()
+
+    def pack(self, arena: HugePageArena) -> None:
+        """Repack the loaded weights for speed, see CausalLM.pack."""
+        for part in vars(self).values():
+            if isinstance(part, Linear | Module):
+                part.pack(arena)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""

@@ -48,6 +48,16 @@ def _rewrite(folder, change):
     save_file(tensors, folder / WEIGHTS_FILE)
 
 
+def test_adapter_of_an_expert_is_rejected(tmp_path):
+    """In files of peft before it adapted experts as parameters."""
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe-mixed")
+    adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
+    name = "base_model.model.model.layers.1.mlp.experts.0.gate_proj.lora_A.weight"
+    _rewrite(adapter, lambda tensors: tensors.update({name: torch.ones(8, 64)}))
+    with pytest.raises(InvalidArgument, match=r"gate_proj.*layer 1 is a mixture of experts, .* only self_attn.q_proj,"):
+        read_adapter(adapter, ModelConfig.load(model), MAX_RANK, torch.float32)
+
+
 def test_dtype_is_converted_after_scaling(checkpoint, shape, tmp_path):
     folder = make_adapter(checkpoint, tmp_path, lora_alpha=5)
     wide = read_adapter(folder, shape, MAX_RANK, torch.float32)

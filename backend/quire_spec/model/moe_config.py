@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts settings of a checkpoint: which layers have experts, how many, and how tokens choose them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire_spec.model.hf_config import HFConfigReader
+
+# Bounds the tensors per layer that models build; config.json is untrusted input. Published models have up to 512.
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Experts that replace the MLP of some layers."""
+
+    layers: tuple[bool, ...]
+    """For each layer, whether it has experts in place of an MLP."""
+    num_experts: int
+    top_k: int
+    """num_experts_per_tok: experts that compute a token."""
+    intermediate_size: int
+    """Intermediate features of one expert."""
+    normalize: bool
+    """norm_topk_prob: divide the router's weights of a token's experts by their sum."""
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: HFConfigReader,
+        uses_experts: Callable[[HFConfigReader, int], bool],
+        defaults: Mapping[str, Any],
+        num_layers: int,
+    ) -> Self | None:
+        """Read config.json.
+
+        Args:
+            config: reader of config.json.
+            uses_experts: see Architecture.uses_experts.
+            defaults: see Architecture.defaults; a key that is absent there is not used by the architecture.
+            num_layers: of the model.
+
+        Returns:
+            None if no layer has experts.
+
+        Raises:
+            ConfigError: a value is missing or wrong.
+        """
+        layers = tuple(uses_experts(config, index) for index in range(num_layers))
+        if not any(layers):
+            return None
+        # transformers 5 writes `num_local_experts` for every architecture.
+        key = "num_experts" if "num_experts" in config else "num_local_experts"
+        num_experts, top_k = config.get_int(key, maximum=_MAX_EXPERTS), config.get_int("num_experts_per_tok")
+        if top_k > num_experts:
+            raise config.error("num_experts_per_tok", top_k, f"at most {key}, {num_experts}")
+        size_key = "moe_intermediate_size" if "moe_intermediate_size" in defaults else "intermediate_size"
+        return cls(
+            layers=layers,
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=config.get_int(size_key),
+            normalize=config.get_bool("norm_topk_prob") if "norm_topk_prob" in defaults else True,
+        )
