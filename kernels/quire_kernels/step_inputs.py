@@ -56,6 +56,15 @@ class StepInputs:
             torch.zeros(num_spans, max_blocks, **like),
         )
 
+    def first(self, num_tokens: int, num_spans: int) -> Self:
+        """Return the first part of the buffers, for a step of these sizes."""
+        return type(self)(
+            self.positions[:num_tokens],
+            self.addresses[:num_tokens],
+            self.context_lengths[:num_spans],
+            self.block_tables[:num_spans],
+        )
+
 
 @Op
 def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
@@ -63,7 +72,7 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
 
     Args:
         rows: [num_spans] int64, the state row of each span.
-        query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), at least one.
+        query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), perhaps none.
         state: state of all sequences; a span begins after its sequence's computed tokens.
         block_size: tokens of a KV block.
         out: output, with the sizes of the step.

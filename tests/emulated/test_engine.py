@@ -16,6 +16,10 @@ from torch.nn.attention import SDPBackend
 
 from quire_engine.api.llm import LLM
 from quire_engine.api.outputs import LoRARequest
+from quire_engine.speculation.draft_policy import DraftPolicy
+from quire_engine.speculation.proposer import NgramProposer
+from quire_engine.worker import graph_shapes
+from quire_engine.worker.cuda_graphs import _SEGMENT_BYTES, CudaGraphRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_kernels import paged_attention
 from quire_kernels.gpu import fused_attention
@@ -93,6 +97,8 @@ def test_long_prompts_use_fused_attention(model, monkeypatch):
 
     monkeypatch.setattr(fused_attention, "_prefill_with_sdpa", recording_prefill)
     monkeypatch.setattr(fused_attention, "MIN_TOKENS", 16)
+    # As in production, graphs compute only shorter prompts.
+    monkeypatch.setattr(graph_shapes, "MAX_MIXED_TOKENS", 8)
     monkeypatch.setattr(fused_attention, "BACKENDS", (SDPBackend.MATH,))
     monkeypatch.setattr(paged_attention, "dispatch_table", {})
     monkeypatch.setattr(paged_attention, "_preferred", {})
@@ -118,6 +124,39 @@ def test_adapter_slot_is_reloaded_while_steps_run(model, adapters, form, monkeyp
     options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "loras": loras}
     _assert_same_tokens(*_generate_on_both(model, _prompts(5, 20, 17, 30, 9), params, **options))
     assert True in captured
+
+
+def test_graphs_compute_prompts_and_drafts(model, adapters, monkeypatch):
+    """Steps with prompts, chunks and drafts replay graphs, with adapters and without, and the memory of all graphs was
+    known before the first one was captured. Each shape is captured once."""
+    build_input, capture_all = CudaGraphRunner.build_input, CudaGraphRunner.capture_all
+    replayed, has_drafts, memory = [], [], []
+
+    def recording_build(self: Any, plan: Any) -> Any:
+        graph_input = build_input(self, plan)
+        replayed.append((graph_input.is_mixed, graph_input.has_adapters))
+        has_drafts.append(any(span.draft_token_ids for span in plan.spans))
+        return graph_input
+
+    def measured_capture(self: Any, planned_bytes: int) -> None:
+        capture_all(self, planned_bytes)
+        assert len(self._graphs) == sum(map(len, self.shapes.kinds))
+        memory.append((self._free_before - self._free_bytes(), planned_bytes))
+
+    monkeypatch.setattr(CudaGraphRunner, "build_input", recording_build)
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, sequence, max_tokens: [7, 7, 7][:max_tokens])
+    monkeypatch.setattr(DraftPolicy, "draft_length", lambda *_: 3)
+    monkeypatch.setattr(CudaGraphRunner, "capture_all", measured_capture)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (6, 5, 7, 10, 9)]
+    prompts = [{"prompt_token_ids": prompt["prompt_token_ids"] * 3} for prompt in _prompts(4, 20, 6, 10, 3)]
+    loras = [adapters[0], adapters[1], None, None, None]
+    fields = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "loras": loras}
+    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    _assert_same_tokens(*_generate_on_both(model, prompts, params, **fields, **speculation))
+    assert set(replayed) >= {(True, True), (True, False)}
+    assert any(has_drafts)
+    [(num_bytes, planned_bytes)] = memory
+    assert num_bytes <= planned_bytes <= num_bytes + _SEGMENT_BYTES
 
 
 def test_swapped_sequences_are_restored_from_pinned_memory(model):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step input: a step plan flattened to numbers, without sequences. All tensor-parallel ranks get the same input.
 
-StepInput is for any step, GraphStepInput for decode steps that a captured CUDA graph runs. The encoding is a row of
+StepInput is for any step, GraphStepInput for steps that a captured CUDA graph runs. The encoding is a row of
 int64: a header of counts, then lists, then tensors. Rank 0 writes it directly into memory that the other ranks map
 (distributed.shm_ring), without pickling. 64 decoding sequences of 1,024 tokens (4,425 numbers) are written in 13 us and
 read in 21 us on a Zen 5 core. The step itself takes tens of milliseconds.
@@ -52,16 +52,18 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphStepInput:
-    """Input of a decode step that runs as a CUDA graph. It also identifies the graph, which only rank 0 selects."""
+    """Input of a step that runs as a CUDA graph. It also identifies the graph, which only rank 0 selects."""
 
-    num_spans: int
     has_adapters: bool
     """Whether to use the graph with adapters."""
     inputs: Tensor
-    """[4, size] int64 on the CPU, where `size` is the number of rows of the graph. Per span: the row of its sequence in
-    the block tables on the device, position, token, and adapter slot; then padding."""
+    """[4 or 5, size] int64 on the CPU, where `size` is the number of tokens of the graph. Per span: the row of its
+    sequence in the block tables on the device, and the position of its first token. Per token: its id and its adapter
+    slot. Per span of a mixed graph: its first token. All are followed by padding."""
     table_updates: Tensor
     """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into these tables first."""
+    logit_rows: list[int]
+    """Tokens that sample."""
     awaits_tokens: bool = False
     """See StepInput, also for the following fields."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
@@ -69,9 +71,9 @@ class GraphStepInput:
     copies: list[BlockCopy] = field(default_factory=list)
 
     @property
-    def size(self) -> int:
-        """Batch size of the graph."""
-        return self.inputs.shape[1]
+    def is_mixed(self) -> bool:
+        """Whether the spans of the graph can have several tokens."""
+        return self.inputs.shape[0] > 4
 
 
 def sort_spans(spans: Sequence[ScheduledSpan]) -> list[int]:
@@ -137,7 +139,7 @@ def build_step_input(
 def max_elements(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_swaps: int) -> int:
     """Return the elements of the largest row: at most `num_swaps` blocks are swapped, and one copied per span."""
     num_elements = max_num_seqs * (7 + max_blocks_per_seq) + 2 * max_num_tokens
-    num_graph_elements = max_num_seqs * (6 + 3 * max_blocks_per_seq)
+    num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) + 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
 
 
@@ -149,9 +151,11 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     block_numbers += [number for copy in step_input.copies for number in (copy.source, copy.destination)]
     header = [step_input.awaits_tokens, len(step_input.swap_outs), len(step_input.swap_ins), len(step_input.copies)]
     if isinstance(step_input, GraphStepInput):
-        header = [step_input.size, *header, step_input.num_spans, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], 0, 0, 0]
-        lists, tensors = [*header, *block_numbers], (step_input.inputs.flatten(), step_input.table_updates.flatten())
+        num_inputs, size = step_input.inputs.shape
+        header = [size, *header, num_inputs, step_input.has_adapters]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), 0, 0]
+        lists = [*header, *block_numbers, *step_input.logit_rows]
+        tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
     else:
         header = [0, *header, len(step_input.starts), len(step_input.token_ids), len(step_input.block_ids)]
         header += [len(step_input.logit_rows), step_input.num_sampled, len(step_input.long_rope)]
@@ -170,12 +174,12 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
     swap_outs, swap_ins = ([SwapCopy(*pair) for pair in islice(pairs, num)] for num in (num_swap_outs, num_swap_ins))
     copies = [BlockCopy(*pair) for pair in pairs]
     if size:
-        num_spans, has_adapters, num_updates, *_ = counts
-        inputs, table_updates = _split(row[end:], 4 * size, 3 * num_updates)
-        inputs, table_updates = inputs.view(4, size), table_updates.view(3, num_updates)
-        return GraphStepInput(
-            num_spans, bool(has_adapters), inputs, table_updates, bool(awaits_tokens), swap_outs, swap_ins, copies
-        )
+        num_inputs, has_adapters, num_updates, num_logits, *_ = counts
+        logit_rows = row[end : end + num_logits].tolist()
+        inputs, table_updates = _split(row[end + num_logits :], num_inputs * size, 3 * num_updates)
+        inputs, table_updates = inputs.view(num_inputs, size), table_updates.view(3, num_updates)
+        rest = bool(awaits_tokens), swap_outs, swap_ins, copies
+        return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
     num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope = counts
     num_list_elements = 3 * num_spans + num_logits + num_long_rope
     numbers = iter(row[end : end + num_list_elements].tolist())

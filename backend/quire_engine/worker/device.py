@@ -6,6 +6,7 @@ startup.
 """
 
 import ctypes
+import gc
 import logging
 import math
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 import torch
 
 import quire_kernels
+from quire_engine.worker.memory_budget import check_model_fits
 from quire_kernels import dispatch, has_int8_kernel
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
+from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -180,3 +184,19 @@ def _read_system_file(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def check_free_memory(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that weights and adapter slots fit, before anything is loaded.
+
+    Raises:
+        ConfigError: they do not fit; the message contains the bytes, which the device's own error does not.
+    """
+    if device.type != "cpu":
+        # Free the memory of an earlier engine in this process that was not collected yet.
+        gc.collect()
+        torch.cuda.empty_cache()
+    size = dtype.itemsize
+    lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
+    # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
+    check_model_fits(config, weights_bytes(shape, size), lora, free_memory_bytes(device))

@@ -26,15 +26,14 @@ from quire_engine.step.input import GraphStepInput, StepInput, build_step_input,
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import check_quantization, init_device, resolve_dtype
+from quire_engine.worker.device import check_free_memory, check_quantization, init_device, resolve_dtype
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
-from quire_engine.worker.sampling.sampler import select_sampling_rows
 from quire_engine.worker.sampling.span_sampler import SpanSampler
-from quire_engine.worker.startup import RunnerStartup, check_free_memory
+from quire_engine.worker.startup import RunnerStartup
 from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
@@ -158,7 +157,7 @@ class DeviceModelRunner(ModelRunner):
         with self._broadcast_step(step_input):
             logits: Tensor | None
             if isinstance(step_input, GraphStepInput):
-                logits = select_sampling_rows(self._graph_logits(step_input, spans), spans)
+                logits = self._graph_logits(step_input, spans)
             else:
                 batch, hidden = self._forward(step_input, self._kv_cache, spans)
                 all_rows = slice(batch.num_logits)
@@ -208,12 +207,12 @@ class DeviceModelRunner(ModelRunner):
     def _run_graph(
         self, graph_input: GraphStepInput, spans: list[ScheduledSpan], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Compute a decoding step by a CUDA graph; one output per span, in order."""
-        logits = self._wait_on_device(select_sampling_rows(self._graph_logits(graph_input, spans), spans))
-        return self._sampler.sample(spans, iter([logits]), bitmask)
+        """Compute a step by a CUDA graph; one output per span, in order."""
+        logits = self._graph_logits(graph_input, spans)
+        return self._sampler.sample(spans, iter([] if logits is None else [self._wait_on_device(logits)]), bitmask)
 
-    def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor:
-        """Return the logits of each span of a decoding step; `spans` as in `_forward`."""
+    def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor | None:
+        """Return the logits of the tokens that sample; None if none does. `spans` as in `_forward`."""
         assert self._graphs is not None, "rank 0 has CUDA graphs, and this rank has none"
         self._copy_blocks(graph_input, self._kv_cache)
         with annotate("graph"):

@@ -5,7 +5,6 @@ The model runner creates `RunnerStartup` while it is constructed, and keeps only
 Startup runs dummy steps through a function of the runner. It knows neither sampling nor requests.
 """
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,18 +25,16 @@ from quire_engine.step.input import StepInput, build_step_input
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan
 from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
-from quire_engine.worker import cuda_graphs
+from quire_engine.worker import graph_capture
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import (
     available_memory_bytes,
-    free_memory_bytes,
     resolve_cache_dtype,
     set_num_threads,
     trim_heap,
 )
 from quire_engine.worker.memory_budget import (
     MemoryBudget,
-    check_model_fits,
     naming_setting_on_oom,
     num_kv_blocks,
     step_too_large_error,
@@ -46,8 +43,6 @@ from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_st
 from quire_kernels import select_prefill_attention
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
-from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
-from quire_spec.model.model_config import ModelConfig
 
 _CPU_MEASURED_TOKENS = 128
 """Prompt tokens that a CPU computes to measure its speed for the swap policy; a GPU computes the largest step."""
@@ -88,7 +83,9 @@ class RunnerStartup:
         self._run_step = run_step
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
-        self._num_spare_blocks = 1 if cuda_graphs.should_capture(factory.device) else 0
+        should_capture = graph_capture.should_capture(factory.device)
+        self._num_spare_blocks = 1 if should_capture else 0
+        self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
 
     def load_model(self, folder: Path, *, progress: bool) -> None:
         """Load and pack the weights, and connect the tensor-parallel ranks."""
@@ -114,7 +111,9 @@ class RunnerStartup:
             num_blocks = self._communicator.all_reduce_min(num_blocks)
         with naming_setting_on_oom("kv_cache_memory_bytes"):
             kv_cache = self._create_cache(num_blocks)
-        graphs = self._capture_graphs(kv_cache)
+        graphs = self._build_graphs(kv_cache)
+        if graphs is not None:
+            graphs.capture_all(budget.graphs)
         num_host_blocks = int(config.swap_space * 2**30) // bytes_per_block
         with naming_setting_on_oom("swap_space"):
             host_swap = HostSwap(kv_cache, num_host_blocks) if num_host_blocks else None
@@ -159,14 +158,7 @@ class RunnerStartup:
     def _measure_gpu_memory(self) -> MemoryBudget:
         weights, lora = self._model.num_bytes, self._lora_bytes
         self._select_prefill_attention()
-        # Graphs contain the addresses of the KV cache. So these are captured on a cache of one block, and captured
-        # again on the real cache, in as much memory.
-        single_block_cache = self._create_cache(1)
-        trial_graphs = self._capture_graphs(single_block_cache)
-        graph_bytes = 0 if trial_graphs is None else trial_graphs.num_bytes
-        if trial_graphs is not None:
-            trial_graphs.close()
-        del trial_graphs, single_block_cache
+        graph_bytes = self._measure_graph_memory()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self.run_dummy_steps(peak_memory_steps(self._config, self._max_model_len, self._model.shape.vocab_size))
@@ -186,13 +178,17 @@ class RunnerStartup:
             max_tokens = min(config.max_num_batched_tokens, self._max_model_len)
             select_prefill_attention(heads, self._dtype, self._device, max_tokens)
 
-    def _capture_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
-        """Capture the decoding steps over `kv_cache`, if this device captures graphs."""
-        if not self._num_spare_blocks:
+    def _measure_graph_memory(self) -> int:
+        """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these
+        bytes. So they are measured by steps that are not captured, on a cache of one block."""
+        graphs = self._build_graphs(self._create_cache(1))
+        return 0 if graphs is None else graphs.measure_memory()
+
+    def _build_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
+        """Return graphs over `kv_cache` that are not captured yet; None if this device captures none."""
+        if self._capture is None:
             return None
-        with torch.inference_mode():
-            num_slots = self._config.max_loras if self._config.enable_lora else 0
-            return CudaGraphRunner(self._model, kv_cache, self._config.max_num_seqs, self._max_model_len, num_slots)
+        return CudaGraphRunner(self._model, kv_cache, self._config, self._max_model_len, self._capture)
 
     def _measure_swap_costs(self, host_swap: HostSwap) -> SwapCosts:
         """Measure the cost of swapping a block and of computing a token again, which the scheduler compares."""
@@ -230,22 +226,6 @@ class RunnerStartup:
     def _create_cache(self, num_blocks: int) -> KVCache:
         block_size, num_spare_blocks = self._config.block_size, self._num_spare_blocks
         return KVCache(self._model.shape, num_blocks, block_size, self._cache_dtype, self._device, num_spare_blocks)
-
-
-def check_free_memory(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that weights and adapter slots fit, before anything is loaded.
-
-    Raises:
-        ConfigError: they do not fit; the message contains the bytes, which the device's own error does not.
-    """
-    if device.type != "cpu":
-        # Free the memory of an earlier engine in this process that was not collected yet.
-        gc.collect()
-        torch.cuda.empty_cache()
-    size = dtype.itemsize
-    lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
-    # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
-    check_model_fits(config, weights_bytes(shape, size), lora, free_memory_bytes(device))
 
 
 def _compiles_kernels(device: torch.device) -> bool:

@@ -109,7 +109,7 @@ def paged_attention(
         num_rows = group * min(batch.max_query_len, max_short_tokens)
         _attend_short_spans(arguments, sizes, variant, short_tiles, short_rows, num_rows)
     if has_long:
-        max_blocks = num_tokens // long_tokens + num_spans
+        max_blocks = num_tokens // long_tokens + min(num_spans, num_tokens // (max_short_tokens + 1))
         _prefill[(max_blocks * num_kv_heads,)](
             *arguments,
             ROWS=long_tiles.long_rows,
@@ -376,7 +376,8 @@ def _split_kv_decode(
             span_start += tiles
             span += 1
             tiles = 0
-            while (tiles == 0) & (span < num_spans):
+            # Skips long spans. Behind the last tile there can be many empty spans, which are not searched.
+            while (tiles == 0) & (span_start * NUM_KV_HEADS < total):
                 tiles = tl.load(work + span + 1) - span_start
                 span += tl.where(tiles == 0, 1, 0)
 

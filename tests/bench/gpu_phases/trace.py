@@ -28,7 +28,7 @@ GRAPH_GAP_US = 5.0
 NUM_KERNELS = 16
 HOST_PARTS = {
     "scheduler": "scheduling/",
-    "step input and graphs": ("step/", "worker/cuda_graphs.py"),
+    "step input and graphs": ("step/", "worker/cuda_graphs.py", "worker/device_block_tables.py"),
     "sampler": "worker/sampling/",
     "KV cache": "kv_cache/",
     "results": ("core/", "sequence.py"),

@@ -44,10 +44,10 @@ def test_step_input_round_trips_through_a_ring_row(
         swap_ins=[SwapCopy(*pair) for pair in ins],
         copies=[BlockCopy(*pair) for pair in copies],
     )
-    inputs = torch.tensor([starts, lengths, slots, starts], dtype=torch.int64)
+    inputs = torch.tensor([starts, lengths, slots, starts, lengths][: 4 + long], dtype=torch.int64)
     entries = torch.tensor(outs + ins, dtype=torch.int64).view(-1, 2).T.repeat(2, 1)[:3]
     copy_lists = {name: getattr(step_input, name) for name in ("swap_outs", "swap_ins", "copies")}
-    graph_input = GraphStepInput(len(spans), long, inputs, entries, awaits, **copy_lists)
+    graph_input = GraphStepInput(long, inputs, entries, logit_rows, awaits, **copy_lists)
     for original in (step_input, graph_input):
         row = torch.full((200,), 7, dtype=torch.int64)
         encode(original, row)
@@ -67,9 +67,8 @@ def test_largest_step_input_fits_its_row():
     row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
     encode(step_input, row)
     assert decode(row).copies == step_input.copies
-    row = torch.zeros(max_elements(3, 3, 8, 0), dtype=torch.int64)
-    graph_input = GraphStepInput(
-        3, True, torch.ones((4, 3)).long(), torch.ones((3, 24)).long(), copies=step_input.copies
-    )
+    row = torch.zeros(max_elements(3, 9, 8, 0), dtype=torch.int64)
+    inputs, entries = torch.ones((5, 9)).long(), torch.ones((3, 24)).long()
+    graph_input = GraphStepInput(True, inputs, entries, list(range(9)), copies=step_input.copies)
     encode(graph_input, row)
     assert decode(row).copies == step_input.copies

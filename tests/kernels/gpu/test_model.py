@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.graph_captures import RerunCapture
 from support.random_adapter import random_adapter
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 from support.tiny_checkpoints import VOCAB, make_checkpoint
@@ -87,7 +88,8 @@ def test_graph_step_with_adapters(tmp_path, monkeypatch):
     runner = DeviceModelRunner(config, ModelConfig.load(folder), folder)
     runner._kv_cache = KVCache(runner._model.shape, 12, 8, torch.float32, torch.device("cpu"), num_spare_blocks=1)
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", paged_attention.reference)
-    graphs = CudaGraphRunner(runner._model, runner._kv_cache, 4, 64, 2, capture=lambda step: step)
+    graphs = CudaGraphRunner(runner._model, runner._kv_cache, config, 64, RerunCapture())
+    graphs.capture_all()
     draw = torch.Generator().manual_seed(1)
     spans = []
     for id, slot in enumerate((1, None, 0)):

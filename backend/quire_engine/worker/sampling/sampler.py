@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.sequence import Logprob, Sequence
-from quire_engine.step.plan import ScheduledSpan, SpanOutput
+from quire_engine.step.plan import SpanOutput
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.grammar_bitmask import TokenBitmask
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
@@ -198,12 +198,3 @@ class SamplingTensors:
         return sample(
             logits, self._temperatures, *limits, self._seeds, positions, self._needs_filtering, self._any_greedy
         )
-
-
-def select_sampling_rows(logits: Tensor, spans: abc.Sequence[ScheduledSpan]) -> Tensor:
-    """Return the rows of the spans that sample a token, of logits with one row per span."""
-    indices = [i for i, span in enumerate(spans) if span.samples]
-    if len(indices) == len(spans):
-        return logits
-    # The dtype is explicit because the list is empty when a step computes single tokens inside prompts only.
-    return logits[to_device_async(torch.tensor(indices, dtype=torch.int64), logits.device)]

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture of functions as CUDA graphs. On CUDA devices only."""
+
+import os
+from collections.abc import Callable
+
+import torch
+
+CapturedFunction = Callable[[], None]
+"""Reads and writes persistent tensors only."""
+
+
+def should_capture(device: torch.device) -> bool:
+    """Return whether a runner on this device captures graphs."""
+    return device.type == "cuda" and os.environ.get("QUIRE_GRAPHS") != "0"
+
+
+class GraphCapture:
+    """Captures functions as CUDA graphs that share one memory pool; no two of them run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def warm_up(self, function: CapturedFunction) -> None:
+        """Run a function on the stream of the captures, which creates kernels, library workspaces and connections."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+
+    def __call__(self, function: CapturedFunction) -> CapturedFunction:
+        """Return a function that replays the graph of `function`, which must have run before in all its variants."""
+        graph = torch.cuda.CUDAGraph()
+        # With "thread_local", device calls of other threads do not invalidate the capture; NCCL's threads query events.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
