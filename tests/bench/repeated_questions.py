@@ -21,7 +21,7 @@ from quire_engine import LLM, LoRARequest, SamplingParams  # noqa: E402
 
 MODEL, ADAPTERS = ROOT / "examples/models/tiny", ROOT / "examples/adapters"
 NAMES = {"sql": "SQL", None: "Answer"}
-NGRAM_LENGTHS = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+NGRAM_LENGTHS = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
 
 
 def _ask(llm: LLM, conversation: dict[str, Any], seed: int) -> int:
