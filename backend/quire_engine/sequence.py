@@ -139,11 +139,6 @@ class Sequence:
         )
 
     @property
-    def accepts_drafts(self) -> bool:
-        """False with a grammar or bad words, because the host advances both by the tokens of each step."""
-        return self.grammar is None and not self.bad_words
-
-    @property
     def awaited_parent(self) -> "Sequence | None":
         """The parent of a fork that never ran, while the parent's prompt is not fully computed."""
         parent, preempted = self.parent, SequenceStatus.PREEMPTED

@@ -27,6 +27,8 @@ class DraftPlanner:
         self._block_manager = block_manager
         self._proposer = proposer
         self._policy = policy
+        self._forced: set[int] = set()
+        """Ids of the sequences whose drafts in this step are forced by a grammar."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, block_manager: BlockManager) -> "DraftPlanner | None":
@@ -45,6 +47,7 @@ class DraftPlanner:
 
     def extend_decodes(self, builder: StepPlanBuilder) -> None:
         """Add drafts to decode spans, most urgent first."""
+        self._forced.clear()
         num_rows = self._config.max_num_batched_tokens - builder.token_budget
         # The logits of a step are accounted for max_num_seqs rows, or for one draft if that is more.
         rows_left = max(self._config.max_num_seqs, 1 + self._policy.max_tokens)
@@ -53,24 +56,33 @@ class DraftPlanner:
             sequence = span.sequence
             self._proposer.observe(sequence)
             max_tokens = min(
-                self._policy.draft_length(sequence, num_rows),
                 rows_left,
                 builder.token_budget,
                 # The step returns one token more than it accepts.
                 sequence.max_output_tokens - len(sequence.output_token_ids) - 1,
             )
-            if max_tokens <= 0 or not sequence.accepts_drafts:
-                continue
-            draft = self._proposer.propose(sequence, max_tokens)
+            draft = self._draft(sequence, num_rows, max_tokens) if max_tokens > 0 else []
             if draft and self._block_manager.reserve(sequence, span.end + len(draft)):
                 builder.decodes[index] = replace(span, length=1 + len(draft), draft_token_ids=tuple(draft))
                 builder.token_budget -= len(draft)
                 rows_left -= len(draft)
 
+    def _draft(self, sequence: Sequence, num_rows: int, max_tokens: int) -> list[int]:
+        """Return a draft: the tokens that a grammar forces, otherwise those of the proposer that it allows."""
+        grammar = sequence.grammar
+        if grammar is not None and (forced := grammar.forced_token_ids()):
+            draft = forced[: min(self._policy.max_forced_length(num_rows), max_tokens)]
+            self._forced.add(sequence.id)
+        else:
+            length = min(self._policy.draft_length(sequence, num_rows), max_tokens)
+            draft = self._proposer.propose(sequence, length) if length else []
+        return draft if grammar is None or not draft else grammar.validate_draft(draft)
+
     def record(self, span: ScheduledSpan, num_tokens: int) -> None:
         """Record that a span with a draft returned `num_tokens` tokens."""
         if span.draft_token_ids:
-            self._policy.record(span.sequence, len(span.draft_token_ids), num_tokens - 1)
+            is_forced = span.sequence.id in self._forced
+            self._policy.record(span.sequence, len(span.draft_token_ids), num_tokens - 1, is_forced=is_forced)
 
     def finish(self, sequence: Sequence) -> None:
         """Tell the proposer that a sequence is finished, so that later drafts can use its output."""

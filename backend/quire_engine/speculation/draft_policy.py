@@ -63,14 +63,22 @@ class DraftPolicy:
             usefulness *= self._continuation
         return length or int(len(sequence.output_token_ids) % _PROBE_INTERVAL == 0)
 
-    def record(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Record the verification of one draft."""
+    def max_forced_length(self, num_rows: int) -> int:
+        """Return the maximum length of a draft that is certainly accepted, in a step of `num_rows` rows."""
+        return self.max_tokens if num_rows < self._ridge_rows else 0
+
+    def record(
+        self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int, *, is_forced: bool = False
+    ) -> None:
+        """Record the verification of one draft. A forced one does not change the estimates."""
         counts = self.counts
         counts.num_drafts += 1
         counts.num_draft_tokens += num_draft_tokens
         counts.num_accepted_tokens += num_accepted_tokens
         for position in range(num_accepted_tokens):
             counts.accepted_per_position[position] += 1
+        if is_forced:
+            return
         first = float(num_accepted_tokens > 0)
         previous = self._acceptance.get(sequence, self._mean_acceptance)
         self._acceptance[sequence] = previous + _SMOOTHING * (first - previous)

@@ -5,7 +5,7 @@ The scheduler advances it with each token of the sequence, the model runner read
 those of vLLM's StructuredOutputGrammar. A budget of the reasoning is a part of it, because it also decides that.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher
 
@@ -72,6 +72,41 @@ class Grammar:
             f"became too complex; simplify it: {reason}"
         )
         return False
+
+    def forced_token_ids(self) -> list[int]:
+        """Return the tokens of the text that must come next; empty if there is a choice, or before the grammar begins.
+
+        A model can also write this text with other tokens.
+        """
+        if self._pending_begin or self.matcher is None or self.matcher.is_stopped():
+            return []
+        return list(self.matcher.compute_ff_tokens())
+
+    def validate_draft(self, token_ids: list[int]) -> list[int]:
+        """Return the first of these tokens, as many as may come next. None of them ends or begins the grammar, except
+        that the last one can begin it."""
+        if self.thinking_budget is not None:
+            # The token after the draft is not forced either.
+            token_ids = token_ids[: max(0, self.thinking_budget.num_unforced - 1)]
+        if self._pending_begin:
+            return token_ids[: self.num_rows_before_begin(token_ids)]
+        if self.matcher is None:
+            return token_ids
+        num_allowed = self.matcher.try_consume_tokens(token_ids)
+        ends = num_allowed > 0 and self.matcher.is_stopped()
+        self.matcher.rollback(num_allowed)
+        return token_ids[: num_allowed - ends]
+
+    def num_rows_before_begin(self, draft_token_ids: Sequence[int]) -> int:
+        """Return how many of the next tokens, one more than the draft has, precede the constrained part."""
+        if not (begin := self._pending_begin):
+            return 0
+        last_token_ids = self._last_token_ids
+        for count, token_id in enumerate(draft_token_ids, 1):
+            last_token_ids = [*last_token_ids, token_id][-len(begin) :]
+            if tuple(last_token_ids) == begin:
+                return count
+        return len(draft_token_ids) + 1
 
     def _skip_token(self, token_id: int) -> None:
         """Count a token that precedes the constrained part."""

@@ -7,6 +7,7 @@ nothing behind it counts.
 Source: the name and meaning of vLLM's thinking_token_budget, whose tokens in the prompt count, too.
 """
 
+import sys
 from collections.abc import Sequence
 
 
@@ -41,6 +42,11 @@ class ThinkingBudget:
     def forced_token_id(self) -> int | None:
         """The only token that can come next; None if any can."""
         return self._end[self._num_forced] if self._state == "inside" and self._num_left <= 0 else None
+
+    @property
+    def num_unforced(self) -> int:
+        """Number of next tokens of which certainly none is forced; a large number behind the reasoning."""
+        return sys.maxsize if self._state == "behind" else max(0, self._num_left)
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by a sampled token. Return False if another one was forced."""

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scripted_drafts import ScriptedProposer
 from support.thread_workers import engine_with_thread_workers
 
 from quire_engine import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
@@ -228,18 +229,40 @@ def test_offline_errors_name_the_problem(llm):
             llm.generate("a", params, use_tqdm=False)
 
 
-def test_a_grammar_runs_beside_sequences_with_drafts():
-    """A sequence with a grammar has no draft, and its mask is applied to its own row."""
-    guided = StructuredOutputsParams(json=PERSON)
-    prompts = ["The captain", "the cat the cat the cat the cat"]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=guided),
-        SamplingParams(temperature=0.0, max_tokens=60, logit_bias={5: 100.0}),
+def test_sequences_with_a_grammar_have_drafts():
+    """Forced tokens are drafts, and so are those of a proposer that the grammar allows; each row has its own mask."""
+    constraints = [
+        StructuredOutputsParams(json=PERSON),
+        StructuredOutputsParams(regex=r"(ab|cd){3,9}-\d{4}"),
+        StructuredOutputsParams(choice=["a long answer in one piece", "another answer"]),
     ]
+    params = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=60, min_tokens=4, structured_outputs=constraint)
+        for constraint in constraints
+        for seed in range(3)
+    ]
+    params.append(SamplingParams(temperature=0.0, max_tokens=60, logit_bias={5: 100.0}))
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    outputs = []
-    for llm in (load(dtype="float32"), load(dtype="float32", speculative_config=speculation)):
-        requests = llm.generate(prompts, params, use_tqdm=False)
-        outputs.append([list(request.outputs[0].token_ids) for request in requests])
-    assert outputs[0] == outputs[1]
-    assert llm.engine.stats().num_accepted_draft_tokens > 30
+    plain, speculating = load(dtype="float32"), load(dtype="float32", speculative_config=speculation)
+    prompts = [f"The captain {i}" for i in range(len(params))]
+    expected = [list(r.outputs[0].token_ids) for r in plain.generate(prompts, params, use_tqdm=False)]
+    # Most of this draft is right, and a grammar allows not all of the rest.
+    planner = speculating.engine._scheduler.draft_planner
+    recorded = {tuple(plain.get_tokenizer().encode(p)): t for p, t in zip(prompts, expected, strict=True)}
+
+    def continuation(sequence, num_tokens):
+        end = len(sequence.output_token_ids)
+        return recorded[tuple(sequence.prompt_token_ids)][end : end + num_tokens]
+
+    planner._policy.draft_length = lambda *_: 3
+    for proposer in (planner._proposer, ScriptedProposer(continuation, 0.6)):
+        planner._proposer = proposer
+        steps = speculating.engine.stats().num_steps
+        outputs = speculating.generate(prompts, params, use_tqdm=False)
+        assert [list(r.outputs[0].token_ids) for r in outputs] == expected
+        assert speculating.engine.stats().num_steps - steps < 0.8 * plain.engine.stats().num_steps
+    # One stream with forced tokens only.
+    planner._proposer = ScriptedProposer(lambda *_: [])
+    steps = speculating.engine.stats().num_steps
+    [output] = speculating.generate(prompts[0], params[0], use_tqdm=False)
+    assert speculating.engine.stats().num_steps - steps < len(output.outputs[0].token_ids)

@@ -33,8 +33,7 @@ def sample_spans(
         sampler: of the model runner.
         spans: in the order of the rows of logits.
         logits: [num_rows, vocab_size]; `num_sampled_rows` of each span. The sampler can modify it.
-        bitmask: the tokens that grammars allow in the first row of each span; None allows all. No span with a grammar
-            has a draft.
+        bitmask: the tokens that grammars allow, with the rows of logits; None allows all.
     """
     if not any(span.draft_token_ids for span in spans):
         return sampler(logits, [_sampling_row(span, 0) for span in spans], bitmask)
@@ -45,9 +44,11 @@ def sample_spans(
     outputs = [SpanOutput([]) for _ in spans]
     active, round_index = list(range(len(spans))), 0
     while active:
-        row_index = to_device_async([first_rows[i] + round_index for i in active], logits.device)
+        row_indices = [first_rows[i] + round_index for i in active]
         rows = [_sampling_row(spans[i], round_index) for i in active]
-        sampled = sampler(torch.index_select(logits, 0, row_index), rows, bitmask if round_index == 0 else None)
+        round_bitmask = None if bitmask is None else bitmask.select(row_indices)
+        selected = torch.index_select(logits, 0, to_device_async(row_indices, logits.device))
+        sampled = sampler(selected, rows, round_bitmask)
         for i, output in zip(active, sampled, strict=True):
             outputs[i] = _join(outputs[i], output)
         active = [i for i in active if outputs[i].token_ids[-1:] == list(spans[i].draft_token_ids[round_index:][:1])]
@@ -57,7 +58,8 @@ def sample_spans(
 
 def _sampling_row(span: ScheduledSpan, index: int) -> SamplingRow:
     """Return row `index` of a span: the token after its last token, or after draft token `index` - 1."""
-    return SamplingRow(span.sequence, span.end - len(span.draft_token_ids) + index)
+    draft = span.draft_token_ids
+    return SamplingRow(span.sequence, span.end - len(draft) + index, draft[:index])
 
 
 def _join(first: SpanOutput, second: SpanOutput) -> SpanOutput:

@@ -16,8 +16,9 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
-from quire_engine import sequence as engine_sequence
 from quire_engine.sequence import SequenceStatus
+from quire_engine.step.plan import ScheduledSpan
+from quire_engine.structured_outputs.grammar import Grammar
 from quire_kernels import apply_token_bitmask, to_device_async
 
 _MAX_THREADS = 4
@@ -39,6 +40,15 @@ class TokenBitmask:
         if start == stop:
             return None
         return TokenBitmask([row - rows.start for row in self.rows[start:stop]], self.bits[start:stop])
+
+    def select(self, rows: Sequence[int]) -> "TokenBitmask | None":
+        """Return the part for a selection of the batch, ascending and renumbered; None if it has no rows there."""
+        index_by_row = {row: index for index, row in enumerate(self.rows)}
+        selected = [(i, index_by_row[row]) for i, row in enumerate(rows) if row in index_by_row]
+        if not selected:
+            return None
+        indices = to_device_async([index for _, index in selected], self.bits.device)
+        return TokenBitmask([row for row, _ in selected], torch.index_select(self.bits, 0, indices))
 
     def apply(self, logits: Tensor) -> None:
         """Set the logits of all other tokens of these rows to -inf, in place."""
@@ -62,47 +72,67 @@ class GrammarBitmask:
         self._executor: LLExecutor | None = None
         self._thread_pool: ThreadPoolExecutor | None = None
 
-    def fill_async(self, sequences: Sequence[engine_sequence.Sequence]) -> BitmaskFuture:
+    def fill_async(self, spans: Sequence[ScheduledSpan]) -> BitmaskFuture:
         """Start to fill the bitmask of a batch in another thread. The sequences' tokens must be known."""
-        if all(sequence.grammar is None for sequence in sequences):
+        if all(span.sequence.grammar is None for span in spans):
             return no_bitmask
         if self._thread_pool is None:
             self._thread_pool = ThreadPoolExecutor(1, "grammar")
-        return self._thread_pool.submit(self.fill, sequences).result
+        return self._thread_pool.submit(self.fill, spans).result
 
     def allow_all(self, num_rows: int) -> TokenBitmask:
         """Return a bitmask that allows all tokens in all rows of a batch, for the warm-up."""
         bits = torch.full((num_rows, self._num_words), -1, dtype=torch.int32)
         return TokenBitmask(list(range(num_rows)), to_device_async(bits, self._device))
 
-    def fill(self, sequences: Sequence[engine_sequence.Sequence]) -> TokenBitmask | None:
-        """Return the bitmask of a batch, one row of logits per sequence; None if no sequence has a grammar."""
-        grammars = {
-            row: sequence.grammar
-            for row, sequence in enumerate(sequences)
-            if sequence.grammar is not None and sequence.status is not SequenceStatus.FINISHED
-        }
-        if not grammars:
+    def fill(self, spans: Sequence[ScheduledSpan]) -> TokenBitmask | None:
+        """Return the bitmask of spans that all sample, one row each and one per draft token; None without a grammar.
+
+        A row after draft tokens has the tokens that the grammar allows after these.
+        """
+        rows: list[int] = []
+        begun: list[tuple[LLMatcher, int, list[int]]] = []
+        not_begun: list[tuple[int, Grammar]] = []
+        forced: list[tuple[int, int]] = []
+        end = 0
+        for span in spans:
+            start, end = end, end + 1 + len(span.draft_token_ids)
+            grammar = span.sequence.grammar
+            if grammar is None or span.sequence.status is SequenceStatus.FINISHED:
+                continue
+            num_before = grammar.num_rows_before_begin(span.draft_token_ids)
+            not_begun += [(len(rows) + i, grammar) for i in range(num_before)]
+            if num_before < end - start and grammar.matcher is not None:
+                begun.append((grammar.matcher, len(rows) + num_before, list(span.draft_token_ids[num_before:])))
+            if (forced_token_id := grammar.forced_token_id) is not None:
+                # A span with a forced token has no draft.
+                forced.append((len(rows), forced_token_id))
+            rows += range(start, end)
+        if not rows:
             return None
         # All bits set, for grammars that have not begun.
-        bits = torch.full((len(grammars), self._num_words), -1, dtype=torch.int32)
-        begun = ((g.matcher, i) for i, g in enumerate(grammars.values()) if g.has_begun)
-        self._fill_begun([(matcher, i) for matcher, i in begun if matcher is not None], bits)
-        for i, grammar in enumerate(grammars.values()):
+        bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
+        self._fill_begun(begun, bits)
+        for row, grammar in not_begun:
             for token_id in grammar.excluded_token_ids:
                 word, bit = divmod(token_id, _BITS)
-                bits[i, word] &= ~(1 << bit) if bit < _BITS - 1 else 0x7FFFFFFF
-            if (forced_token_id := grammar.forced_token_id) is not None:
-                word, bit = divmod(forced_token_id, _BITS)
-                bits[i] = 0
-                bits[i, word] = 1 << bit if bit < _BITS - 1 else -(1 << bit)
-        return TokenBitmask(list(grammars), to_device_async(bits, self._device))
+                bits[row, word] &= ~(1 << bit) if bit < _BITS - 1 else 0x7FFFFFFF
+        for row, token_id in forced:
+            word, bit = divmod(token_id, _BITS)
+            bits[row] = 0
+            bits[row, word] = 1 << bit if bit < _BITS - 1 else -(1 << bit)
+        return TokenBitmask(rows, to_device_async(bits, self._device))
 
-    def _fill_begun(self, matchers: list[tuple[LLMatcher, int]], bits: Tensor) -> None:
+    def _fill_begun(self, matchers: list[tuple[LLMatcher, int, list[int]]], bits: Tensor) -> None:
+        """Fill the rows of grammars that have begun; each has a first row and its draft tokens."""
         if not matchers:
             return
         if self._executor is None:
             # The cores of a CPU compute the model at the same time.
             num_threads = 1 if self._device.type == "cpu" else min(_MAX_THREADS, len(os.sched_getaffinity(0)))
             self._executor = LLExecutor(num_threads=num_threads)
-        self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), bits.stride(0) * bits.itemsize, len(bits))
+        row_bytes = bits.stride(0) * bits.itemsize
+        if plain := [(matcher, row) for matcher, row, draft in matchers if not draft]:
+            self._executor.unsafe_compute_mask_ptr(plain, bits.data_ptr(), row_bytes, len(bits))
+        if drafts := [entry for entry in matchers if entry[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafts, bits.data_ptr(), row_bytes, len(bits))

@@ -57,12 +57,15 @@ class LogitsProcessors:
         is_needed = any(map(needs_processing, sequences))
         return cls(sequences, vocab_size, device, token_counts, running) if is_needed else None
 
-    def __call__(self, logits: Tensor, positions: abc.Sequence[int]) -> Tensor:
+    def __call__(
+        self, logits: Tensor, positions: abc.Sequence[int], drafts: abc.Sequence[tuple[int, ...]] | None = None
+    ) -> Tensor:
         """Return processed logits [num_rows, vocab_size], a float32 copy; `logits` itself if nothing changes.
 
-        `positions` are the positions of the sampled tokens in their sequences.
+        `positions` are the positions of the sampled tokens in their sequences, and `drafts` the accepted draft tokens
+        before them; None for none.
         """
-        forbidden_pairs = list(self._forbidden_pairs(positions))
+        forbidden_pairs = list(self._forbidden_pairs(positions, drafts))
         if not (forbidden_pairs or self._has_static_processors):
             return logits
         logits = logits.to(torch.float32, copy=True)
@@ -82,7 +85,9 @@ class LogitsProcessors:
         if self._penalties:
             self._penalties.count_tokens(token_ids)
 
-    def _forbidden_pairs(self, positions: abc.Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _forbidden_pairs(
+        self, positions: abc.Sequence[int], drafts: abc.Sequence[tuple[int, ...]] | None
+    ) -> Iterator[tuple[int, int]]:
         """Yield the (row, token) pairs that are forbidden in this step."""
         suppressed_by_row = {
             row: sequence.suppressed_token_ids
@@ -94,7 +99,9 @@ class LogitsProcessors:
         for row, stop_token_ids in suppressed_by_row.items():
             yield from ((row, token) for token in stop_token_ids)
         for row, sequence, bad_words in self._bad_words:
-            completing_tokens = {*bad_words.completing_tokens(sequence.output_token_ids)}
+            draft = drafts[row] if drafts is not None else ()
+            output = [*sequence.output_token_ids, *draft] if draft else sequence.output_token_ids
+            completing_tokens = {*bad_words.completing_tokens(output)}
             allowed_token_ids = sequence.params.allowed_token_ids
             # If that would forbid all allowed tokens, bad words are permitted, because every other token is forbidden.
             if not (

@@ -35,6 +35,8 @@ class SamplingRow:
     sequence: Sequence
     position: int
     """Position of the token in its sequence; the prompt's first token has position 0."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Accepted draft tokens between the tokens of the sequence and this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,9 @@ class SamplingTensors:
             processed_logits = logits.clone() if self.num_logprobs else logits
             bitmask.apply(processed_logits)
         if self._logits_processors is not None:
-            processed_logits = self._logits_processors(processed_logits, [row.position for row in rows])
+            processed_logits = self._logits_processors(
+                processed_logits, [row.position for row in rows], [row.draft_token_ids for row in rows]
+            )
         token_ids = argmax_first(processed_logits) if self._all_greedy else self._sample(processed_logits, rows)
         if self._logits_processors is not None:
             self._logits_processors.count_tokens(token_ids)

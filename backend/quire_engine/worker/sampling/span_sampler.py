@@ -88,7 +88,7 @@ class SpanSampler:
     ) -> Callable[[], list[SpanOutput]]:
         """Queue the sampling of `rows`, which are the spans at `sampling_indices`."""
         if logits is not None and rows:
-            bitmask = self.grammar_bitmask.fill([row.sequence for row in rows])
+            bitmask = self.grammar_bitmask.fill([spans[i] for i in sampling_indices])
             sampled = self._sampler.sample_async(logits, rows, bitmask)
         else:
             # A step that samples nothing is waited for as well, so that at most two steps are queued.
