@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a checkpoint into parameters: safetensors only, one file or several, read by slice into merged parameters."""
 
-import json
 import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
+from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
+from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
+from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
+from quire_spec.model.quantization import QuantizationScheme
 
-SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
-SAFE_WEIGHTS_NAME = "model.safetensors"
-CONVERT_COMMAND = "python -m quire_engine convert"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
 # Bytes read at a time: limits the memory for conversion.
@@ -33,7 +32,12 @@ _UNUSED_TENSORS = re.compile(
 
 
 def load_weights(
-    folder: Path, tensors: Iterable[tuple[str, LoadTarget]], *, tied_to: str | None = None, progress: bool = False
+    folder: Path,
+    tensors: Iterable[tuple[str, LoadTarget]],
+    *,
+    tied_to: str | None = None,
+    progress: bool = False,
+    quantization: QuantizationScheme | None = None,
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
 
@@ -42,33 +46,42 @@ def load_weights(
         tensors: names of tensors in the checkpoint, each with the parameter or shard that it fills.
         tied_to: name of the embedding if the output projection is the same; a copy in the checkpoint is not loaded.
         progress: show a progress bar on stderr.
+        quantization: how the checkpoint is quantized; None: it is not.
 
     Raises:
-        ConfigError: files or tensors are missing, unexpected, of another shape or not floating point; or the output
-            projection differs from the embedding in spite of `tied_to`.
+        ConfigError: files or tensors are missing, unexpected, of another shape or dtype; or the output projection
+            differs from the embedding in spite of `tied_to`.
     """
-    file_by_tensor = _locate_tensors(folder)
-    name_in_file = _names_in_files(file_by_tensor)
-    targets = {name_in_file(name): unsharded(target) for name, target in tensors}
-    lm_head_name = name_in_file(_LM_HEAD_NAME)
-    tensor_names = {name for name in file_by_tensor if not _UNUSED_TENSORS.fullmatch(name)} - (
+    files = TensorFiles(folder)
+    quantized = QuantizedTensors(files, quantization)
+    targets = {files.name_in_file(name): unsharded(target) for name, target in tensors}
+    lm_head_name = files.name_in_file(_LM_HEAD_NAME)
+    sources = {name: tensor for name in targets if (tensor := quantized.find(name)) is not None}
+    if tied_to and lm_head_name not in files and quantized.find(lm_head_name) is not None:
+        raise ConfigError(
+            f"{folder}: {lm_head_name} is quantized, but config.json ties it to {tied_to}; set tie_word_embeddings to "
+            "false in config.json"
+        )
+    names = {name for name in files.file_by_tensor if not _UNUSED_TENSORS.fullmatch(name)} - (
         {lm_head_name} if tied_to else set()
     )
-    if missing := sorted(set(targets) - tensor_names):
-        raise ConfigError(f"{folder}: {_summarize_names(missing)} missing; {_MISSING_HINT}")
-    if unexpected := sorted(tensor_names - set(targets)):
-        raise ConfigError(
-            f"{folder}: {_summarize_names(unexpected)} unexpected; config.json does not match this checkpoint"
-        )
+    if missing := sorted(set(targets) - names - set(sources)):
+        hint = quantized.describe_missing_config() or f"; {_MISSING_HINT}"
+        raise ConfigError(f"{folder}: {_summarize_names(missing)} missing{hint}")
+    if unexpected := sorted(name for name in names - set(targets) if not quantized.is_known(name)):
+        hint = quantized.describe_missing_config() or "; config.json does not match this checkpoint"
+        raise ConfigError(f"{folder}: {_summarize_names(unexpected)} unexpected{hint}")
     total = sum(t.nbytes for t in targets.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
-        for path in sorted({file_by_tensor[name] for name in targets}):
-            _load_file(path, {name: t for name, t in targets.items() if file_by_tensor[name] == path}, bar)
-    if (
-        tied_to
-        and lm_head_name in file_by_tensor
-        and not _equal_in_checkpoint(file_by_tensor, name_in_file(tied_to), lm_head_name)
-    ):
+        for name, target in targets.items():
+            source: _Source = sources.get(name) or _FloatTensor(files, name)
+            if source.shape != target.checkpoint_shape:
+                raise ConfigError(
+                    f"{folder}: {name} has shape {source.shape}; config.json implies {target.checkpoint_shape}"
+                )
+            _copy_shard(source, target)
+            bar.update(target.nbytes)
+    if tied_to and lm_head_name in files and not _equal_in_checkpoint(files, files.name_in_file(tied_to), lm_head_name):
         raise ConfigError(
             f"{folder}: {lm_head_name} differs from {tied_to}, but config.json ties them; set tie_word_embeddings "
             "to false in config.json"
@@ -81,111 +94,61 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
     Raises:
         ConfigError: the checkpoint cannot be read, or does not contain the tensor.
     """
-    file_by_tensor = _locate_tensors(folder)
-    key = _names_in_files(file_by_tensor)(name)
-    if key not in file_by_tensor:
+    files = TensorFiles(folder)
+    key = files.name_in_file(name)
+    if key not in files:
         raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
-    with _open_safetensors(file_by_tensor[key]) as file:
-        checkpoint_tensor = file.get_tensor(key)
+    checkpoint_tensor = files.get_slice(key)[...]
     if checkpoint_tensor.shape != tensor.shape:
         return False
     narrow_dtype = min(checkpoint_tensor.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(checkpoint_tensor.to(narrow_dtype), tensor.to(narrow_dtype))
 
 
-def _names_in_files(file_by_tensor: Mapping[str, Path]) -> Callable[[str], str]:
-    """Return a function from a tensor's name in the model to its name in the files of a checkpoint."""
-    if any(name.startswith("language_model.") for name in file_by_tensor):
-        # The language model of a larger one was saved with all its names under this prefix.
-        return lambda name: f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
-    # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
-    prefix = "" if any(name.startswith("model.") for name in file_by_tensor) else "model."
-    return lambda name: name.removeprefix(prefix)
+class _FloatTensor:
+    """A tensor of a checkpoint that is not quantized."""
+
+    def __init__(self, files: TensorFiles, name: str) -> None:
+        self._slice = files.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+        if (dtype := self._slice.get_dtype()) not in FLOAT_DTYPES:
+            raise ConfigError(
+                f"{files.file_by_tensor[name]}: {name} is {dtype}, which is supported only for linear layers that "
+                "quantization_config of config.json describes"
+            )
+
+    def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+        """Return rows and columns of a matrix, or of one of several matrices, or elements of a vector."""
+        index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+        values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
+        return values
 
 
-def _equal_in_checkpoint(file_by_tensor: dict[str, Path], name: str, other_name: str) -> bool:
+_Source: TypeAlias = _FloatTensor | QuantizedTensor | MXFP4Tensor
+
+
+def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool:
     """Return whether two matrices of a checkpoint are equal, comparing chunk by chunk."""
-    with _open_safetensors(file_by_tensor[name]) as file, _open_safetensors(file_by_tensor[other_name]) as other_file:
-        tensor_slice, other_slice = file.get_slice(name), other_file.get_slice(other_name)
-        if tensor_slice.get_shape() != other_slice.get_shape():
-            return False
-        rows, columns = tensor_slice.get_shape()
-        size = max(1, _CHUNK_BYTES // (8 * columns))
-        return all(
-            torch.equal(tensor_slice[i : i + size].float(), other_slice[i : i + size].float())
-            for i in range(0, rows, size)
-        )
-
-
-def _locate_tensors(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
-    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        return _read_index(folder)
-    path = folder / SAFE_WEIGHTS_NAME
-    if path.is_file():
-        with _open_safetensors(path) as file:
-            return dict.fromkeys(file.keys(), path)
-    pickle_files = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickle_files:
-        raise ConfigError(
-            f"{folder}: weights in {pickle_files[0]!r} can run code when they are loaded; convert them with: "
-            f"{CONVERT_COMMAND} {shlex.quote(str(folder))} --into {shlex.quote(f'{folder}-safetensors')}"
-        )
-    raise ConfigError(
-        f"{folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; check that this is the folder of "
-        f"a checkpoint. If its repository has only pytorch_model.bin: {CONVERT_COMMAND} MODEL --into FOLDER"
+    tensor_slice, other_slice = files.get_slice(name), files.get_slice(other_name)
+    if tensor_slice.get_shape() != other_slice.get_shape():
+        return False
+    rows, columns = tensor_slice.get_shape()
+    size = max(1, _CHUNK_BYTES // (8 * columns))
+    return all(
+        torch.equal(tensor_slice[i : i + size].float(), other_slice[i : i + size].float()) for i in range(0, rows, size)
     )
 
 
-def _read_index(folder: Path) -> dict[str, Path]:
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not an index of shards: {type(error).__name__}: {error}") from error
-    for file in sorted(set(names.values())):
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ConfigError(f"{path}: shard {file!r} is not the name of a safetensors file in this folder")
-        if not (folder / file).is_file():
-            raise ConfigError(f"{path}: shard {file!r} is missing; download the checkpoint again")
-    return {tensor: folder / file for tensor, file in names.items()}
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a safetensors file: {error}; download it again") from error
-
-
-def _load_file(path: Path, targets: dict[str, ParamShard], bar: "tqdm[Any]") -> None:
-    with _open_safetensors(path) as file:
-        present = set(file.keys())
-        for name, target in targets.items():
-            if name not in present:
-                raise ConfigError(f"{path}: {name} is in the index but not in the file; download the checkpoint again")
-            source = file.get_slice(name)
-            shape, dtype = tuple(source.get_shape()), source.get_dtype()
-            if shape != target.checkpoint_shape:
-                raise ConfigError(f"{path}: {name} has shape {shape}; config.json implies {target.checkpoint_shape}")
-            if dtype not in FLOAT_DTYPES:
-                raise ConfigError(f"{path}: {name} is {dtype}; quantized checkpoints are not supported")
-            _copy_shard(source, target)
-            bar.update(target.nbytes)
-
-
-def _copy_shard(source: Any, target: ParamShard) -> None:
+def _copy_shard(source: _Source, target: ParamShard) -> None:
     """Read only the rows and columns of the shard from the file."""
-    size = max(1, _CHUNK_BYTES * target.tensor.shape[0] // max(target.nbytes, 1))
+    columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
+    size = max(1, _CHUNK_BYTES // (target.tensor.element_size() * max(1, target.tensor.shape[-1])))
     with torch.inference_mode():
-        for destination, rows in target.row_slices():
+        for expert, destination, rows in target.row_slices():
             for start in range(0, len(rows), size):
-                row_chunk = rows[start : start + size]
-                index = slice(row_chunk.start, row_chunk.stop)
-                columns = target.columns
-                values = source[index] if columns is None else source[index, columns.start : columns.stop]
-                destination[start : start + size].copy_(values)
+                chunk = rows[start : start + size]
+                values = source.read(expert, range(chunk[0], chunk[-1] + 1), columns, destination.dtype)
+                destination[start : start + size].copy_(values[:: chunk.step])
 
 
 def _summarize_names(names: list[str]) -> str:

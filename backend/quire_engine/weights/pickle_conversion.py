@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire_engine.weights.loader import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from quire_engine.weights.tensor_files import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError
 

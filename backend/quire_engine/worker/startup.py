@@ -92,7 +92,11 @@ class RunnerStartup:
         needs_compilation = _compiles_kernels(self._device) and self._communicator is None
         with self._compile_while_loading() if needs_compilation else nullcontext():
             load_weights(
-                folder, self._model.tensors(), tied_to=self._model.shape.tied_embedding_name, progress=progress
+                folder,
+                self._model.tensors(),
+                tied_to=self._model.shape.tied_embedding_name,
+                progress=progress,
+                quantization=self._model.shape.quantization,
             )
         self._model.pack()
         if self._device.type == "cpu":

@@ -4,7 +4,7 @@
 architectures.py and model_config.py define the meaning of the keys.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire_spec.errors import ConfigError, truncated_repr
@@ -35,8 +35,16 @@ class HFConfigReader:
         """True if the object has no keys."""
         return not self._values
 
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys of the object."""
+        return iter(self._values)
+
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def get_raw(self, key: str) -> object:
+        """Return a value of any type; None if the key is absent."""
+        return self._values.get(key)
 
     def get_int(self, key: str, default: int | None = None, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
         """Return an integer from `minimum` (0 or 1) to `maximum`."""

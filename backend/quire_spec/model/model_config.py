@@ -12,12 +12,14 @@ from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, Architecture
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.moe_config import MoEConfig
+from quire_spec.model.quantization import QuantizationScheme
 from quire_spec.model.rope_config import RopeConfig
 
 # Bounds the tables per layer that models and adapters build; config.json is untrusted input.
 _MAX_LAYERS = 4096
 # Apply to the whole of a model that contains a language model; they precede those of `text_config`.
-_KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *_QUANTIZATION_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class ModelConfig:
     moe: MoEConfig | None
     """Experts that replace the MLP of some layers; None: no layer has experts."""
     dtype: str
-    """Type of the checkpoint's weights."""
+    """Type of the checkpoint's weights that are not quantized, and of activations."""
+    quantization: QuantizationScheme | None
+    """How weights of linear layers are quantized in the checkpoint; None: they are not."""
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -176,6 +180,7 @@ class ModelConfig:
             if architecture_info.uses_experts is not None
             else None,
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
+            quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
         )
 
@@ -195,8 +200,6 @@ def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> 
 
 def _reject_unsupported(config: HFConfigReader) -> None:
     """Reject settings that transformers applies to every architecture and that this engine does not support."""
-    if "quantization_config" in config:
-        raise ConfigError("config.json: quantization_config: quantized checkpoints are not supported")
     if not config.get_section("per_layer_config").is_empty:
         raise ConfigError("config.json: per_layer_config: layers that differ from each other are not supported")
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):

@@ -10,7 +10,7 @@ from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo
 from quire_operator.plan.inputs import PlannerInputs
-from quire_spec.model import capabilities
+from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 TP_SIZES = (1, 2, 4, 8)
@@ -156,7 +156,9 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 
 def loaded_weights_bytes(inputs: PlannerInputs) -> int:
-    """Return the bytes of all weights in the engine's dtype."""
+    """Return the bytes of all weights as the engine loads them: in its dtype, also those of a quantized checkpoint."""
+    if inputs.model.shape.quantization is not None:
+        return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))
     return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
 
 

@@ -15,8 +15,8 @@ from support.tiny_checkpoints import make_checkpoint
 from quire_engine.__main__ import main
 from quire_engine.weights import pickle_conversion
 from quire_engine.weights.checkpoint import Checkpoint
-from quire_engine.weights.loader import CONVERT_COMMAND, _locate_tensors
 from quire_engine.weights.pickle_conversion import convert_checkpoint
+from quire_engine.weights.tensor_files import CONVERT_COMMAND, TensorFiles
 from quire_spec.errors import ConfigError
 
 
@@ -44,13 +44,13 @@ def test_the_command_of_the_error_converts_every_tensor(tmp_path, capsys, num_fi
     tensors = pickled(source, num_files)
     (source / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(ConfigError, match="can run code") as error:
-        _locate_tensors(source)
+        TensorFiles(source)
     command = str(error.value).partition(f"{CONVERT_COMMAND} ")[2]
     assert main(["convert", *shlex.split(command)]) == 0
     target = Path(f"{source}-safetensors")
     assert f"tensors={len(tensors)}" in capsys.readouterr().out
     assert Checkpoint.load(target).shape.architecture == "OPTForCausalLM"
-    written = {name: load_file(path)[name] for name, path in _locate_tensors(target).items()}
+    written = {name: load_file(path)[name] for name, path in TensorFiles(target).file_by_tensor.items()}
     assert written.keys() == tensors.keys() and len(list(target.glob("*.safetensors"))) == num_files
     assert all(torch.equal(written[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in tensors)
     assert (target / "merges.txt").exists() and not list(target.glob("*.bin*"))

@@ -261,7 +261,10 @@ INVALID_CONFIGS = {
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
         "partial_rotary_factor: must be 1 with rope scaling 'linear' .*, got 0.5",
     ),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints are not supported"),
+    "quantized": (
+        {"quantization_config": {"bits": 4}},
+        "quantization_config: quant_method is missing",
+    ),
     "text for rope scaling": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, got 'linear'"),
     "unknown rope type": (
         {"rope_scaling": {"type": "ntk"}},

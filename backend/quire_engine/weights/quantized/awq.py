@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Format of AWQ in version GEMM, as AutoAWQ writes it. All tensors are transposed.
+
+Values and zero points are packed along the output features, 8 in an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quire_engine.weights.quantized.bit_packing import unpack_int32
+from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
+from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_spec.model.quantization import WeightScheme
+
+_FACTOR = 8
+_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position within an int32 of each of 8 adjacent output features."""
+
+
+class AWQTensor(QuantizedTensor):
+    """See QuantizedTensor."""
+
+    MARKER = ".qweight"
+    SCALES = (".scales",)
+    REQUIRED = (".qzeros",)
+
+    def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
+        super().__init__(module, slices, scheme)
+        columns, words = slices[self.MARKER].get_shape()
+        self.shape = (words * _FACTOR, columns)
+        self._values = self.slice_of(self.MARKER, (columns, words), ("I32",))
+        num_groups = self.num_groups(columns)
+        self._scales = self.scales_slice((num_groups, words * _FACTOR))
+        self._zeros = self.slice_of(".qzeros", (num_groups, words), ("I32",))
+        self.row_multiple = _FACTOR
+        self.column_multiple = self.group_size(columns) if num_groups > 1 else 1
+
+    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+        """See QuantizedTensor."""
+        size = self.group_size(self.shape[1])
+        words = slice(rows.start // _FACTOR, -(-rows.stop // _FACTOR))
+        values = _unpack(self._values[columns.start : columns.stop, words])
+        part = slice(columns.start // size, -(-columns.stop // size))
+        zeros = _unpack(self._zeros[part, words])
+        scales = self._scales[part, rows.start : rows.stop].t().float()
+        return QuantizedWeight(values, scales, zeros, (1, size), 4)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """Unpack [n, m] int32 to [8 m, n] uint8."""
+    nibbles = unpack_int32(packed, 4)
+    return nibbles.view(len(nibbles), -1, _FACTOR)[..., _POSITIONS].flatten(1).t()

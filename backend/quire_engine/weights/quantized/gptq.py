@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Format of GPTQ, as AutoGPTQ and GPTQModel write it. All tensors are transposed.
+
+Values are packed along the input features, zero points along the output features. `g_idx` contains the group of each
+input feature, which is not ascending if the writer ordered them by activation (desc_act).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quire_engine.weights.quantized.bit_packing import unpack_int32
+from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
+from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_spec.errors import ConfigError
+from quire_spec.model.quantization import WeightScheme
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""An int32 that consists of ones, by the number of bits of each."""
+
+
+class GPTQTensor(QuantizedTensor):
+    """See QuantizedTensor."""
+
+    MARKER = ".qweight"
+    SCALES = (".scales",)
+    REQUIRED = (".qzeros",)
+    OPTIONAL = (".g_idx",)
+
+    def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
+        super().__init__(module, slices, scheme)
+        self._factor = 32 // scheme.num_bits
+        words, rows = slices[self.MARKER].get_shape()
+        columns = words * self._factor
+        self.shape = (rows, columns)
+        self._values = self.slice_of(self.MARKER, (words, rows), ("I32",))
+        num_groups = self.num_groups(columns)
+        self._scales = self.scales_slice((num_groups, rows))
+        self._zeros = self.slice_of(".qzeros", (num_groups, -(-rows // self._factor)), ("I32",))
+        self._groups = None
+        if ".g_idx" in slices:
+            groups = self.slice_of(".g_idx", (columns,), ("I32", "I64"))[...].long()
+            if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+                raise ConfigError(f"{module}.g_idx contains numbers outside 0..{num_groups - 1}, the groups of a layer")
+            if not torch.equal(groups, torch.arange(columns) // self.group_size(columns)):
+                self._groups = groups
+        self.row_multiple = self.column_multiple = self._factor
+        if self._groups is None and num_groups > 1:
+            self.column_multiple = math.lcm(self._factor, self.group_size(columns))
+
+    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+        """See QuantizedTensor."""
+        num_bits, size = self.scheme.num_bits, self.group_size(self.shape[1])
+        words = slice(columns.start // self._factor, -(-columns.stop // self._factor))
+        values = unpack_int32(self._values[words, rows.start : rows.stop].t(), num_bits)
+        part = slice(None) if self._groups is not None else slice(columns.start // size, -(-columns.stop // size))
+        packed = self._zeros[part, rows.start // self._factor : -(-rows.stop // self._factor)]
+        if self.scheme.zeros_minus_one:
+            # A carry into the next zero point undoes the borrow of a writer that subtracted from the whole int32.
+            packed = packed + _ONES[num_bits]
+        zeros = unpack_int32(packed, num_bits)[:, : len(rows)].t()
+        scales = self._scales[part, rows.start : rows.stop].t().float()
+        groups = None if self._groups is None else self._groups[columns.start : columns.stop]
+        return QuantizedWeight(values, scales, zeros, (1, size), num_bits, groups)

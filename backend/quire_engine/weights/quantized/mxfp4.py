@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4, the format of the experts of gpt-oss: 4-bit floating point in blocks of 32 with a power of 2 as their scale.
+
+Values and scales are those of the OCP Microscaling Formats specification: E2M1 and E8M0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire_engine.weights.quantized.bit_packing import unpack_nibbles
+from quire_spec.errors import ConfigError
+
+BLOCK_SIZE = 32
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+
+
+def decode_mxfp4(blocks: Tensor) -> Tensor:
+    """Return the 4-bit codes of blocks.
+
+    Args:
+        blocks: [..., in_features / 32, 16] uint8; the lower half of a byte is the first of two features.
+
+    Returns:
+        [..., in_features] uint8 in 0..15; `mxfp4_values` of them are the values.
+    """
+    return unpack_nibbles(blocks).flatten(-2)
+
+
+def mxfp4_values(dtype: torch.dtype) -> Tensor:
+    """Return the value of each of the 16 codes; the highest bit of a code is the sign."""
+    return torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], dtype=dtype)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weights in a floating-point type. The result is exact unless it over- or underflows in `dtype`.
+
+    Args:
+        blocks: [..., in_features / 32, 16] uint8.
+        scales: [..., in_features / 32] uint8, exponents of 2 with a bias of 127.
+        dtype: of the result.
+
+    Returns:
+        [..., in_features].
+    """
+    values = mxfp4_values(torch.float32)[decode_mxfp4(blocks).int()]
+    exponents = scales.int() - _E8M0_BIAS
+    return torch.ldexp(values.view(*scales.shape, BLOCK_SIZE), exponents[..., None]).flatten(-2).to(dtype)
+
+
+class MXFP4Tensor:
+    """A tensor [num_experts, out_features, in_features] that is stored as `..._blocks` and `..._scales`."""
+
+    MARKER = "_blocks"
+    SCALES = "_scales"
+
+    def __init__(self, name: str, slices: Mapping[str, Any]) -> None:
+        """`slices` are slices of safetensors files by the suffix of their names.
+
+        Raises:
+            ConfigError: the scales are missing, or a tensor has another shape or dtype than the format requires.
+        """
+        if self.SCALES not in slices:
+            raise ConfigError(f"{name}{self.SCALES} is missing; the checkpoint is incomplete")
+        self._blocks, self._scales = slices[self.MARKER], slices[self.SCALES]
+        *outer, num_blocks, num_bytes = self._blocks.get_shape()
+        if list(self._scales.get_shape()) != [*outer, num_blocks] or len(outer) != 2 or num_bytes * 2 != BLOCK_SIZE:
+            raise ConfigError(
+                f"{name}{self.MARKER} has shape {self._blocks.get_shape()} and {name}{self.SCALES} "
+                f"{self._scales.get_shape()}; mxfp4 requires [experts, out, in / 32, 16] and [experts, out, in / 32]"
+            )
+        for suffix in (self.MARKER, self.SCALES):
+            if slices[suffix].get_dtype() != "U8":
+                raise ConfigError(f"{name}{suffix} is {slices[suffix].get_dtype()}; mxfp4 requires U8")
+        self.shape = (*outer, num_blocks * BLOCK_SIZE)
+
+    def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+        """Return a part of the weight of an expert, [len(rows), len(columns)]."""
+        blocks = range(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
+        index = (expert, slice(rows.start, rows.stop), slice(blocks.start, blocks.stop))
+        start = columns.start - blocks.start * BLOCK_SIZE
+        return dequantize_mxfp4(self._blocks[index], self._scales[index], dtype)[:, start : start + len(columns)]

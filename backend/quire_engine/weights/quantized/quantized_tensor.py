@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized tensor of a checkpoint that is still in its files: base class of the formats."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_spec.errors import ConfigError
+from quire_spec.model.quantization import WeightScheme
+
+_FLOAT_DTYPES = ("F32", "BF16", "F16")
+
+
+class QuantizedTensor(ABC):
+    """Tensors of one linear layer in the files. `read` and `read_codes` read only a part of it."""
+
+    MARKER: ClassVar[str]
+    """Suffix of the name of the tensor that contains the values."""
+    SCALES: ClassVar[tuple[str, ...]]
+    """Suffixes of the names that the scales can have."""
+    REQUIRED: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of other tensors that must exist."""
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of further tensors that are read, if they exist."""
+    UNUSED: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of tensors that are not read, such as scales of activations."""
+    shape: tuple[int, int]
+    """Output and input features."""
+    row_multiple = 1
+    """A range of rows that `read_codes` accepts starts at a multiple of this."""
+    column_multiple = 1
+
+    def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
+        """`slices` are slices of safetensors files by the suffix of their names.
+
+        Raises:
+            ConfigError: the scales are missing, or a tensor has another shape or dtype than the scheme requires.
+        """
+        self.module = module
+        self.scheme = scheme
+        self._slices = slices
+        self._scales_name = next((suffix for suffix in self.SCALES if suffix in slices), self.SCALES[0])
+        for suffix in (self._scales_name, *self.REQUIRED):
+            self.require(suffix)
+
+    @abstractmethod
+    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+        """Read output features `rows` and input features `columns`, which start at the required multiples."""
+
+    def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+        """Return a part of the weight [len(rows), len(columns)]; `expert` is 0."""
+        all_rows, all_columns = self.align(rows, columns)
+        weight = self.read_codes(all_rows, all_columns).dequantize(dtype)
+        row, column = rows.start - all_rows.start, columns.start - all_columns.start
+        return weight[row : row + len(rows), column : column + len(columns)]
+
+    def align(self, rows: range, columns: range) -> tuple[range, range]:
+        """Return the smallest ranges that contain these and that `read_codes` accepts."""
+        return (
+            _align(rows, self.row_multiple, self.shape[0]),
+            _align(columns, self.column_multiple, self.shape[1]),
+        )
+
+    def require(self, suffix: str) -> None:
+        """Raise ConfigError if the tensor of this suffix is missing."""
+        if suffix not in self._slices:
+            raise ConfigError(
+                f"{self.module}{suffix} is missing, but {self.module}{self.MARKER} is quantized by quantization_config "
+                "of config.json; the checkpoint is incomplete"
+            )
+
+    def slice_of(self, suffix: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Any:
+        """Return a slice after checking its shape and dtype.
+
+        Raises:
+            ConfigError: it has another one.
+        """
+        tensor_slice = self._slices[suffix]
+        found, dtype = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+        if found != shape or dtype not in dtypes:
+            raise ConfigError(
+                f"{self.module}{suffix} is {dtype} of shape {found}; quantization_config of config.json implies "
+                f"{' or '.join(dtypes)} of shape {shape}"
+            )
+        return tensor_slice
+
+    def scales_slice(self, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOAT_DTYPES) -> Any:
+        """Return the slice of the scales, see `slice_of`."""
+        return self.slice_of(self._scales_name, shape, dtypes)
+
+    def num_groups(self, in_features: int) -> int:
+        """Return the number of groups of input features.
+
+        Raises:
+            ConfigError: the group size does not divide the number of input features.
+        """
+        size = self.group_size(in_features)
+        if in_features % size:
+            raise ConfigError(
+                f"config.json: quantization_config: group_size: {size} does not divide the {in_features} input "
+                f"features of {self.module}"
+            )
+        return in_features // size
+
+    def group_size(self, in_features: int) -> int:
+        """Return the number of input features that share a scale."""
+        return in_features if self.scheme.block is None else self.scheme.block[1]
+
+
+def _align(part: range, multiple: int, size: int) -> range:
+    return range(part.start // multiple * multiple, min(-(-part.stop // multiple) * multiple, size))

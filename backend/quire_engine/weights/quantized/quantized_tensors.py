@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the quantized tensors of a checkpoint. A tensor is quantized if the files contain it in a quantized form."""
+
+from quire_engine.weights.quantized.awq import AWQTensor
+from quire_engine.weights.quantized.gptq import GPTQTensor
+from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
+from quire_engine.weights.quantized.pack_quantized import PackQuantizedTensor
+from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
+from quire_engine.weights.quantized.scaled import FP8Tensor, Int8Tensor
+from quire_engine.weights.tensor_files import TensorFiles
+from quire_spec.errors import ConfigError
+from quire_spec.model.quantization import QuantizationScheme
+
+_CLASS_BY_LAYOUT: dict[str, type[QuantizedTensor]] = {
+    "fp8": FP8Tensor,
+    "int8": Int8Tensor,
+    "packed": PackQuantizedTensor,
+    "awq": AWQTensor,
+    "gptq": GPTQTensor,
+}
+_WEIGHT = ".weight"
+_PACKED_MARKERS = (".qweight", ".weight_packed")
+_CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+_UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".q_scale")
+"""Scales of the KV cache, which the engine does not read."""
+_MARKERS = (*_PACKED_MARKERS, ".weight_scale", ".weight_scale_inv", MXFP4Tensor.MARKER)
+
+
+class QuantizedTensors:
+    """The quantized tensors among the files of a checkpoint."""
+
+    def __init__(self, files: TensorFiles, scheme: QuantizationScheme | None) -> None:
+        self._files = files
+        self._scheme = scheme
+        self._modules: set[str] = set()
+        self._found: set[str] = set()
+
+    def find(self, name: str) -> QuantizedTensor | MXFP4Tensor | None:
+        """Return a tensor that has this name, in the files, when it is not quantized; None if it is not quantized.
+
+        Raises:
+            ConfigError: parts of it are missing or wrong, or it contradicts config.json.
+        """
+        if self._scheme is None:
+            return None
+        if f"{name}{MXFP4Tensor.MARKER}" in self._files:
+            return self._find_mxfp4(name)
+        module = name.removesuffix(_WEIGHT)
+        marker = self._marker(module)
+        if marker is None or not name.endswith(_WEIGHT):
+            return None
+        scheme = self._scheme.scheme_of(module)
+        tensor_class = _CLASS_BY_LAYOUT.get(scheme.layout)
+        if tensor_class is None or marker != tensor_class.MARKER:
+            raise ConfigError(
+                f"config.json: quantization_config: describes {module} as {scheme.layout}, but the checkpoint contains "
+                f"{module}{marker}; correct quant_method or format"
+            )
+        used = (marker, *tensor_class.SCALES, *tensor_class.REQUIRED, *tensor_class.OPTIONAL)
+        suffixes = [suffix for suffix in used if f"{module}{suffix}" in self._files]
+        self._modules.add(module)
+        self._found.update(f"{module}{suffix}" for suffix in (*suffixes, *tensor_class.UNUSED))
+        return tensor_class(module, {suffix: self._files.get_slice(f"{module}{suffix}") for suffix in suffixes}, scheme)
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a tensor of the files belongs to one that `find` has returned, or is one that is not used."""
+        return name in self._found or (
+            self._scheme is not None and (name.endswith(_UNUSED_SUFFIXES) or self._is_zero_bias(name))
+        )
+
+    def describe_missing_config(self) -> str:
+        """Return a hint if the files contain quantized tensors that config.json does not describe, otherwise ""."""
+        if self._scheme is None and any(name.endswith(_MARKERS) for name in self._files.file_by_tensor):
+            return "; the checkpoint is quantized, but config.json has no quantization_config"
+        return ""
+
+    def _find_mxfp4(self, name: str) -> MXFP4Tensor:
+        assert self._scheme is not None
+        if (layout := self._scheme.scheme_of(name).layout) != "mxfp4":
+            raise ConfigError(
+                f"config.json: quantization_config: describes {name} as {layout}, but the checkpoint contains "
+                f"{name}{MXFP4Tensor.MARKER}; set quant_method to mxfp4"
+            )
+        names = {s: f"{name}{s}" for s in (MXFP4Tensor.MARKER, MXFP4Tensor.SCALES) if f"{name}{s}" in self._files}
+        self._found.update(names.values())
+        return MXFP4Tensor(name, {suffix: self._files.get_slice(full) for suffix, full in names.items()})
+
+    def _marker(self, module: str) -> str | None:
+        """Return the suffix of the tensor that contains the values of a quantized module; None if it is not."""
+        for marker in _PACKED_MARKERS:
+            if f"{module}{marker}" in self._files:
+                return marker
+        name = f"{module}{_WEIGHT}"
+        return _WEIGHT if name in self._files and self._files.get_slice(name).get_dtype() in _CODE_DTYPES else None
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a bias without effect. AutoGPTQ adds one to each layer that has none."""
+        module = name.removesuffix(".bias")
+        return module in self._modules and module != name and not self._files.get_slice(name)[...].any()

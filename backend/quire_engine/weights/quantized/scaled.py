@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights stored as float8_e4m3fn or int8, in their own shape, beside their scales: `fp8`, `fbgemm_fp8`, and
+float-quantized, int-quantized and naive-quantized of compressed-tensors.
+
+The factor is called `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. Both are multiplied.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
+from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_spec.model.quantization import WeightScheme
+
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+
+
+class ScaledTensor(QuantizedTensor):
+    """See QuantizedTensor."""
+
+    MARKER = ".weight"
+    SCALES = (".weight_scale", ".weight_scale_inv")
+    # Activations are scaled per token, or not quantized at all.
+    UNUSED = (".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".weight_shape")
+    DTYPE: ClassVar[str]
+
+    def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
+        super().__init__(module, slices, scheme)
+        rows, columns = shape = tuple(slices[self.MARKER].get_shape())
+        self.shape = (rows, columns)
+        self._values = self.slice_of(self.MARKER, shape, (self.DTYPE,))
+        found = tuple(slices[self._scales_name].get_shape())
+        if scheme.block is None:
+            # One scale, or one for each output feature; writers differ in the number of dimensions.
+            is_single = found in ((), (1,), (1, 1))
+            self._block = (rows if is_single else 1, columns)
+            grid = found if is_single or found == (rows,) else (rows, 1)
+        else:
+            self._block = scheme.block
+            grid = (-(-rows // self._block[0]), -(-columns // self._block[1]))
+        scales = self.scales_slice(grid, _SCALE_DTYPES)
+        self._scales = scales[...].float().reshape(-(-rows // self._block[0]), -(-columns // self._block[1]))
+        if scheme.block is not None or self._scales.shape[0] > 1:
+            self.row_multiple = self._block[0]
+        self.column_multiple = self._block[1] if scheme.block is not None else 1
+
+    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+        """See QuantizedTensor."""
+        values = self._values[rows.start : rows.stop, columns.start : columns.stop]
+        scales = self._scales
+        if scales.shape[0] > 1:
+            scales = scales[rows.start // self._block[0] : -(-rows.stop // self._block[0])]
+        if scales.shape[1] > 1:
+            scales = scales[:, columns.start // self._block[1] : -(-columns.stop // self._block[1])]
+        return QuantizedWeight(values, scales, None, self._block, 8)
+
+
+class FP8Tensor(ScaledTensor):
+    """Values are float8_e4m3fn."""
+
+    DTYPE = "F8_E4M3"
+
+
+class Int8Tensor(ScaledTensor):
+    """Values are int8."""
+
+    DTYPE = "I8"

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The safetensors files of a checkpoint: which tensor is in which file, and slices of tensors."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from quire_spec.errors import ConfigError
+
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+CONVERT_COMMAND = "python -m quire_engine convert"
+
+
+class TensorFiles:
+    """The files of one checkpoint. A file is opened when one of its tensors is first read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Find the tensors of a checkpoint in `folder`.
+
+        Raises:
+            ConfigError: there are no safetensors files, one is missing, or one is invalid.
+        """
+        self.folder = folder
+        self._open_files: dict[Path, tuple[Any, frozenset[str]]] = {}
+        self.file_by_tensor = self._locate_tensors()
+        # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
+        self._has_outer_module = any(name.startswith("model.") for name in self.file_by_tensor)
+        # The language model of a larger one was saved with all its names under this prefix.
+        self._is_part = any(name.startswith("language_model.") for name in self.file_by_tensor)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_by_tensor
+
+    def name_in_file(self, name: str) -> str:
+        """Return the name in the files of a tensor or module that has this name in the model."""
+        if self._is_part:
+            return f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
+        return name if self._has_outer_module else name.removeprefix("model.")
+
+    def get_slice(self, name: str) -> Any:
+        """Return a tensor's slice with `get_dtype()` and `get_shape()`; indexing it reads the values.
+
+        Raises:
+            ConfigError: the file is invalid, or the tensor is in the index but not in the file.
+        """
+        path = self.file_by_tensor[name]
+        file, names = self._open(path)
+        if name not in names:
+            raise ConfigError(f"{path}: {name} is in the index but not in the file; download the checkpoint again")
+        return file.get_slice(name)
+
+    def _open(self, path: Path) -> tuple[Any, frozenset[str]]:
+        """Return an open file and the names of its tensors."""
+        if path not in self._open_files:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: not a safetensors file: {error}; download it again") from error
+            self._open_files[path] = file, frozenset(file.keys())
+        return self._open_files[path]
+
+    def _locate_tensors(self) -> dict[str, Path]:
+        """Return the file of each tensor."""
+        if (self.folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+            return self._read_index()
+        path = self.folder / SAFE_WEIGHTS_NAME
+        if path.is_file():
+            return dict.fromkeys(sorted(self._open(path)[1]), path)
+        pickle_files = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        if pickle_files:
+            raise ConfigError(
+                f"{self.folder}: weights in {pickle_files[0]!r} can run code when they are loaded; convert them with: "
+                f"{CONVERT_COMMAND} {shlex.quote(str(self.folder))} --into {shlex.quote(f'{self.folder}-safetensors')}"
+            )
+        raise ConfigError(
+            f"{self.folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; check that this is the "
+            f"folder of a checkpoint. If its repository has only pytorch_model.bin: {CONVERT_COMMAND} MODEL --into "
+            "FOLDER"
+        )
+
+    def _read_index(self) -> dict[str, Path]:
+        path = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        try:
+            weight_map = json.loads(path.read_text())["weight_map"]
+            names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not an index of shards: {type(error).__name__}: {error}") from error
+        for file in sorted(set(names.values())):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ConfigError(f"{path}: shard {file!r} is not the name of a safetensors file in this folder")
+            if not (self.folder / file).is_file():
+                raise ConfigError(f"{path}: shard {file!r} is missing; download the checkpoint again")
+        return {tensor: self.folder / file for tensor, file in names.items()}

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization of a checkpoint, from `quantization_config` of config.json. Torch-free.
+
+`weights/quantized/` of the engine reads the tensors. The planner compares `spec.engine.quantization` with the method.
+The names of methods, formats and keys are those of the programs that write such checkpoints.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire_spec.errors import ConfigError
+from quire_spec.model.hf_config import HFConfigReader
+
+LAYOUT_BY_FORMAT = {
+    ("naive-quantized", "float", 8): "fp8",
+    ("float-quantized", "float", 8): "fp8",
+    ("naive-quantized", "int", 8): "int8",
+    ("int-quantized", "int", 8): "int8",
+    ("pack-quantized", "int", 4): "packed",
+    ("pack-quantized", "int", 8): "packed",
+}
+"""Layouts of tensors by format, type and number of bits of a group of compressed-tensors."""
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_MAX_PATTERN_LENGTH = 1000
+_LINEAR_CLASS = "Linear"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How the weights of some linear layers are stored."""
+
+    layout: str
+    """Names and arrangement of the tensors: fp8, int8, packed, awq, gptq or mxfp4."""
+    num_bits: int
+    strategy: str
+    """What shares one scale: tensor, channel (output feature), group (of input features) or block."""
+    block: tuple[int, int] | None = None
+    """Output and input features that share a scale, if the strategy is group or block."""
+    has_zeros: bool = False
+    """Whether zero points are stored."""
+    zeros_minus_one: bool = False
+    """Whether a stored zero point is 1 less than the zero point, as in the first version of GPTQ."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationScheme:
+    """How a checkpoint is quantized."""
+
+    method: str
+    """quant_method of config.json."""
+    groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
+    """Schemes, each with its targets: names of modules, `re:` patterns, or the class `Linear`."""
+    ignore: tuple[str, ...]
+    """Names of modules, or `re:` patterns, that are not quantized."""
+    ignore_key: str
+    """Key of config.json that contains `ignore`."""
+
+    @classmethod
+    def from_hf_config(cls, config: HFConfigReader) -> Self | None:
+        """Read `quantization_config`, a section of config.json; None if the section is empty.
+
+        Raises:
+            ConfigError: the method, or a key of it, is not supported; the message names the key and what is supported.
+        """
+        if config.is_empty:
+            return None
+        # Old files of compressed-tensors have no method.
+        method = config.get_str("quant_method", "compressed-tensors" if "config_groups" in config else None)
+        if method not in _PARSERS:
+            raise config.error("quant_method", method, f"one of {', '.join(_PARSERS)}")
+        if not config.get_section("kv_cache_scheme").is_empty:
+            fix = "null, which is all that is supported; with null, kv_cache_dtype decides, and scales are not read"
+            raise config.error("kv_cache_scheme", config.get_raw("kv_cache_scheme"), fix)
+        groups = _PARSERS[method](config)
+        ignore_key = next((key for key in _IGNORE_KEYS if key in config), _IGNORE_KEYS[0])
+        ignore = config.get_str_list(ignore_key) if ignore_key in config else ()
+        for pattern in (*ignore, *(target for targets, _ in groups for target in targets)):
+            _check_pattern(config, pattern)
+        return cls(method, groups, ignore, ignore_key)
+
+    def scheme_of(self, module: str) -> WeightScheme:
+        """Return the scheme of a module whose tensors are quantized, by its name in the checkpoint.
+
+        Raises:
+            ConfigError: config.json describes the layer as not quantized.
+        """
+        if any(_matches(pattern, module, is_exact=self.method == "compressed-tensors") for pattern in self.ignore):
+            raise ConfigError(
+                f"config.json: quantization_config: {self.ignore_key}: contains {module}, but the checkpoint's tensors "
+                "of it are quantized; remove the entry"
+            )
+        for targets, scheme in self.groups:
+            if any(target != _LINEAR_CLASS and _matches(target, module, is_exact=True) for target in targets):
+                return scheme
+        for targets, scheme in self.groups:
+            if _LINEAR_CLASS in targets:
+                return scheme
+        raise ConfigError(
+            f"config.json: quantization_config: config_groups: no target is {module}, but the checkpoint's tensors of "
+            "it are quantized; add it to the targets of its group"
+        )
+
+
+_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
+
+
+def _matches(pattern: str, module: str, *, is_exact: bool) -> bool:
+    """Return whether a name or an `re:` pattern selects a module. Without `is_exact`, a name can be a part of the
+    module's."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return module == pattern or (not is_exact and f".{pattern}." in f".{module}.")
+
+
+def _check_pattern(config: HFConfigReader, pattern: str) -> None:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        re.compile(pattern[3 : _MAX_PATTERN_LENGTH + 1])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise config.error("ignore", pattern, f"a valid pattern ({error})") from error
+    if len(pattern) > _MAX_PATTERN_LENGTH:
+        raise config.error("ignore", pattern, f"a pattern of at most {_MAX_PATTERN_LENGTH} characters")
+
+
+def _require(config: HFConfigReader, key: str, value: Any, supported: tuple[Any, ...]) -> None:
+    if value not in supported:
+        raise config.error(key, value, " or ".join(map(str, supported)))
+
+
+def _for_all(scheme: WeightScheme) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    return (((_LINEAR_CLASS,), scheme),)
+
+
+def _group_block(config: HFConfigReader, key: str) -> tuple[str, tuple[int, int] | None]:
+    """Return strategy and block of a group size, which is -1 for one group per output feature."""
+    if config.get_raw(key) == -1:
+        return "channel", None
+    return "group", (1, config.get_int(key))
+
+
+def _parse_fp8(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    # Static scales of activations are not used: the engine scales each token, or does not quantize activations.
+    _require(config, "activation_scheme", config.get_str("activation_scheme", "dynamic"), ("dynamic", "static"))
+    _require(config, "fmt", config.get_str("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
+    if "weight_block_size" not in config:
+        return _for_all(WeightScheme("fp8", 8, "tensor"))
+    return _for_all(WeightScheme("fp8", 8, "block", _get_block(config, "weight_block_size")))
+
+
+def _parse_fbgemm_fp8(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    return _for_all(WeightScheme("fp8", 8, "channel"))
+
+
+def _parse_mxfp4(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    return _for_all(WeightScheme("mxfp4", 4, "group", (1, 32)))
+
+
+def _parse_awq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    bits_key = "bits" if "bits" in config else "w_bit"
+    _require(config, bits_key, config.get_int(bits_key), (4,))
+    _require(config, "version", config.get_str("version", "gemm").lower(), ("gemm",))
+    strategy, block = _group_block(config, "group_size" if "group_size" in config else "q_group_size")
+    _require(config, "zero_point", config.get_bool("zero_point", True), (True,))
+    return _for_all(WeightScheme("awq", 4, strategy, block, has_zeros=True))
+
+
+def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    bits = config.get_int("bits")
+    _require(config, "bits", bits, (4, 8))
+    version = config.get_str("checkpoint_format", "gptq")
+    _require(config, "checkpoint_format", version, ("gptq", "gptq_v2"))
+    dynamic = config.get_section("dynamic")
+    # A name that begins with - excludes modules, whose tensors are then not quantized.
+    if changed := [key for key in dynamic if not key.startswith("-")]:
+        raise config.error("dynamic", changed[0], "a pattern that begins with '-': other bits per module")
+    strategy, block = _group_block(config, "group_size")
+    return _for_all(WeightScheme("gptq", bits, strategy, block, True, zeros_minus_one=version == "gptq"))
+
+
+def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    if not config.get_section("transform_config").is_empty:
+        raise config.error(
+            "transform_config", config.get_raw("transform_config"), "null, which is all that is supported"
+        )
+    sparsity = config.get_section("sparsity_config")
+    if not sparsity.is_empty:
+        _require(sparsity, "format", sparsity.get_str("format"), ("dense",))
+    status = config.get_str("quantization_status", "compressed")
+    _require(config, "quantization_status", status, ("compressed",))
+    groups = config.get_section("config_groups")
+    if groups.is_empty:
+        raise config.error("config_groups", {}, "an object with at least one group")
+    return tuple(_parse_group(config, groups.get_section(name)) for name in groups)
+
+
+def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[str, ...], WeightScheme]:
+    """Read one of `config_groups`."""
+    format_name = group.get_str("format", config.get_str("format", "mixed-precision"))
+    weights = group.get_section("weights")
+    if not group.get_section("output_activations").is_empty:
+        raise group.error("output_activations", "an object", "null, which is all that is supported")
+    kind, bits = weights.get_str("type", "int"), weights.get_int("num_bits", 8)
+    layout = LAYOUT_BY_FORMAT.get((format_name, kind, bits))
+    if layout is None:
+        known = ", ".join(f"{name} with {kind} {bits}" for name, kind, bits in LAYOUT_BY_FORMAT)
+        raise config.error("format", f"{format_name} with {kind} {bits}", f"one of {known}")
+    default = "group" if "group_size" in weights and weights.get_raw("group_size") != -1 else "channel"
+    strategy = weights.get_str("strategy", default)
+    _require(weights, "strategy", strategy, _STRATEGIES)
+    is_symmetric = weights.get_bool("symmetric", True)
+    if layout != "packed" and not is_symmetric:
+        raise weights.error("symmetric", False, f"true, unless the format is pack-quantized; it is {format_name}")
+    block = None
+    if strategy == "group":
+        block = (1, weights.get_int("group_size"))
+    elif strategy == "block":
+        block = _get_block(weights, "block_structure")
+    return group.get_str_list("targets"), WeightScheme(layout, bits, strategy, block, not is_symmetric)
+
+
+def _get_block(config: HFConfigReader, key: str) -> tuple[int, int]:
+    block = config.get_int_list(key)
+    if len(block) != 2 or min(block) < 1:
+        raise config.error(key, list(block), "a list of 2 positive integers")
+    return block[0], block[1]
+
+
+_PARSERS = {
+    "fp8": _parse_fp8,
+    "fbgemm_fp8": _parse_fbgemm_fp8,
+    "compressed-tensors": _parse_compressed_tensors,
+    "awq": _parse_awq,
+    "gptq": _parse_gptq,
+    "mxfp4": _parse_mxfp4,
+}
+QUANTIZATION_METHODS = tuple(_PARSERS)
+"""Values of quant_method that are supported."""

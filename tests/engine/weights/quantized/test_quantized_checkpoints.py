@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints that other programs wrote give the weights that those programs dequantize them to.
+
+`hack/quantized_checkpoints.py` wrote the folders of `checkpoints`; `writer.txt` names the program. transformers writes
+the others while the tests run.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
+from quire_engine.weights import loader
+from quire_engine.weights.loader import load_weights
+from quire_engine.weights.param_shard import ParamShard
+from quire_engine.weights.quantized.mxfp4 import decode_mxfp4, dequantize_mxfp4, mxfp4_values
+from quire_spec.errors import ConfigError
+from quire_spec.model.model_config import ModelConfig
+
+CPU = torch.device("cpu")
+FOLDERS = {path.parent.name: path.parent for path in (Path(__file__).parent / "checkpoints").glob("*/config.json")}
+LLAMAS = sorted(FOLDERS.keys() - {"mxfp4"})
+Q_PROJ, O_PROJ = (f"model.layers.0.self_attn.{name}_proj" for name in "qo")
+
+
+def _load(folder, dtype=torch.float32):
+    shape = ModelConfig.load(folder)
+    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU))
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, quantization=shape.quantization)
+    return dict(model.tensors())
+
+
+def _digest(tensor):
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    def copy_folder(name):
+        return Path(shutil.copytree(FOLDERS[name], tmp_path / name))
+
+    return copy_folder
+
+
+def test_every_writer_is_named():
+    assert len(LLAMAS) == 15
+    assert all((folder / "writer.txt").read_text().strip() for folder in FOLDERS.values())
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("chunk_bytes", [None, 5000], ids=["whole", "in chunks"])
+def test_weights_equal_the_writers_own(name, chunk_bytes, monkeypatch):
+    if chunk_bytes is not None:
+        monkeypatch.setattr(loader, "_CHUNK_BYTES", chunk_bytes)
+    expected = json.loads((FOLDERS[name] / "dequantized.json").read_text())
+    dtype = getattr(torch, expected["dtype"])
+    loaded = _load(FOLDERS[name], dtype)
+    assert {name: _digest(loaded[name]) for name in expected["sha256"]} == expected["sha256"]
+    # The other tensors are those of the file.
+    stored = load_file(FOLDERS[name] / "model.safetensors")
+    others = loaded.keys() - expected["sha256"].keys()
+    assert len(others) >= 4 and all(torch.equal(loaded[key], stored[key]) for key in others)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_shards_equal_parts_of_the_weight(name, copy):
+    # No bound is a multiple of what a format packs together.
+    rows, columns, weight_name = (range(3, 40), range(70, 71)), range(7, 41), "model.layers.0.mlp.gate_proj.weight"
+    weight, folder = _load(FOLDERS[name])[weight_name], copy(name)
+    _rewrite(folder, lambda tensors: {k: t for k, t in tensors.items() if k.startswith("model.layers.0.mlp.gate_proj")})
+    shard = ParamShard(torch.empty(38, 34), tuple(weight.shape), rows, columns)
+    load_weights(folder, [(weight_name, shard)], quantization=ModelConfig.load(folder).quantization)
+    assert torch.equal(shard.tensor, torch.cat([weight[part.start : part.stop, 7:41] for part in rows]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("block", [[128, 128], None], ids=["blocks", "tensor"])
+def test_fp8_of_transformers(block, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4, head_dim=64
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    settings = FineGrainedFP8Config(weight_block_size=block)
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    expected, tensors = {}, {}
+    for name, tensor in model.state_dict().items():
+        is_linear = "proj" in name
+        tensors |= quantizer.convert({name: tensor}) if is_linear else {name: tensor.clone()}
+        expected[name] = tensor
+        if is_linear:
+            pair = {"weight": tensors[name], "weight_scale_inv": tensors[f"{name}_scale_inv"]}
+            expected[name] = Fp8Dequantize(quantizer.hf_quantizer).convert(pair)["weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_config": settings.to_dict()}))
+    loaded = _load(tmp_path)
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+def test_mxfp4_experts():
+    name, folder = "model.layers.1.mlp.experts.gate_up_proj", FOLDERS["mxfp4"]
+    stored = load_file(folder / "model.safetensors")
+    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    # transformers' layout has the input features before the output features.
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    assert torch.equal(dequantize_mxfp4(blocks, scales, torch.float32), expected)
+    assert torch.equal(dequantize_mxfp4(blocks, scales, torch.bfloat16), expected.bfloat16())
+    values = mxfp4_values(torch.float32)[decode_mxfp4(blocks).long()]
+    assert torch.equal(values, expected / torch.exp2(scales.float() - 127).repeat_interleave(32, -1))
+    hashes = json.loads((folder / "dequantized.json").read_text())["sha256"]
+    assert _digest(expected.transpose(1, 2).bfloat16()) == hashes[name]
+
+
+def test_mxfp4_experts_fill_a_parameter_or_a_shard_of_it(copy):
+    name, folder = "model.layers.1.mlp.experts.gate_up_proj", copy("mxfp4")
+    stored = load_file(folder / "model.safetensors")
+    expected = dequantize_mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"], torch.float32)
+    _rewrite(folder, lambda tensors: {k: t for k, t in tensors.items() if k.startswith(f"{name}_") and "bias" not in k})
+    quantization = ModelConfig.from_config(
+        json.loads((FOLDERS["awq"] / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    ).quantization
+    whole = torch.empty(4, 192, 64)
+    load_weights(folder, [(name, whole)], quantization=quantization)
+    assert torch.equal(whole, expected)
+    # Rows of gate and up alternate.
+    part = ParamShard(torch.empty(4, 20, 20), (4, 192, 64), (range(10, 30, 2), range(11, 31, 2)), range(30, 50))
+    load_weights(folder, [(name, part)], quantization=quantization)
+    assert torch.equal(part.tensor, torch.cat([expected[:, 10:30:2, 30:50], expected[:, 11:31:2, 30:50]], 1))
+
+
+def _rewrite(folder, change):
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
+def _without(*suffixes):
+    return lambda tensors: {name: t for name, t in tensors.items() if not name.endswith(suffixes)}
+
+
+def _replaced(name, tensor):
+    return lambda tensors: tensors | {name: tensor}
+
+
+ERRORS = {
+    "scales": ("ct-fp8-channel", _without("q_proj.weight_scale"), rf"{Q_PROJ}.weight_scale is missing, but {Q_PROJ}"),
+    "zeros": ("gptq", _without("q_proj.qzeros"), rf"{Q_PROJ}.qzeros is missing, but {Q_PROJ}.qweight is quantized"),
+    "packed zeros": ("ct-int4-zeros", _without("q_proj.weight_zero_point"), rf"{Q_PROJ}.weight_zero_point is missing"),
+    "shape": ("awq", _replaced(f"{Q_PROJ}.scales", torch.ones(1, 64).half()), r"F16 of shape \(1, 64\); .*\(2, 64\)"),
+    "dtype": (
+        "ct-int8",
+        _replaced(f"{Q_PROJ}.weight", torch.ones(64, 64).byte()),
+        "U8 of shape .* implies I8 of shape",
+    ),
+    "groups": ("gptq-desc_act", _replaced(f"{Q_PROJ}.g_idx", torch.full((64,), 2)), r"q_proj.g_idx contains .* 0\.\.1"),
+    "unexpected": ("gptq", _replaced(f"{Q_PROJ}.bias", torch.ones(64)), rf"{Q_PROJ}.bias is unexpected"),
+    "other format": ("awq", _replaced(f"{Q_PROJ}.weight_packed", torch.ones(1)), "is unexpected"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "error"), ERRORS.values(), ids=ERRORS)
+def test_rejects_wrong_tensors_by_name(name, change, error, copy):
+    folder = copy(name)
+    _rewrite(folder, change)
+    with pytest.raises(ConfigError, match=error):
+        _load(folder)
+
+
+CONTRADICTIONS = {
+    "ignored": ("ct-int8", {"ignore": [O_PROJ]}, rf"quantization_config: ignore: contains {O_PROJ}, but .* remove"),
+    "ignored part": (
+        "awq",
+        {"modules_to_not_convert": ["self_attn"]},
+        r"modules_to_not_convert: contains .*q_proj, but",
+    ),
+    "other method": ("awq", {"quant_method": "fp8"}, rf"describes {Q_PROJ} as fp8, but .* {Q_PROJ}.qweight; correct"),
+    "no target": ("ct-int8", {"config_groups": {"g": {"targets": ["x"], "weights": {}}}}, "no target is .*q_proj, but"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "error"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_rejects_a_config_that_contradicts_the_tensors(name, change, error, copy):
+    folder = copy(name)
+    _change_config(folder, lambda config: config["quantization_config"].update(change))
+    with pytest.raises(ConfigError, match=error):
+        _load(folder)
+
+
+def _change_config(folder, change):
+    document = json.loads((folder / "config.json").read_text())
+    change(document)
+    (folder / "config.json").write_text(json.dumps(document))
+
+
+def test_rejects_quantized_tensors_without_a_config(copy):
+    for name in ("awq", "ct-fp8-tensor"):
+        folder = copy(name)
+        _change_config(folder, lambda config: config.pop("quantization_config"))
+        with pytest.raises(ConfigError, match=r"checkpoint is quantized, but config\.json has no quantization_config"):
+            _load(folder)
+
+
+def test_rejects_a_quantized_output_projection_that_is_tied(copy):
+    folder = copy("gptq_v2")
+    _change_config(folder, lambda config: config.update(tie_word_embeddings=True))
+    with pytest.raises(
+        ConfigError, match=r"lm_head.weight is quantized, but .* ties .*; set tie_word_embeddings to false"
+    ):
+        _load(folder)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantization_config of config.json: published configurations are read, and others are rejected with their key."""
+
+import pytest
+
+from quire_spec.errors import ConfigError
+from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.quantization import QUANTIZATION_METHODS, QuantizationScheme, WeightScheme
+
+LAYER = "model.layers.0.mlp.down_proj"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
+def _compressed(weights=INT4, format_name="pack-quantized", **values):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": format_name, "config_groups": {"group_0": group}} | values
+
+
+def _read(values):
+    return QuantizationScheme.from_hf_config(HFConfigReader(values, location="config.json: quantization_config"))
+
+
+CONFIGS = {
+    "fp8 blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        WeightScheme("fp8", 8, "block", (128, 128)),
+    ),
+    "fp8 static": ({"quant_method": "fp8", "activation_scheme": "static"}, WeightScheme("fp8", 8, "tensor")),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, WeightScheme("fp8", 8, "channel")),
+    "compressed fp8": (_compressed(FP8, "float-quantized"), WeightScheme("fp8", 8, "channel")),
+    "compressed int4": (_compressed(), WeightScheme("packed", 4, "group", (1, 128))),
+    "compressed, no method": (
+        {key: value for key, value in _compressed().items() if key != "quant_method"},
+        WeightScheme("packed", 4, "group", (1, 128)),
+    ),
+    "compressed zeros": (
+        _compressed(INT4 | {"symmetric": False, "strategy": "channel"}),
+        WeightScheme("packed", 4, "channel", has_zeros=True),
+    ),
+    "awq, old keys": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
+        WeightScheme("awq", 4, "group", (1, 64), has_zeros=True),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "dynamic": {"-:a": {}}},
+        WeightScheme("gptq", 4, "group", (1, 128), has_zeros=True, zeros_minus_one=True),
+    ),
+    "gptq_v2": (
+        {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+        WeightScheme("gptq", 8, "channel", has_zeros=True),
+    ),
+    "mxfp4": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]},
+        WeightScheme("mxfp4", 4, "group", (1, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "expected"), CONFIGS.values(), ids=CONFIGS)
+def test_reads_published_configurations(values, expected):
+    scheme = _read(values)
+    assert scheme.scheme_of(LAYER) == expected
+    assert scheme.method in QUANTIZATION_METHODS
+
+
+def test_an_empty_section_means_not_quantized():
+    assert _read({}) is None
+
+
+def test_a_named_target_precedes_the_class():
+    groups = {
+        "a": {"targets": ["Linear"], "weights": INT4},
+        "b": {"targets": ["re:.*down_proj$"], "weights": FP8, "format": "float-quantized"},
+    }
+    scheme = _read(_compressed(config_groups=groups, ignore=["lm_head", "re:.*gate$"]))
+    assert scheme.scheme_of(LAYER).layout == "fp8"
+    assert scheme.scheme_of("model.layers.0.mlp.up_proj").layout == "packed"
+    for ignored in ("lm_head", "model.layers.0.mlp.gate"):
+        with pytest.raises(ConfigError, match=rf"quantization_config: ignore: contains {ignored}, but"):
+            scheme.scheme_of(ignored)
+
+
+ERRORS = {
+    "method": ({"quant_method": "bitsandbytes"}, "quant_method: must be one of fp8, .*, mxfp4, got 'bitsandbytes'"),
+    "bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: must be 4 or 8, got 3"),
+    "group": ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size: must be a positive integer, got 0"),
+    "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be gemm, got 'gemv'"),
+    "no zeros": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": False}, "zero_point: must be True"),
+    "marlin": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        "checkpoint_format: must be gptq or gptq_v2, got 'marlin'",
+    ),
+    "dynamic": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"+:x": {"bits": 8}}},
+        r"dynamic: .*x'",
+    ),
+    "activations": ({"quant_method": "fp8", "activation_scheme": "x"}, "activation_scheme: must be dynamic or static"),
+    "block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: .* 2 positive integers, got"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: must be e4m3 or"),
+    "format": (_compressed(format_name="nvfp4-pack-quantized"), "format: must be one of .*pack-quantized with int 4"),
+    "int3": (_compressed(INT4 | {"num_bits": 3}), "format: must be .*got 'pack-quantized with int 3'"),
+    "strategy": (_compressed(INT4 | {"strategy": "tensor_group"}), "weights: strategy: must be tensor or channel or"),
+    "asymmetric": (_compressed(FP8 | {"symmetric": False}, "float-quantized"), "weights: symmetric: must be true"),
+    "KV cache": (_compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: must be null, .* kv_cache_dtype"),
+    "sparse": (_compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: must be dense"),
+    "rotated": (_compressed(transform_config={"config_groups": {"a": {}}}), "transform_config: must be null"),
+    "calibrated": (_compressed(quantization_status="frozen"), "quantization_status: must be compressed, got 'frozen'"),
+    "no groups": ({"quant_method": "compressed-tensors"}, "config_groups: must be an object with at least one group"),
+    "pattern": (_compressed(ignore=["re:("]), "ignore: must be a valid pattern"),
+    "long pattern": (_compressed(ignore=["re:" + "a" * 1000]), "ignore: must be a pattern of at most 1000 characters"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), ERRORS.values(), ids=ERRORS)
+def test_error_names_the_key_and_what_is_supported(values, message):
+    with pytest.raises(ConfigError, match=f"^config.json: quantization_config: .*{message}"):
+        _read(values)
