@@ -77,16 +77,16 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def check_quantization(config: EngineConfig, dtype: torch.dtype) -> None:
-    """Check that this machine can compute with the configured quantization.
+def check_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that this machine can compute with a quantization that is applied when a model is loaded.
 
     Raises:
         ConfigError: it has no kernel for it.
     """
-    if config.quantization is not None and not has_int8_kernel(dtype, torch.device(config.device)):
+    if quantization is not None and not has_int8_kernel(dtype, device):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"quantization: {config.quantization!r} requires dtype bfloat16, got {name}, and the compiled kernels of "
+            f"quantization: {quantization!r} requires dtype bfloat16, got {name}, and the compiled kernels of "
             "a processor with AVX-512 VNNI and BF16; set dtype to bfloat16, or remove quantization"
         )
 

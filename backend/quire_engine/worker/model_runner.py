@@ -38,6 +38,7 @@ from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.quantization import resolve_quantization
 
 
 class DeviceModelRunner(ModelRunner):
@@ -68,8 +69,9 @@ class DeviceModelRunner(ModelRunner):
         self._future_tokens = FutureTokens(self._device, communicator, device_wait)
         self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
         dtype = resolve_dtype(config, shape.dtype)
-        check_quantization(config, dtype)
-        factory = ParamFactory(dtype, self._device, communicator, config.quantization)
+        quantization = resolve_quantization(config.quantization, shape.quantization)
+        check_quantization(quantization, dtype, self._device)
+        factory = ParamFactory(dtype, self._device, communicator, quantization)
         local_shape = shape if communicator is None else communicator.shard.local_config
         check_free_memory(config, local_shape, factory.dtype, self._device)
         self._model = get_model_class(shape.architecture)(local_shape, factory)

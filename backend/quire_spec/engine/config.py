@@ -110,7 +110,8 @@ class EngineConfig:
     quantization: str | None = None
     """None: the weights of the checkpoint are used unchanged. int8 quantizes the weights of a bfloat16 model to 8 bits
     when it is loaded, with a scale for each row, and the inputs of every linear layer to 8 bits with a scale for each
-    token. It requires device cpu, and a processor with AVX-512 VNNI and BF16."""
+    token. It requires device cpu, and a processor with AVX-512 VNNI and BF16. A quantized checkpoint needs no value.
+    The name of its quant_method is accepted."""
 
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The
@@ -177,7 +178,7 @@ class EngineConfig:
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a host copy"
             )
-        if self.quantization and self.device != "cpu":
+        if self.quantization in capabilities.QUANTIZATIONS and self.device != "cpu":
             raise ConfigError(
                 f"quantization: {self.quantization!r} requires device 'cpu', got {self.device!r}; remove quantization"
             )
@@ -197,7 +198,11 @@ class EngineConfig:
             ("scheduling_policy", self.scheduling_policy, capabilities.SCHEDULING_POLICIES),
             ("tensor_parallel_size", self.tensor_parallel_size, capabilities.TENSOR_PARALLEL_SIZES),
             ("kv_cache_dtype", self.kv_cache_dtype, capabilities.KV_CACHE_DTYPES),
-            ("quantization", self.quantization, (None, *capabilities.QUANTIZATIONS)),
+            (
+                "quantization",
+                self.quantization,
+                (None, *dict.fromkeys((*capabilities.QUANTIZATIONS, *capabilities.CHECKPOINT_QUANTIZATIONS))),
+            ),
             ("max_lora_rank", self.max_lora_rank, capabilities.LORA_RANKS),
             ("tool_call_parser", self.tool_call_parser, ("auto", "none", *capabilities.TOOL_CALL_PARSERS)),
             ("reasoning_parser", self.reasoning_parser, ("auto", "none", *capabilities.REASONING_PARSERS)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
 from quire_spec.model.hf_config import HFConfigReader
 
 LAYOUT_BY_FORMAT = {
@@ -235,5 +236,29 @@ _PARSERS = {
     "gptq": _parse_gptq,
     "mxfp4": _parse_mxfp4,
 }
-QUANTIZATION_METHODS = tuple(_PARSERS)
-"""Values of quant_method that are supported."""
+assert tuple(_PARSERS) == capabilities.CHECKPOINT_QUANTIZATIONS
+
+
+def resolve_quantization(quantization: str | None, scheme: QuantizationScheme | None) -> str | None:
+    """Return how the engine must quantize the weights when it loads them; None: it uses them as they are.
+
+    Args:
+        quantization: see EngineConfig.
+        scheme: of the checkpoint; None if it is not quantized.
+
+    Raises:
+        ConfigError: `quantization` does not match the checkpoint.
+    """
+    if scheme is None and quantization in (None, *capabilities.QUANTIZATIONS):
+        return quantization
+    if scheme is None:
+        raise ConfigError(
+            f"quantization: is {quantization!r}, but config.json of the checkpoint has no quantization_config; remove "
+            f"quantization, or use {' or '.join(capabilities.QUANTIZATIONS)}, which quantizes it when it is loaded"
+        )
+    if quantization not in (None, scheme.method):
+        raise ConfigError(
+            f"quantization: is {quantization!r}, but quant_method in config.json of the checkpoint is "
+            f"{scheme.method!r}; remove quantization"
+        )
+    return None

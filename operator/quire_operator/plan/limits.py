@@ -10,7 +10,9 @@ from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo
 from quire_operator.plan.inputs import PlannerInputs
+from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
+from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 TP_SIZES = (1, 2, 4, 8)
@@ -108,13 +110,18 @@ def check_context(inputs: PlannerInputs) -> None:
 
 
 def check_quantization(inputs: PlannerInputs) -> None:
-    """Check that the engine can quantize this model on this device and in this dtype.
+    """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize this model on this
+    device and in this dtype.
 
     Raises:
-        Unplannable: it cannot.
+        Unplannable: it does not, or the engine cannot.
     """
-    quantization, dtype = inputs.engine.quantization, inputs.engine.dtype or inputs.model.dtype
-    if quantization in (None, "None"):
+    pinned, dtype = inputs.engine.quantization, inputs.engine.dtype or inputs.model.dtype
+    try:
+        quantization = resolve_quantization(None if pinned == "None" else pinned, inputs.model.shape.quantization)
+    except ConfigError as error:
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.{error}") from error
+    if quantization is None:
         return
     if inputs.gpu is not None or dtype != "bfloat16":
         found = "device GPU" if inputs.gpu is not None else f"dtype {dtype}"

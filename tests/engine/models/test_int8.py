@@ -22,7 +22,6 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_engine.weights.loader import load_weights
 from quire_engine.worker.device import check_quantization
 from quire_kernels import cpu_native, quantize_int8
-from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
@@ -85,6 +84,5 @@ def test_logits_and_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rejects_a_machine_or_dtype_without_the_kernel() -> None:
-    config = EngineConfig(model="m", device="cpu", quantization="int8")
     with pytest.raises(ConfigError, match="quantization: 'int8' requires dtype bfloat16, got float32"):
-        check_quantization(config, torch.float32)
+        check_quantization("int8", torch.float32, CPU)

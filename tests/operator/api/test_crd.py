@@ -169,7 +169,8 @@ def test_enums_match_the_engine():
     assert tuple(engine["blockSize"]["enum"]) == capabilities.BLOCK_SIZES
     assert tuple(engine["dtype"]["enum"]) == tuple(dtype for dtype in capabilities.DTYPES if dtype != "auto")
     assert tuple(spec["lora"]["properties"]["maxRank"]["enum"]) == capabilities.LORA_RANKS
-    assert tuple(q for q in engine["quantization"]["enum"] if q != "None") == capabilities.QUANTIZATIONS
+    quantizations = {*capabilities.QUANTIZATIONS, *capabilities.CHECKPOINT_QUANTIZATIONS}
+    assert set(engine["quantization"]["enum"]) == {"None", *quantizations}
     assert spec["adapters"]["items"]["properties"]["expose"]["enum"] == [e.value for e in adapter_catalog.Expose]
     assert spec["adapters"]["maxItems"] <= adapter_catalog.MAX_ADAPTERS
     model_name = spec["model"]["properties"]["servedName"]

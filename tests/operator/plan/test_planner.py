@@ -233,6 +233,11 @@ def test_unplannable_messages_have_field_value_and_fix():
         unplannable("8b", T4, "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}")[0]
         is UnplannableReason.UNSUPPORTED_DTYPE
     )
+    assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {quantization: awq}") == (
+        UnplannableReason.UNSUPPORTED_BY_ENGINE,
+        "spec.engine.quantization: is 'awq', but config.json of the checkpoint has no quantization_config; remove "
+        "quantization, or use int8, which quantizes it when it is loaded",
+    )
     assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.quantization: int8: requires device CPU and dtype bfloat16, got device GPU; remove it, or set "

@@ -4,8 +4,9 @@
 import pytest
 
 from quire_spec.errors import ConfigError
+from quire_spec.model.capabilities import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS
 from quire_spec.model.hf_config import HFConfigReader
-from quire_spec.model.quantization import QUANTIZATION_METHODS, QuantizationScheme, WeightScheme
+from quire_spec.model.quantization import QuantizationScheme, WeightScheme, resolve_quantization
 
 LAYER = "model.layers.0.mlp.down_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -61,7 +62,7 @@ CONFIGS = {
 def test_reads_published_configurations(values, expected):
     scheme = _read(values)
     assert scheme.scheme_of(LAYER) == expected
-    assert scheme.method in QUANTIZATION_METHODS
+    assert scheme.method in CHECKPOINT_QUANTIZATIONS
 
 
 def test_an_empty_section_means_not_quantized():
@@ -79,6 +80,17 @@ def test_a_named_target_precedes_the_class():
     for ignored in ("lm_head", "model.layers.0.mlp.gate"):
         with pytest.raises(ConfigError, match=rf"quantization_config: ignore: contains {ignored}, but"):
             scheme.scheme_of(ignored)
+
+
+def test_quantization_must_match_the_checkpoint():
+    awq = _read({"quant_method": "awq", "bits": 4, "group_size": 128})
+    assert [resolve_quantization(name, None) for name in (None, *QUANTIZATIONS)] == [None, *QUANTIZATIONS]
+    assert resolve_quantization(None, awq) is None and resolve_quantization("awq", awq) is None
+    for name in ("int8", "gptq"):
+        with pytest.raises(ConfigError, match=rf"^quantization: is '{name}', but quant_method .* is 'awq'; remove"):
+            resolve_quantization(name, awq)
+    with pytest.raises(ConfigError, match=r"^quantization: is 'awq', but .* has no quantization_config; .* use int8"):
+        resolve_quantization("awq", None)
 
 
 ERRORS = {
