@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support import quantized_checkpoints
+from support.quantized_checkpoints import write_dequantized
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
@@ -363,3 +365,16 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
     _check(_generate(engine, adapted.prompts, adapted.adapter_digests, arrival_ratio=0.3), adapted.references)
     if "slot" in scenario:
         assert engine.stats().num_adapter_evictions > 0
+
+
+@pytest.mark.parametrize("name", ["awq", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act"])
+def test_adapters_on_a_quantized_base_equal_peft_on_the_dequantized_base(name, tmp_path):
+    dequantized = write_dequantized(quantized_checkpoints.FOLDER / name, tmp_path / "dequantized")
+    adapter = make_adapter(dequantized, tmp_path / "adapter")
+    prompts = [[token % quantized_checkpoints.VOCAB for token in prompt] for prompt in _prompts(8, seed=1)]
+    references = _reference(load_oracle(dequantized), prompts) + _reference(
+        load_adapted_oracle(dequantized, adapter), prompts
+    )
+    adapters, digests = {None: None, "a": adapter}, [None] * 8 + ["a"] * 8
+    case = AdapterCase(quantized_checkpoints.FOLDER / name, adapters, prompts * 2, digests, references)
+    _check(_generate(_adapted_engine(case), case.prompts, digests, arrival_ratio=0.3), references)

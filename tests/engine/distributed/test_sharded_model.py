@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import quantized_checkpoints
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
 from quire_engine.distributed.communicator import Communicator
@@ -38,7 +39,7 @@ def _load_model(folder, communicator=None):
     shape = ModelConfig.load(folder)
     local = shape if communicator is None else communicator.shard.local_config
     model = get_model_class(shape.architecture)(local, ParamFactory(torch.float32, CPU, communicator))
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, quantization=shape.quantization)
     return model
 
 
@@ -65,7 +66,18 @@ def test_ranks_together_compute_the_logits_of_the_model(folder, size, tmp_path):
         with pytest.raises(ConfigError, match=r"^tensor_parallel_size: \d is not supported .* use (\d or )*1$"):
             TensorParallelShard(shape, 0, size).validate()
         return
-    prompt = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    _check_ranks(folder, size, VOCAB, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["awq", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act"])
+def test_ranks_read_their_parts_of_quantized_weights(name, tmp_path):
+    _check_ranks(quantized_checkpoints.FOLDER / name, 2, quantized_checkpoints.VOCAB, tmp_path)
+
+
+def _check_ranks(folder, size, vocab_size, tmp_path):
+    """Compare the logits of `size` ranks with those of the whole model."""
+    shape = ModelConfig.load(folder)
+    prompt = torch.randint(0, vocab_size, (30,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = _logits(_load_model(folder), prompt)
     loaded = threading.Barrier(size)
 

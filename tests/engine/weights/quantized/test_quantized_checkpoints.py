@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -28,8 +29,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 
 CPU = torch.device("cpu")
-FOLDERS = {path.parent.name: path.parent for path in (Path(__file__).parent / "checkpoints").glob("*/config.json")}
-LLAMAS = sorted(FOLDERS.keys() - {"mxfp4"})
+FOLDERS = {name: FOLDER / name for name in (*QUANTIZED_LLAMAS, "mxfp4")}
 Q_PROJ, O_PROJ = (f"model.layers.0.self_attn.{name}_proj" for name in "qo")
 
 
@@ -53,11 +53,11 @@ def copy(tmp_path):
 
 
 def test_every_writer_is_named():
-    assert len(LLAMAS) == 15
+    assert len(QUANTIZED_LLAMAS) == 15
     assert all((folder / "writer.txt").read_text().strip() for folder in FOLDERS.values())
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", QUANTIZED_LLAMAS)
 @pytest.mark.parametrize("chunk_bytes", [None, 5000], ids=["whole", "in chunks"])
 def test_weights_equal_the_writers_own(name, chunk_bytes, monkeypatch):
     if chunk_bytes is not None:
@@ -72,7 +72,7 @@ def test_weights_equal_the_writers_own(name, chunk_bytes, monkeypatch):
     assert len(others) >= 4 and all(torch.equal(loaded[key], stored[key]) for key in others)
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", QUANTIZED_LLAMAS)
 def test_shards_equal_parts_of_the_weight(name, copy):
     # No bound is a multiple of what a format packs together.
     rows, columns, weight_name = (range(3, 40), range(70, 71)), range(7, 41), "model.layers.0.mlp.gate_proj.weight"
