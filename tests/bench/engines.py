@@ -19,9 +19,11 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
 from support.quire_serve import QuireServeProcess  # noqa: E402
 
-ENGINE_NAMES = ("offline", "http", "grpc", "openai", "transformers", "vllm")
+ENGINE_NAMES = ("offline", "http", "grpc", "openai", "transformers", "vllm", "vllm-serve")
 PROTOCOLS = ("http", "grpc", "openai")
-ENGINES_WITH_RATES = (*PROTOCOLS, "vllm")
+PEERS = ("vllm", "vllm-serve")
+"""Engines that run in vLLM's own environment."""
+ENGINES_WITH_RATES = (*PROTOCOLS, *PEERS)
 """Engines that accept requests while others run."""
 STATIC_BATCH = 16
 
@@ -82,11 +84,13 @@ def running_engines(
             started["transformers"] = BenchmarkEngine(
                 "transformers", start("transformers", "static_batches.py", child_settings)
             )
+        # On a CPU it takes no blocks of 16.
+        child_settings = {name: value for name, value in settings.items() if name != "block_size"}
         if "vllm" in names and vllm_python:
-            child_settings = {
-                name: value for name, value in settings.items() if name != "block_size"
-            }  # on a CPU it takes no 16
             started["vllm"] = BenchmarkEngine("vllm", start("vllm", "vllm_offline.py", child_settings, vllm_python))
+        if "vllm-serve" in names and vllm_python:
+            server = start("vllm-serve", "vllm_serve.py", {"python": vllm_python, **child_settings})
+            started["vllm-serve"] = BenchmarkEngine("vllm-serve", server)
         yield started
 
 

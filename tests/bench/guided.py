@@ -9,9 +9,7 @@ cost is: the check in a worker process, and the compilation in the core.
 import argparse
 import asyncio
 import json
-import os
 import random
-import signal
 import statistics
 import sys
 import time
@@ -31,6 +29,8 @@ from quire_spec.errors import QuireError  # noqa: E402
 
 MIN_RATIO = 0.93
 MAX_FIRST_USE_S = 0.05
+CHECK_TIMEOUT_S = 0.5
+"""Less than a server's, so that the hostile schema is killed on every machine."""
 PROPERTIES: dict[str, Any] = {
     "name": {"type": "string", "maxLength": 40},
     "email": {"type": "string", "pattern": "^[a-z]{3,12}@[a-z]{3,12}[.](com|org)$"},
@@ -86,10 +86,22 @@ def measure_batches(llm: LLM, num_requests: int, num_tokens: int, rounds: int) -
     }
 
 
-async def measure_first_use(llm: LLM, num_schemas: int) -> dict[str, float]:
+def hostile_schema(number: int) -> dict[str, Any]:
+    """Return a schema whose check takes seconds: the product of six choices among four."""
+
+    def choice(i: int) -> dict[str, Any]:
+        texts = [{"type": "string", "pattern": f"a{{{i + j}}}"} for j in range(1, 5)]
+        return {"anyOf": [{"type": "object", "properties": {f"key{i + j}": text}} for j, text in enumerate(texts)]}
+
+    return {"title": str(number), "allOf": [choice(4 * i) for i in range(6)]}
+
+
+async def measure_first_use(llm: LLM, num_schemas: int, num_deaths: int) -> dict[str, float]:
     """Return the seconds that a new schema adds: check in a worker process, then compilation for the core."""
     engine = llm.engine
-    checker = GrammarChecker(engine.model_folder, engine.shape.vocab_size, engine.eos_token_ids)
+    checker = GrammarChecker(
+        engine.model_folder, engine.shape.vocab_size, engine.eos_token_ids, check_timeout_s=CHECK_TIMEOUT_S
+    )
     compiler = engine.grammar_compiler()
 
     async def use(suffix: str) -> float:
@@ -108,16 +120,20 @@ async def measure_first_use(llm: LLM, num_schemas: int) -> dict[str, float]:
         await asyncio.sleep(0.1)
     await use("first")
     times = [await use(f"_{i}") for i in range(num_schemas)]
-    # The worker that is next dies; the other one serves.
-    pool = checker._workers
-    worker = await pool._idle.get()
-    os.kill(worker._process.pid, signal.SIGKILL)
-    pool._replace(worker)
-    after_death = await use("_after")
+    after_deaths = []
+    for i in range(num_deaths):
+        # A grammar that takes too long: its worker is killed, and the other one serves while a new one starts.
+        killed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        checker.submit(StructuredOutputsParams(json=hostile_schema(i)), killed.set_result)
+        assert "takes longer than" in str(await killed)
+        after_deaths.append(await use(f"_after_{i}"))
+        while checker._workers._idle.qsize() < NUM_WORKERS:
+            await asyncio.sleep(0.1)
     return {
         "p50": measure.percentile(times, 50),
         "p99": measure.percentile(times, 99),
-        "after_death": after_death,
+        "after_a_death_p50": measure.percentile(after_deaths, 50),
+        "after_a_death_p99": measure.percentile(after_deaths, 99),
     }
 
 
@@ -129,17 +145,27 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5)
+    parts = ["batches", "first-use"]
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), default=parts, help=f"of {','.join(parts)} (default: both)"
+    )
     parser.add_argument("--schemas", type=int, default=100)
+    parser.add_argument("--deaths", type=int, default=10, help="of workers by a hostile schema (default: %(default)s)")
     arguments = parser.parse_args()
     folder = arguments.model or random_checkpoint.cached_checkpoint(arguments.shape)
     llm = LLM(model=folder, device="cpu", max_model_len=256, kv_cache_memory_bytes=2**30)
-    batches = measure_batches(llm, arguments.requests, arguments.tokens, arguments.runs)
-    print(json.dumps(batches))
-    first_use = asyncio.run(measure_first_use(llm, arguments.schemas))
-    print(json.dumps({"batches": batches, "first_use_s": first_use}, indent=2))
-    is_met = batches["ratio"]["median"] >= MIN_RATIO and first_use["p99"] <= MAX_FIRST_USE_S
-    print(f"guided / unguided {batches['ratio']['median']:.3f}, bar {MIN_RATIO}")
-    print(f"first use p99 {1e3 * first_use['p99']:.1f} ms, bar {1e3 * MAX_FIRST_USE_S:g}")
+    is_met = True
+    if "batches" in arguments.parts:
+        batches = measure_batches(llm, arguments.requests, arguments.tokens, arguments.runs)
+        print(json.dumps(batches, indent=2))
+        print(f"guided / unguided {batches['ratio']['median']:.3f}, bar {MIN_RATIO}", flush=True)
+        is_met = batches["ratio"]["median"] >= MIN_RATIO
+    if "first-use" in arguments.parts:
+        first_use = asyncio.run(measure_first_use(llm, arguments.schemas, arguments.deaths))
+        print(json.dumps(first_use, indent=2))
+        worst = max(first_use["p99"], first_use["after_a_death_p99"])
+        print(f"first use p99 {1e3 * worst:.1f} ms, also after a death, bar {1e3 * MAX_FIRST_USE_S:g}")
+        is_met &= worst <= MAX_FIRST_USE_S
     return not is_met
 
 

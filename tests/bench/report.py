@@ -12,6 +12,7 @@ ENGINE_RATIOS = (
     ("http", "offline"),
     ("grpc", "offline"),
     ("openai", "grpc"),
+    ("openai", "vllm-serve"),
     ("offline", "transformers"),
 )
 """Ratios of tokens/s, with all requests at once."""

@@ -2,7 +2,8 @@
 """The serving benchmark: one trace, one set of weights, several engines in alternating runs.
 
 Engines: Quire offline and through the real server (HTTP, gRPC, OpenAI), transformers.generate in static batches, and
-vLLM if an environment has it. No speed is reported unless outputs are correct. See docs/benchmarks.md.
+vLLM offline and as `vllm serve`, if an environment has it. No speed is reported unless outputs are correct. See
+docs/benchmarks.md.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from child import ChildFailed, ChildProcess
 from engines import (
     ENGINE_NAMES,
     ENGINES_WITH_RATES,
+    PEERS,
     PROTOCOLS,
     ROOT,
     BenchmarkEngine,
@@ -72,7 +74,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     }
     vocab_size = json.loads(Path(settings["model"], "config.json").read_text())["vocab_size"]
     workload = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
-    names = args.engines or [name for name in ENGINE_NAMES if name != "vllm" or args.vllm_python]
+    names = args.engines or [name for name in ENGINE_NAMES if name not in PEERS or args.vllm_python]
     results = {"format": FORMAT, **environment_info(), "settings": settings}
     workload_fields = ("requests", "prompt_tokens", "output_tokens", "rates", "runs", "prefix_tokens", "seed")
     results["workload"] = {name: getattr(args, name) for name in workload_fields}
@@ -203,8 +205,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = command_line.parse_engine_options(parser, argv, ())
     if unknown := sorted(set(args.engines or ()) - set(ENGINE_NAMES)):
         parser.error(f"--engines: {unknown[0]!r} is not one of {names}")
-    if "vllm" in (args.engines or ()) and not args.vllm_python:
-        parser.error("--engines: vllm needs --vllm-python")
+    if {*PEERS} & {*(args.engines or ())} and not args.vllm_python:
+        parser.error(f"--engines: {' and '.join(PEERS)} need --vllm-python")
     if min(args.rates, default=1) <= 0:
         parser.error("--rates must be positive")
     return args

@@ -115,10 +115,18 @@ class OpenAIFront:
 
 @contextlib.contextmanager
 def running_front(
-    folder: Path, *flags: str, model: Path = TINY, env: Mapping[str, str] | None = None, **config: Any
+    folder: Path,
+    *flags: str,
+    model: Path = TINY,
+    env: Mapping[str, str] | None = None,
+    num_threads: int | None = 1,
+    **config: Any,
 ) -> Iterator[OpenAIFront]:
-    """Start text, core and front; check at the end that no request is left in the engine."""
-    with EngineProcesses(folder, **engine_config(model, **config)) as engine:
+    """Start text, core and front; check at the end that no request is left in the engine.
+
+    `num_threads` are those of the engine, None for the default.
+    """
+    with EngineProcesses(folder, num_threads, **engine_config(model, **config)) as engine:
         engine.start("core", "text")
         with engine.connect("text", "supervisor") as supervisor:
             supervisor.call("set_adapters", adapters={}, limits={})

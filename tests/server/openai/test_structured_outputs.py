@@ -130,8 +130,20 @@ def deep(levels, leaf):
     return schema
 
 
+def product(num_choices, num_alternatives):
+    choices = [
+        [
+            {"properties": {f"k{i}{j}": {"type": "string", "pattern": f"a{{{j}}}b{{{i}}}"}}}
+            for j in range(num_alternatives)
+        ]
+        for i in range(num_choices)
+    ]
+    return {"allOf": [{"anyOf": choice} for choice in choices]}
+
+
 HOSTILE = {
     "nested oneOf": {"json": deep(8, {"type": "string"})},
+    "product of choices": {"json": product(6, 4)},
     "ambiguous regex": {"regex": "(a|a)*b"},
     "nested repetition": {"regex": "(x{1,1000}){1,1000}"},
     "lookahead": {"regex": "(?=a)b"},
