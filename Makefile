@@ -31,7 +31,7 @@ test: dev-env ## all tests that this machine can run, and a line for each skippe
 test-fast: dev-env ## the tests that start no server (seconds)
 	@$(BIN)/python -m pytest -q -m "not server"
 
-test-clients: dev-env ## the current openai package against quire serve, from an environment of its own
+test-clients: dev-env ## openai's, LangChain's and LiteLLM's clients against quire serve, from environments of their own
 	@PYTHONPATH=tests:hack $(BIN)/python tests/clients/run.py
 
 bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
