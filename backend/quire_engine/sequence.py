@@ -131,7 +131,7 @@ class Sequence:
 
         Either the step requires the previous tokens on the host, or it returns much more than a token to the host.
         """
-        logprobs = self.params.logprobs
+        logprobs = self.params.num_logprobs
         return (
             bool(self.bad_words)
             or self.needs_prompt_logprobs

@@ -156,6 +156,7 @@ class Engine:
         self._check_logprobs(params, len(prompt_token_ids))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens("logit_bias", params.logit_bias or ())
+        self._check_tokens("logprob_token_ids", params.logprob_token_ids or ())
         bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
         if not all(bad_words):
             raise InvalidArgument("bad_words: a word has no tokens; give each word at least one")
@@ -405,7 +406,9 @@ class Engine:
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         vocab_size, max_logprobs = self.shape.vocab_size, self.config.max_logprobs
-        for name, requested in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        # The tokens that a request names have a limit of their own.
+        num_top = None if params.logprob_token_ids else params.logprobs
+        for name, requested in (("logprobs", num_top), ("prompt_logprobs", params.prompt_logprobs)):
             count = vocab_size if requested == -1 else requested or 0
             if count > max_logprobs != -1:
                 requested_text = f"-1, all {count}," if requested == -1 else count

@@ -234,6 +234,7 @@ class AdmissionController:
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("logit_bias", params.logit_bias or ())
+        self._check_token_ids("logprob_token_ids", params.logprob_token_ids or ())
         return params
 
     def _check_token_ids(self, param_name: str, token_ids: Collection[int]) -> None:

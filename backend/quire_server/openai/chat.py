@@ -226,7 +226,8 @@ class ChatFormatter(Formatter):
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
         if not self._fields.logprobs or delta.logprobs is None:
             return None
-        return chat_logprobs(delta.logprobs, self._fields.top_logprobs or 0, self._fields.return_tokens_as_token_ids)
+        num_top = -1 if self._params.logprob_token_ids else self._fields.top_logprobs or 0
+        return chat_logprobs(delta.logprobs, num_top, self._fields.return_tokens_as_token_ids)
 
 
 def _finish_reason(choice: Choice, delta: OutputDelta) -> str | None:

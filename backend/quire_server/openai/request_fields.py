@@ -35,7 +35,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "prompt_embeds": (),
-    "logprob_token_ids": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "kv_transfer_params": (),

@@ -22,6 +22,7 @@ MAX_STOP_LENGTH = 1024
 MAX_BAD_WORDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65536
+MAX_LOGPROB_TOKENS = 128
 MAX_BIAS = 100.0
 """Larger biases are clamped to this value, as in vLLM and OpenAI's API."""
 MAX_PROMPT_LOGPROBS = 2**20
@@ -94,6 +95,9 @@ class SamplingParams:
     """Number of most likely tokens with log probabilities at each position, in addition to the sampled token; -1: all.
     The engine's max_logprobs limits it."""
 
+    logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
+    """With logprobs: return the log probabilities of these tokens instead of the most likely ones."""
+
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
     """The same for each token of the prompt but the first. Such a request computes its whole prompt, cached or not."""
 
@@ -157,6 +161,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if any penalty is enabled."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of tokens with log probabilities at each position, beside the sampled one; None for none."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def num_sequences(self) -> int:
@@ -232,6 +241,12 @@ class SamplingParams:
             raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': must be -1 or at least 1, got 0")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidArgument("sampling parameter 'allowed_token_ids': must not be empty; omit it to allow all")
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise InvalidArgument(
+                "sampling parameter 'logprob_token_ids': requires logprobs; set logprobs, or leave it out"
+            )
+        if self.logprob_token_ids is not None and not self.logprob_token_ids:
+            raise InvalidArgument("sampling parameter 'logprob_token_ids': must not be empty; leave it out")
         if self.stop and not self.detokenize:
             raise InvalidArgument("sampling parameter 'stop': requires detokenize; omit 'stop', or set detokenize")
 

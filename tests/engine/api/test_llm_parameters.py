@@ -233,3 +233,34 @@ def test_text_parameters_require_a_tokenizer(tmp_path: Path) -> None:
     for name in ("stop", "bad_words"):
         with pytest.raises(InvalidArgument, match=f"'{name}'.*no tokenizer"):
             llm.generate([[1, 2]], SamplingParams(**{name: ["x"]}), use_tqdm=False)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_log_probabilities_of_named_tokens(models: Any, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to those of all tokens, beside requests with other numbers of log probabilities, in chunks of two rows."""
+    monkeypatch.setattr(logprobs, "max_rows", lambda *sizes: 2)
+    llm = models.load(async_scheduling=is_async, max_logprobs=-1)
+    named = {"logprobs": 1, "logprob_token_ids": (17, 200, 3)}
+    params = [_greedy(logprobs=-1), _greedy(**named), _greedy(), _greedy(logprobs=2), _greedy(**named, seed=1)]
+    outputs = [r.outputs[0] for r in llm.generate([PROMPTS[0]] * 5, params, use_tqdm=False)]
+    assert len({tuple(output.token_ids) for output in outputs}) == 1 and outputs[2].logprobs is None
+    for i in (1, 4):
+        for token, every, entries in zip(outputs[0].token_ids, outputs[0].logprobs, outputs[i].logprobs, strict=True):
+            assert list(entries) == list(dict.fromkeys((token, 17, 200, 3)))
+            for j, entry in entries.items():
+                assert entry.logprob == pytest.approx(every[j].logprob, abs=1e-4)
+                assert entry.rank == every[j].rank
+    assert all(len(entries) in (2, 3) for entries in outputs[3].logprobs)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"logprob_token_ids": [5]}, "requires logprobs"),
+        ({"logprobs": 1, "logprob_token_ids": []}, "must not be empty"),
+        ({"logprobs": 1, "logprob_token_ids": [VOCAB]}, "logprob_token_ids"),
+    ],
+)
+def test_named_tokens_are_checked(models: Any, params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        models.llm.generate("a", SamplingParams(**params), use_tqdm=False)

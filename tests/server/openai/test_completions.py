@@ -123,6 +123,12 @@ def test_a_stream_with_an_interval_has_fewer_events_and_the_same_text(client):
     assert "".join(chunk.text for chunk in chunks) == whole.text
 
 
+def test_log_probabilities_of_named_tokens(front):
+    fields = {"prompt": STORY, "logprobs": 1, "logprob_token_ids": [15, 13], "max_tokens": 4, "temperature": 0}
+    [choice] = front.complete(**fields, return_tokens_as_token_ids=True).body["choices"]
+    assert all({"token_id:15", "token_id:13"} <= top.keys() for top in choice["logprobs"]["top_logprobs"])
+
+
 def test_stop_reason(client):
     [choice] = client.completions.create(prompt=STORY, stop=[" was"], **GREEDY | {"max_tokens": 30}).choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", " was")
@@ -151,6 +157,7 @@ def test_stop_reason(client):
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "stream_interval": 0}, "stream_interval"),
+        ({"prompt": "a", "logprobs": 1, "logprob_token_ids": [10**9]}, "logprob_token_ids"),
         ({"prompt": "a", "truncation_side": "middle"}, "truncation_side"),
         ({"prompt": "a", "thinking_token_budget": 1.5}, "thinking_token_budget"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
@@ -199,6 +206,30 @@ def test_bad_http_gets_its_status(front, path, body, method, status):
 def test_unknown_model_is_404(client):
     with pytest.raises(openai.NotFoundError, match="not served"):
         client.completions.create(model="absent", prompt="a")
+
+
+def test_adapters_that_cannot_answer_now_say_when_to_retry(front):
+    """An unknown adapter is 404, one that is being loaded 503, one at its limit 429."""
+    with front.engine.connect("text", "supervisor") as supervisor:
+        supervisor.call("set_loading_adapters", names=["soon"])
+        supervisor.call("set_adapters", adapters={"busy": "sha256:0"}, limits={"busy": {"maxTokensPerSecond": 1}})
+        try:
+            answers = [
+                front.request("/v1/completions", {"model": model, "prompt": list(range(100, 140))})
+                for model in ("absent", "soon", "busy", "busy")
+            ]
+            cards = front.request("/v1/models").body["data"]
+            loading = front.request("/v1/models/soon")
+        finally:
+            supervisor.call("set_loading_adapters", names=[])
+            supervisor.call("set_adapters", adapters={}, limits={})
+    absent, soon, _, limited = answers
+    assert (absent.status, "retry-after" in absent.headers) == (404, False)
+    for answer in (soon, loading):
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1") and "not loaded yet" in answer.message
+    assert (limited.status, limited.body["error"]["type"]) == (429, "RateLimitError")
+    assert 25 < int(limited.headers["retry-after"]) < 35 and "maxTokensPerSecond" in limited.message
+    assert [(card["id"], card["parent"]) for card in cards] == [("base", None), ("busy", "base")]
 
 
 def test_models_health_version_metrics(front, client):

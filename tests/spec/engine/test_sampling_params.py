@@ -105,6 +105,7 @@ def test_clone_is_independent():
 
 def test_defaults_match_vllm():
     others = {"best_of": None, "truncate_prompt_tokens": None, "truncation_side": "left", "thinking_token_budget": None}
+    others["logprob_token_ids"] = None
     assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | others
     assert SamplingParams().to_mapping() == {}
 
@@ -149,6 +150,7 @@ INVALID_VALUES = {
     "truncate_prompt_tokens": (0, -2, 1.5, "x"),
     "truncation_side": ("middle", 1, None),
     "thinking_token_budget": (-2, 1.5, "x", 2**31),
+    "logprob_token_ids": ([], [5], "7", ["a"], [1.5], 7, [0] * 129),
     "n": (0, 129, 10**400, 1.5, None, True),
     "best_of": (0, 129, 1.5, "x", True),
     "structured_outputs": (

@@ -5,10 +5,10 @@ The log probabilities refer to the model's distribution before any logits proces
 runner.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,28 +23,29 @@ _MAX_CHUNK_BYTES = 64 << 20
 _MAX_COLUMNS_TO_LIST = 128
 
 
+RequestedLogprobs: TypeAlias = int | tuple[int, ...]
+"""What a row returns beside its token: this number of most likely tokens, -1 for all; or these tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
     """Log probabilities of some rows, on the device."""
 
     tensors: tuple[Tensor, ...]
-    """[num_rows]: the tokens, their log probabilities and ranks. [num_rows, max_logprobs]: the most likely tokens and
-    their log probabilities."""
+    """[num_rows]: the tokens, their log probabilities and ranks. [num_rows, max_logprobs]: the most likely tokens, or
+    those that the row names, and their log probabilities. Their ranks only if a row names tokens."""
     num_logprobs: list[int]
-    """Number of top log probabilities per row."""
+    """Number of these log probabilities per row."""
 
     def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
-        """Return per row the token, then the most likely ones; `tensors` are these tensors or copies of them."""
+        """Return per row the token, then the requested ones; `tensors` are these tensors or copies of them."""
         logprob_lists = []
         columns = *(tensor.tolist() for tensor in tensors[:3]), *map(self._top_entries, tensors[3:])
-        for token, logprob, rank, tokens, logprobs in zip(*columns, strict=True):
-            top_entries = zip(tokens, logprobs, strict=True)
-            logprob_lists.append(
-                [
-                    Logprob(token, logprob, rank),
-                    *(Logprob(*entry, top_rank) for top_rank, entry in enumerate(top_entries, 1)),
-                ]
-            )
+        for token, logprob, rank, *top_columns in zip(*columns, strict=True):
+            if len(top_columns) == 2:
+                top_columns.append(range(1, len(top_columns[0]) + 1))
+            top_entries = zip(*top_columns, strict=True)
+            logprob_lists.append([Logprob(token, logprob, rank), *(Logprob(*entry) for entry in top_entries)])
         return logprob_lists
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
@@ -72,12 +73,12 @@ def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
 
 
 def compute_logprob_lists(
-    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
+    logits: Tensor, token_ids: Tensor, requested: Sequence[RequestedLogprobs], rows: Tensor | None = None
 ) -> list[list[Logprob]]:
-    """Return per row the token, then the most likely ones; arguments as of `compute_logprobs`."""
+    """Return per row the token, then the requested ones; arguments as of `compute_logprobs`."""
     return [
         entries
-        for chunk in _compute_chunks(logits, token_ids, num_logprobs, rows)
+        for chunk in _compute_chunks(logits, token_ids, requested, rows)
         for entries in chunk.to_lists(chunk.tensors)
     ]
 
@@ -104,17 +105,17 @@ def compute_prompt_logprobs(
 
 
 def compute_logprobs(
-    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None = None
+    logits: Tensor, token_ids: Tensor, requested: Sequence[RequestedLogprobs], rows: Tensor | None = None
 ) -> LogprobTensors:
     """Compute log probabilities without waiting for the device.
 
     Args:
         logits: [num_logits, vocab_size], any float dtype.
         token_ids: [num_rows] int64.
-        num_logprobs: number of top log probabilities by row; -1 for all.
+        requested: what each row returns beside the token.
         rows: [num_rows] int64, the rows of `logits` to use; None for all.
     """
-    chunks = list(_compute_chunks(logits, token_ids, num_logprobs, rows))
+    chunks = list(_compute_chunks(logits, token_ids, requested, rows))
     if len(chunks) == 1:
         return chunks[0]
     tensors = tuple(
@@ -124,26 +125,38 @@ def compute_logprobs(
 
 
 def _compute_chunks(
-    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int], rows: Tensor | None
+    logits: Tensor, token_ids: Tensor, requested: Sequence[RequestedLogprobs], rows: Tensor | None
 ) -> Iterator[LogprobTensors]:
     vocab_size = logits.shape[1]
-    num_logprobs = [vocab_size if count == -1 else min(count, vocab_size) for count in num_logprobs]
+    counts = [request if isinstance(request, int) else len(request) for request in requested]
+    num_logprobs = [vocab_size if count == -1 else min(count, vocab_size) for count in counts]
     max_logprobs = max(num_logprobs)
     chunk_size = max_rows(vocab_size, max_logprobs)
+    # All chunks have the same tensors, because they are concatenated.
+    has_names = not all(isinstance(request, int) for request in requested)
     for start in range(0, len(num_logprobs), chunk_size):
         chunk = slice(start, start + chunk_size)
-        yield _compute_chunk(
-            logits[chunk] if rows is None else logits[rows[chunk]], token_ids[chunk], num_logprobs[chunk], max_logprobs
-        )
+        values = (logits[chunk] if rows is None else logits[rows[chunk]]).to(torch.float32)
+        named = {i: names for i, names in enumerate(requested[chunk]) if not isinstance(names, int)}
+        tensors = _compute_chunk(values, token_ids[chunk], max_logprobs, named if has_names else None)
+        yield LogprobTensors(tensors, num_logprobs[chunk])
 
 
-def _compute_chunk(logits: Tensor, token_ids: Tensor, num_logprobs: list[int], max_logprobs: int) -> LogprobTensors:
-    values = logits.to(torch.float32)
+def _compute_chunk(
+    values: Tensor, token_ids: Tensor, max_logprobs: int, named: Mapping[int, Sequence[int]] | None
+) -> tuple[Tensor, ...]:
+    """Return LogprobTensors.tensors of [num_rows, vocab_size] float32 logits; `named` are the named tokens by row."""
     # Subtracted from a few values per row and not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)
     token_logits = values.gather(-1, token_ids[:, None])
     ranks = (values > token_logits).sum(dim=-1) + 1
-    top = values.topk(max_logprobs, dim=-1)
-    return LogprobTensors(
-        (token_ids, (token_logits - total)[:, 0], ranks, top.indices, top.values - total), num_logprobs
-    )
+    top_values, top_ids = values.topk(max_logprobs, dim=-1)
+    tensors = token_ids, (token_logits - total)[:, 0], ranks
+    if named is None:
+        return *tensors, top_ids, top_values - total
+    top_ranks = torch.arange(1, max_logprobs + 1, device=values.device).repeat(len(values), 1)
+    for row, names in named.items():
+        columns, ids = slice(len(names)), to_device_async(list(names), values.device)
+        top_ids[row, columns], top_values[row, columns] = ids, values[row, ids]
+        top_ranks[row, columns] = (values[row] > values[row, ids, None]).sum(dim=-1) + 1
+    return *tensors, top_ids, top_values - total, top_ranks

@@ -19,7 +19,12 @@ from quire_engine.step.plan import SpanOutput
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.grammar_bitmask import TokenBitmask
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
-from quire_engine.worker.sampling.logprobs import LogprobTensors, compute_logprob_lists, compute_logprobs
+from quire_engine.worker.sampling.logprobs import (
+    LogprobTensors,
+    RequestedLogprobs,
+    compute_logprob_lists,
+    compute_logprobs,
+)
 from quire_engine.worker.sampling.penalty_state import TokenCounts
 from quire_kernels import argmax_first, sample, to_device_async
 
@@ -98,7 +103,7 @@ class Sampler:
         for chunk, tensors, token_ids in self._sample_chunks(logits, rows, bitmask):
             token_chunks.append(token_ids)
             if (logprobs := tensors.compute_logprobs(logits[chunk], token_ids)) is not None:
-                logprob_chunks.append(([chunk.start + i for i in tensors.num_logprobs], logprobs))
+                logprob_chunks.append(([chunk.start + i for i in tensors.logprobs], logprobs))
         return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
     def _sample_chunks(
@@ -150,8 +155,10 @@ class SamplingTensors:
         self.sequences = sequences
         self._logits_processors = logits_processors
         self._device = device
-        self.num_logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        """Number of top log probabilities by row, for rows that return log probabilities."""
+        self.logprobs: dict[int, RequestedLogprobs] = {
+            i: p.logprob_token_ids or p.logprobs for i, p in enumerate(params) if p.logprobs is not None
+        }
+        """What each row returns, for rows that return log probabilities."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
@@ -169,7 +176,7 @@ class SamplingTensors:
         processed_logits = logits
         if bitmask is not None:
             # Log probabilities refer to the logits without the mask.
-            processed_logits = logits.clone() if self.num_logprobs else logits
+            processed_logits = logits.clone() if self.logprobs else logits
             bitmask.apply(processed_logits)
         if self._logits_processors is not None:
             processed_logits = self._logits_processors(
@@ -182,18 +189,18 @@ class SamplingTensors:
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> dict[int, list[list[Logprob]]]:
         """Return log probabilities by row, for rows that return them, of the model's distribution before processing."""
-        if not self.num_logprobs:
+        if not self.logprobs:
             return {}
-        index = to_device_async(list(self.num_logprobs), self._device)
-        logprob_lists = compute_logprob_lists(logits, token_ids[index], list(self.num_logprobs.values()), index)
-        return {i: [entries] for i, entries in zip(self.num_logprobs, logprob_lists, strict=True)}
+        index = to_device_async(list(self.logprobs), self._device)
+        logprob_lists = compute_logprob_lists(logits, token_ids[index], list(self.logprobs.values()), index)
+        return {i: [entries] for i, entries in zip(self.logprobs, logprob_lists, strict=True)}
 
     def compute_logprobs(self, logits: Tensor, token_ids: Tensor) -> LogprobTensors | None:
         """Return the same on the device, without waiting; None if no row returns log probabilities."""
-        if not self.num_logprobs:
+        if not self.logprobs:
             return None
-        index = to_device_async(list(self.num_logprobs), self._device)
-        return compute_logprobs(logits, token_ids[index], list(self.num_logprobs.values()), index)
+        index = to_device_async(list(self.logprobs), self._device)
+        return compute_logprobs(logits, token_ids[index], list(self.logprobs.values()), index)
 
     def _sample(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> Tensor:
         """Return [num_rows] int64; greedy rows get their most likely token."""
