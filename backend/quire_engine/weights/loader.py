@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a checkpoint into parameters: safetensors only, one file or several, read by slice into merged parameters."""
 
+import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from quire_engine.weights import device_copier
+from quire_engine.weights.device_copier import CopyFunction
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
 from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
@@ -20,8 +23,8 @@ from quire_spec.model.quantization import QuantizationScheme
 
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
-# Bytes read at a time: limits the memory for conversion.
-_CHUNK_BYTES = 64 << 20
+# Bytes read at a time: limits the memory for conversion. It is the size of a pinned buffer.
+_CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
 # Part of old Llama checkpoints, which the engine computes from config.json; and the parts of a model that reads images,
@@ -72,14 +75,18 @@ def load_weights(
         hint = quantized.describe_missing_config() or "; config.json does not match this checkpoint"
         raise ConfigError(f"{folder}: {_summarize_names(unexpected)} unexpected{hint}")
     total = sum(t.nbytes for t in targets.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+    device = next((target.tensor.device for target in targets.values()), torch.device("cpu"))
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar,
+        device_copier.open_copier(device) as copy,
+    ):
         for name, target in targets.items():
             source: _Source = sources.get(name) or _FloatTensor(files, name)
             if source.shape != target.checkpoint_shape:
                 raise ConfigError(
                     f"{folder}: {name} has shape {source.shape}; config.json implies {target.checkpoint_shape}"
                 )
-            _copy_shard(source, target)
+            _copy_shard(source, target, copy)
             bar.update(target.nbytes)
     if tied_to and lm_head_name in files and not _equal_in_checkpoint(files, files.name_in_file(tied_to), lm_head_name):
         raise ConfigError(
@@ -139,16 +146,19 @@ def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool
     )
 
 
-def _copy_shard(source: _Source, target: ParamShard) -> None:
+def _copy_shard(source: _Source, target: ParamShard, copy: CopyFunction) -> None:
     """Read only the rows and columns of the shard from the file."""
     columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
     size = max(1, _CHUNK_BYTES // (target.tensor.element_size() * max(1, target.tensor.shape[-1])))
-    with torch.inference_mode():
-        for expert, destination, rows in target.row_slices():
-            for start in range(0, len(rows), size):
-                chunk = rows[start : start + size]
-                values = source.read(expert, range(chunk[0], chunk[-1] + 1), columns, destination.dtype)
-                destination[start : start + size].copy_(values[:: chunk.step])
+    for expert, destination, rows in target.row_slices():
+        for start in range(0, len(rows), size):
+            chunk = rows[start : start + size]
+            part = destination[start : start + size]
+            copy(part, functools.partial(_read_rows, source, expert, chunk, columns, part.dtype))
+
+
+def _read_rows(source: _Source, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+    return source.read(expert, range(rows[0], rows[-1] + 1), columns, dtype)[:: rows.step]
 
 
 def _summarize_names(names: list[str]) -> str:
