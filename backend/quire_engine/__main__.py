@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the engine: `python -m quire_engine generate|bench|convert`, on this machine and without a server.
+"""Command line of the engine: `python -m quire_engine generate|bench|convert|compile`, without a server.
 
-Parses arguments and prints results; `api/llm.py`, `api/benchmark.py` and `weights/pickle_conversion.py` do the work.
+Parses arguments and prints results; `api/llm.py`, `api/benchmark.py`, `weights/pickle_conversion.py` and
+`api/kernel_compilation.py` do the work.
 """
 
 import argparse
@@ -71,6 +72,16 @@ examples:
 """
 
 
+_COMPILE_EXAMPLES = """
+examples:
+  kernels of models with the shape of Llama-3.1-8B, for H100 and H200
+    python -m quire_engine compile --capability 9.0 --into /opt/quire/kernels
+
+  kernels of another model; only its config.json is read
+    python -m quire_engine compile --capability 9.0 --model ./qwen --into /opt/quire/kernels
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Return the exit code: 0, 1 for an error that the user can correct, or 130 for an interrupt."""
     args = _build_parser().parse_args(argv)
@@ -137,6 +148,13 @@ def _convert(args: argparse.Namespace) -> None:
     source = hub.resolve_model(args.model, args.revision, sys.stderr.isatty(), None, hub.PICKLE_PATTERNS)
     report = pickle_conversion.convert_checkpoint(source, args.into)
     print(f"converted and compared tensors={report.num_tensors} bytes={report.num_bytes} folder={args.into}")
+
+
+def _compile(args: argparse.Namespace) -> None:
+    from quire_engine.api import kernel_compilation  # imports torch, which --help does not need
+
+    num_kernels = kernel_compilation.compile_kernels(args.model, args.capability, args.into)
+    print(f"compiled kernels={num_kernels} capability={args.capability} folder={args.into}")
 
 
 def _profile_steps(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[None]:
@@ -257,16 +275,16 @@ _BENCH_OPTIONS: tuple[_Option, ...] = (
     ("--no-warmup", None, bool, "do not run a few requests before measuring", {}),
 )
 _BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
-_COMMANDS = {"generate": _generate, "bench": _bench, "convert": _convert}
+_COMMANDS = {"generate": _generate, "bench": _bench, "convert": _convert, "compile": _compile}
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_engine",
-        description="Generate with a model, benchmark it or convert its weights on this machine, without a server.",
-        epilog="For examples see python -m quire_engine generate --help, bench --help and convert --help",
+        description="Generate with a model, benchmark it, convert its weights or compile kernels, without a server.",
+        epilog="For examples see python -m quire_engine generate, bench, convert and compile with --help",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench|convert")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate|bench|convert|compile")
     for name, summary, description, examples, options in (
         (
             "generate",
@@ -290,6 +308,7 @@ def _build_parser() -> argparse.ArgumentParser:
         command.add_argument("--lora", metavar="NAME=DIR", help=_LORA_HELP[name], **_REPEATABLE)
         command.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
     _add_convert_command(commands)
+    _add_compile_command(commands)
     return parser
 
 
@@ -305,6 +324,21 @@ def _add_convert_command(commands: "argparse._SubParsersAction[argparse.Argument
     command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or a Hugging Face Hub id")
     command.add_argument("--into", metavar="DIR", type=Path, required=True, help="new folder for the result")
     command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+
+
+def _add_compile_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "compile",
+        help="compile GPU kernels ahead, without a GPU",
+        description="Compile the GPU kernels of bfloat16 models into a folder. An engine whose environment variable "
+        "QUIRE_KERNEL_CACHE names the folder starts without compiling them.",
+        epilog=_COMPILE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--capability", metavar="X.Y", required=True, help="compute capability, 9.0 for H100 and H200")
+    command.add_argument("--into", metavar="DIR", type=Path, required=True, help="folder for the kernels")
+    model_help = "folder with the config.json of a model; repeatable (default: the shape of Llama-3.1-8B)"
+    command.add_argument("--model", metavar="DIR", type=Path, help=model_help, **_REPEATABLE)
 
 
 if __name__ == "__main__":

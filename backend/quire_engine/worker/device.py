@@ -17,6 +17,7 @@ import torch
 import quire_kernels
 from quire_engine.worker.memory_budget import check_model_fits
 from quire_kernels import dispatch, has_int8_kernel
+from quire_kernels.gpu import kernel_cache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
@@ -52,6 +53,7 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
             )
         if size > 1:
             torch.cuda.set_device(rank)
+        kernel_cache.install_shipped_cache(torch.cuda.get_device_capability())
         return torch.device("cuda", torch.cuda.current_device())
     retain_freed_memory()
     return torch.device("cpu")

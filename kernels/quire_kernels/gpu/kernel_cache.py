@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache of compiled kernels that an image can contain: its key, and its installation into Triton's cache folder.
+
+`python -m quire_engine compile` fills a folder and writes its key. At start, `install_shipped_cache` copies a folder
+whose key matches to Triton's own cache, which must be writable. A kernel that the folder lacks is compiled as before.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SHIPPED_CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"
+"""Environment variable: the folder in the image."""
+_KEY_NAME = "key.json"
+_GROUP_PREFIX = "__grp__"
+"""Triton's files that contain the absolute paths of a kernel's other files."""
+
+
+@functools.cache
+def cache_key(capability: tuple[int, int]) -> dict[str, str]:
+    """Return what compiled kernels depend on: the sources in this folder, Triton's version, the compute capability."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return {
+        "sources": digest.hexdigest(),
+        "triton": importlib.metadata.version("triton"),
+        "capability": ".".join(map(str, capability)),
+    }
+
+
+def write_key(folder: Path, capability: tuple[int, int]) -> None:
+    """Mark a folder as complete."""
+    (folder / _KEY_NAME).write_text(json.dumps(cache_key(capability), indent=1) + "\n")
+
+
+def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None) -> int:
+    """Copy the kernels of the folder that QUIRE_KERNEL_CACHE names to Triton's cache.
+
+    A folder with another key is ignored, and one log line names the difference.
+
+    Args:
+        capability: of the device.
+        cache: Triton's cache; None: the one in use.
+
+    Returns:
+        Number of entries that the cache did not have.
+    """
+    value = os.environ.get(SHIPPED_CACHE_VARIABLE)
+    if not value:
+        return 0
+    shipped, expected = Path(value), cache_key(capability)
+    try:
+        found = json.loads((shipped / _KEY_NAME).read_text())
+        differences = [
+            f"{name}={found[name]} expected={expected[name]}" for name in expected if found[name] != expected[name]
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        differences = [f"{type(error).__name__}: {error}"]
+    if differences:
+        logger.warning("kernel cache ignored folder=%s %s", shipped, " ".join(differences))
+        return 0
+    if cache is None:
+        # Imported here, because this module must not require Triton.
+        from triton import knobs
+
+        cache = Path(knobs.cache.dir)
+    try:
+        num_copied = sum(
+            _copy_entry(entry, cache / entry.name) for entry in sorted(shipped.iterdir()) if entry.is_dir()
+        )
+    except OSError as error:
+        logger.warning("kernel cache not installed folder=%s: %s", shipped, error)
+        return 0
+    logger.info("kernel cache installed folder=%s entries=%d", shipped, num_copied)
+    return num_copied
+
+
+def _copy_entry(source: Path, destination: Path) -> bool:
+    """Copy a kernel's folder unless it exists, and let its files refer to the copy. Return whether it was copied."""
+    if destination.exists():
+        return False
+    temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
+    shutil.copytree(source, temporary)
+    for path in temporary.glob(f"{_GROUP_PREFIX}*"):
+        children = json.loads(path.read_text())["child_paths"]
+        path.write_text(json.dumps({"child_paths": {name: str(destination / name) for name in children}}))
+    try:
+        temporary.rename(destination)
+    except OSError:
+        # Another rank was faster.
+        shutil.rmtree(temporary)
+        return False
+    return True
