@@ -41,6 +41,7 @@ from quire_kernels.lora import (
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedAdapter
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
+from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.prefill_attention import select_prefill_attention
 from quire_kernels.rope import apply_rope, rope_and_cache
 from quire_kernels.sampling import (
@@ -52,4 +53,5 @@ from quire_kernels.sampling import (
     sample,
     uniform,
 )
+from quire_kernels.small_batch_decoder import SMALL_BATCH_TOKENS, SmallBatchDecoder, build_small_batch_decoder
 from quire_kernels.step_inputs import SequenceState, StepInputs, prepare_inputs

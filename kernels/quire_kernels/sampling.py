@@ -278,6 +278,8 @@ def sample(
 
 
 sample.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
+# Not the default: its effect has not been measured. `QUIRE_KERNELS=sample=histogram` selects it.
+sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.histogram_sampling")
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

@@ -21,7 +21,7 @@ from quire_engine.speculation.proposer import NgramProposer
 from quire_engine.worker import graph_shapes
 from quire_engine.worker.cuda_graphs import _SEGMENT_BYTES, CudaGraphRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
-from quire_kernels import paged_attention
+from quire_kernels import SmallBatchDecoder, dispatch, linear, paged_attention, rms_norm_linear, sample
 from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
 from quire_spec.engine.sampling_params import SamplingParams
@@ -141,7 +141,7 @@ def test_graphs_compute_prompts_and_drafts(model, adapters, monkeypatch):
     def measured_capture(self: Any, planned_bytes: int) -> None:
         capture_all(self, planned_bytes)
         assert len(self._graphs) == sum(map(len, self.shapes.kinds))
-        memory.append((self._free_before - self._free_bytes(), planned_bytes))
+        memory.append((self.num_bytes, planned_bytes))
 
     monkeypatch.setattr(CudaGraphRunner, "build_input", recording_build)
     monkeypatch.setattr(NgramProposer, "propose", lambda self, sequence, max_tokens: [7, 7, 7][:max_tokens])
@@ -157,6 +157,37 @@ def test_graphs_compute_prompts_and_drafts(model, adapters, monkeypatch):
     assert any(has_drafts)
     [(num_bytes, planned_bytes)] = memory
     assert num_bytes <= planned_bytes <= num_bytes + _SEGMENT_BYTES
+
+
+def test_small_batches_on_their_own_kernels(model, monkeypatch):
+    """Decoding steps without adapters use them, captured; prompts and larger steps do not. The filters of the sampler
+    use histograms."""
+    for op in (rms_norm_linear, linear, sample):
+        monkeypatch.setattr(op, "dispatch_table", {})
+        monkeypatch.setattr(op, "_preferred", {})
+    run, num_tokens = SmallBatchDecoder.__call__, []
+
+    def recording_run(self: Any, hidden: Any, *args: Any) -> Any:
+        num_tokens.append((len(hidden), torch.cuda.is_current_stream_capturing()))
+        return run(self, hidden, *args)
+
+    monkeypatch.setattr(SmallBatchDecoder, "__call__", recording_run)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=8, top_p=0.8, top_k=40),
+        SamplingParams(temperature=0.9, seed=6, max_tokens=8, min_p=0.02, top_p=0.95),
+    ]
+    selected = {"rms_norm_linear": "small", "linear": "small", "sample": "histogram"}
+    tokens = []
+    for kind, overrides in (("cpu", {}), ("cuda", selected)):
+        monkeypatch.setattr(dispatch, "overrides", lambda overrides=overrides: overrides)
+        llm = LLM(model=model, device=kind, **SMALL)
+        outputs = llm.generate(_prompts(5, 30, 9), params, use_tqdm=False)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+        del llm
+    assert tokens[0] == tokens[1]
+    assert {(size, True) for size in (1, 2, 4)} <= set(num_tokens)
+    assert max(size for size, _ in num_tokens) <= 8
 
 
 def test_swapped_sequences_are_restored_from_pinned_memory(model):

@@ -17,7 +17,16 @@ from quire_engine.models.layers.moe import MoE
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.rotary import RotaryEmbedding
 from quire_engine.weights.param_shard import LoadTarget
-from quire_kernels import AttentionShape, FusedDecoder, LayerWeights, build_fused_decoder, silu_mul
+from quire_kernels import (
+    SMALL_BATCH_TOKENS,
+    AttentionShape,
+    FusedDecoder,
+    LayerWeights,
+    SmallBatchDecoder,
+    build_fused_decoder,
+    build_small_batch_decoder,
+    silu_mul,
+)
 from quire_spec.model.model_config import ModelConfig
 
 FeedForward: TypeAlias = MLP | MoE
@@ -76,6 +85,7 @@ class LlamaForCausalLM(CausalLM):
         self.layers = [self.LAYER(shape, index, factory) for index in range(shape.num_layers)]
         self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.fused_decoder: FusedDecoder | None = None
+        self.small_batch_decoder: SmallBatchDecoder | None = None
 
     def pack(self) -> None:
         """See CausalLM.pack."""
@@ -84,9 +94,9 @@ class LlamaForCausalLM(CausalLM):
         if self.communicator is None and None not in weights and len(self.rotary) == 1:
             scale, softcap = shape.attention_scale, shape.attention_softcap
             heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
-            self.fused_decoder = build_fused_decoder(
-                [layer_weights for layer_weights in weights if layer_weights is not None], heads, shape.norm_eps
-            )
+            layers = [layer_weights for layer_weights in weights if layer_weights is not None]
+            self.fused_decoder = build_fused_decoder(layers, heads, shape.norm_eps)
+            self.small_batch_decoder = build_small_batch_decoder(layers, heads, shape.norm_eps)
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""
@@ -98,6 +108,8 @@ class LlamaForCausalLM(CausalLM):
         if self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
             caches = kv_cache.layers
             return self.fused_decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
+        if self.small_batch_decoder is not None and len(hidden) <= SMALL_BATCH_TOKENS and batch.adapters is None:
+            return self.small_batch_decoder(hidden, ropes[0], kv_cache.layers, batch.addresses, batch.attention)
         for layer, rope, layer_cache in zip(self.layers, ropes, kv_cache.layers, strict=True):
             hidden = layer(hidden, rope, layer_cache, batch)
         return hidden

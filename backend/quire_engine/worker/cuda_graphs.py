@@ -96,6 +96,8 @@ class CudaGraphRunner:
         self._hidden: Tensor | None = None
         """[max_tokens, hidden_size]: hidden states of the last step; allocated by the first one."""
         self._max_tokens = max_tokens
+        self.num_bytes = 0
+        """Device memory of the graphs and of their persistent tensors; 0 before the capture, or if it is not known."""
         # The functions are kept, because a graph contains only addresses: the tensors of a step must not be freed.
         self._functions: dict[GraphShape, CapturedFunction] = {}
         self._graphs: dict[GraphShape, CapturedFunction] = {}
@@ -121,13 +123,13 @@ class CudaGraphRunner:
                 function = self._functions[shape] = self._build_step_function(shape)
                 self._capture.warm_up(function)
                 self._graphs[shape] = self._capture(function)
-        num_bytes = self._free_before - self._free_bytes()
+        self.num_bytes = self._free_before - self._free_bytes()
         logger.info(
             "graphs captured num=%d mixed=%d with_adapters=%d bytes=%d planned_bytes=%d seconds=%.1f",
             len(self._graphs),
             sum(shape.is_mixed for shape in self._graphs),
             sum(shape.has_adapters for shape in self._graphs),
-            num_bytes,
+            self.num_bytes,
             planned_bytes,
             time.perf_counter() - start,
         )

@@ -18,7 +18,7 @@ REGISTERS = 64 << 10
 MAX_STACK = 64
 """Bytes that a thread may spill: a few registers."""
 
-EARLY = ("_split_kv_decode", "_combine", "_shrink", "_expand")
+EARLY = ("_split_kv_decode", "_combine", "_shrink", "_expand", "_small_batch_linear")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_all_compile(kernels):
         "_split_kv_decode", "_prefill", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
         "_write_kv", "_sample", "_argmax_first",
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
-        "_shrink", "_expand",
+        "_shrink", "_expand", "_small_batch_linear", "_part_maxima", "_filter", "_draw",
     }  # fmt: skip
 
 
@@ -57,7 +57,13 @@ def test_kernels_with_early_launch_call_gdc_wait(kernels):
     """Embedding lookups have no shrink before them."""
     found = {name: {tuple(k["early"]) for k in kernels if k["name"] == name} for name in EARLY}
     first, second = ("launch_dependents",), ("wait",)
-    assert found == {"_split_kv_decode": {first}, "_combine": {second}, "_shrink": {first}, "_expand": {second, ()}}
+    assert found == {
+        "_split_kv_decode": {first},
+        "_combine": {second},
+        "_shrink": {first},
+        "_expand": {second, ()},
+        "_small_batch_linear": {first + second},
+    }
     assert not any(k["early"] for k in kernels if k["name"] not in EARLY)
 
 
@@ -67,7 +73,8 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
     # Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms: alone and with the
     # sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31 elements
-    # adds none: the engine warms up on one of a block.
+    # adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and with a residual.
+    # Filters: by stage.
     assert several == {
         "_split_kv_decode": 2,
         "_rope_and_cache": 2,
@@ -75,7 +82,17 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_rms_norm": 2,
         "_shrink": 2,
         "_expand": 4,
+        "_small_batch_linear": 3,
+        "_filter": 6,
     }
+
+
+def test_small_batches_request_weights_before_they_wait(kernels):
+    """Three programs of 128 threads share a multiprocessor, so that one reads while another begins or ends."""
+    small = [k for k in kernels if k["name"] == "_small_batch_linear"]
+    assert all(k["prefetches_before_wait"] > 0 for k in small)
+    assert all(3 * (k["shared"] + 1024) <= MAX_SHARED + 1024 and k["in_flight"] > 0 for k in small)
+    assert all(3 * 128 * (-(-k["registers"] // 8) * 8) <= REGISTERS for k in small)
 
 
 LISTING = """

@@ -42,13 +42,14 @@ def test_not_supported_on_amd(monkeypatch):
 
 def test_attention_and_shrink_are_not_launched_dependently():
     """`_combine` and `_expand` read tables before they wait, so no kernel before them may start early: `launch_pdl` on
-    `_split_kv_decode` or `_shrink` would let the first layer race with the plan or the routing."""
+    `_split_kv_decode` or `_shrink` would let the first layer race with the plan or the routing. `_small_batch_linear`
+    reads nothing but weights before it waits, and all of its programs wait."""
     found = set()
     for path in Path(attention.__file__).parent.glob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and any(keyword.arg == "launch_pdl" for keyword in call.keywords):
                 found.add(ast.unparse(call.func).partition("[")[0])
-    assert found == {"_combine", "_expand"}
+    assert found == {"_combine", "_expand", "_small_batch_linear"}
 
 
 def _kernel(registers, shared, num_warps=4):

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers for few tokens on a GPU: six launches a layer and not ten, each with its weights requested early.
+
+Used if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire_kernels.attention import AttentionMetadata, paged_attention
+from quire_kernels.fused_decoder import AttentionShape, LayerWeights
+from quire_kernels.linear import linear
+from quire_kernels.norm import qk_norm
+from quire_kernels.norm_linear import rms_norm_linear
+from quire_kernels.rope import rope_and_cache
+
+SMALL_BATCH_TOKENS = 8
+"""A tile has 16 rows. With more tokens, the library's matrix product is as fast, and the norm costs less in comparison
+(estimated)."""
+
+
+class SmallBatchDecoder:
+    """Layers with plain weights; built by `build_small_batch_decoder`."""
+
+    def __init__(self, layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> None:
+        self._layers, self._heads, self._eps = tuple(layers), heads, eps
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        caches: Sequence[Tensor],
+        addresses: Tensor,
+        attention: AttentionMetadata,
+    ) -> Tensor:
+        """Run all layers, without adapters; for the arguments see FusedDecoder. Returns `hidden`, written in place."""
+        heads, eps = self._heads, self._eps
+        for layer, cache in zip(self._layers, caches, strict=True):
+            qkv = rms_norm_linear(hidden, layer.attention_norm, eps, layer.qkv.weight, layer.qkv.bias)
+            qkv = qkv.view(len(hidden), -1, heads.head_dim)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                qk_norm(qkv, layer.query_norm, layer.key_norm, heads.num_heads, eps)
+            queries = rope_and_cache(qkv, *rope, cache, addresses, heads.num_heads)
+            outputs = paged_attention(queries, cache, attention, heads.scale, layer.window, heads.softcap)
+            linear(outputs.view(len(hidden), -1), layer.output.weight, layer.output.bias, hidden)
+            gated = rms_norm_linear(hidden, layer.mlp_norm, eps, layer.gate_up.weight, layer.gate_up.bias, True)
+            linear(gated, layer.down.weight, layer.down.bias, hidden)
+        return hidden
+
+
+def build_small_batch_decoder(
+    layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
+) -> SmallBatchDecoder | None:
+    """Return the layers, or None if QUIRE_KERNELS does not select their kernel or a weight is not plain bfloat16 or
+    float32. float16 is too narrow for inputs that are multiplied before they are normalised."""
+    weights = [product.weight for layer in layers for product in layer.linears()]
+    is_plain = all(weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32) for weight in weights)
+    device_type = weights[0].device.type
+    if not is_plain or rms_norm_linear.override != "small" or device_type != "cuda":
+        return None
+    return SmallBatchDecoder(layers, heads, eps)
