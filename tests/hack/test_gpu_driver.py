@@ -34,7 +34,9 @@ def _outcomes(results):
 def test_rehearsal_with_faults_loses_no_result(tmp_path):
     """A crash, an exhausted memory and a hang in three phases: each is retried, and every phase has its rows."""
     faults = "limits=crash,attention=memory,products=hang"
-    phases = "limits,attention,engine,adapters,start,itl,vllm_adapters,products,kernels,gate_b,tune,mixes,ncu"
+    phases = (
+        "limits,attention,engine,adapters,start,itl,vllm_adapters,products,kernels,gate_b,tune,mixes,ncu,speculation"
+    )
     done, results = _run(
         tmp_path / "run", "--cpu-rehearsal", "--limits-s", "all=400,products=60", "--phase", phases, "--faults", faults
     )

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on the card: decoding, saturated throughput, and latencies at request rates."""
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from card import Card
+from support.scripted_drafts import ScriptedProposer
 
 from gpu_phases import trace
 from gpu_phases.process import Context
@@ -20,6 +23,9 @@ from gpu_phases.random_engine import (
 )
 from gpu_phases.store import Row
 from quire_engine.core.engine import Engine
+from quire_engine.sequence import Sequence
+from quire_engine.speculation.draft_policy import DraftPolicy
+from quire_spec.engine.speculative_config import SpeculativeConfig
 
 SATURATED = Load("1000 in, 1000 out, 512 requests", ((1000, 1000),) * 512)
 LOADS = [
@@ -27,6 +33,7 @@ LOADS = [
     Load("2048 in, 128 out, 512 requests", ((2048, 128),) * 512),
     Load("a mix like ShareGPT's, 1,024 requests", sharegpt_like(1024)),
 ]
+NUM_DRAFT_TOKENS = 3
 TINY_LOAD = Load("12 in, 6 out", ((12, 6),) * 3)
 
 
@@ -71,7 +78,49 @@ def load_rows(context: Context) -> Iterator[Row]:
     yield from _load_rows(context.card, LOADS)
 
 
-def _load_rows(card: Card, loads: Sequence[Load], key: str | None = None) -> Iterator[Row]:
+def speculation_rows(context: Context) -> Iterator[Row]:
+    """Drafts of three tokens, each right with probability 0.8, against none, by the same engine: the drafts are the
+    recorded outputs. Acceptance on random weights means nothing, so only its cost and its gain are measured."""
+    card = context.card
+    card.wait_free()
+    speculation = SpeculativeConfig("ngram", NUM_DRAFT_TOKENS)
+    options = settings(card) | {"async_scheduling": None, "enable_prefix_caching": False}
+    engine = make_engine(card, **options, speculative_config=speculation)
+    planner: Any = engine._scheduler.draft_planner
+    prompt, output = (128, 256) if card.is_full else (12, 6)
+    for num_seqs in (1, 8) if card.is_full else (2,):
+        load = Load(f"drafts for {num_seqs}", ((prompt, output),) * num_seqs)
+        prompts = [tuple(request.prompt_token_ids) for request in load.requests(engine.shape.vocab_size)]
+        recorded: dict[tuple[int, ...], list[int]] = {each: [] for each in prompts}
+        seconds = []
+        # The first run records the outputs.
+        for proposer in (None, None, ScriptedProposer(_continuation(recorded), 0.8)):
+            planner._proposer = proposer or ScriptedProposer(lambda sequence, num_tokens: [])
+            planner._policy = DraftPolicy(card.device.type, NUM_DRAFT_TOKENS)
+            reply = drive(engine, load)
+            seconds.append(reply["seconds"])
+            recorded.update(zip(prompts, reply["token_ids"], strict=True))
+        counts = planner._policy.counts
+        yield {
+            "what": f"{num_seqs} sequences, drafts / none",
+            "value": seconds[1] / seconds[2],
+            "unit": "",
+            "tokens_per_s": num_seqs * output / seconds[2],
+            "draft_tokens": counts.num_draft_tokens,
+            "accepted": counts.num_accepted_tokens,
+        }
+    close(engine)
+
+
+def _continuation(recorded: dict[tuple[int, ...], list[int]]) -> Callable[[Sequence, int], list[int]]:
+    def continue_(sequence: Sequence, num_tokens: int) -> list[int]:
+        end = len(sequence.output_token_ids)
+        return recorded[tuple(sequence.prompt_token_ids)][end : end + num_tokens]
+
+    return continue_
+
+
+def _load_rows(card: Card, loads: abc.Sequence[Load], key: str | None = None) -> Iterator[Row]:
     engine = _engine(card)
     prompt, output = (512, 16) if card.is_full else (12, 3)
     drive(engine, Load("warm up", ((prompt, output),) * 32))

@@ -68,7 +68,7 @@ def own(op: Op[..., Any]) -> Callable[..., Any]:
 def runs(op: str) -> bool:
     """Return whether that is the implementation that runs, or that computes what another one leaves to it."""
     selected = overrides().get(op) or overrides().get("")
-    return selected in (None, "own", "fused", "side")
+    return selected in (None, "own", "fused", "side", "small", "histogram")
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -103,11 +103,13 @@ def cases(card: Card) -> Iterator[Case]:
                 yield Case("paged_attention", what, is_timed and not index, check)
         yield Case("paged_attention=fused", kind, False, lambda d=dtype: _fused_attention(card, d))
         yield Case("add_lora", kind, is_timed, lambda d=dtype: _lora(card, d))
+        yield Case("rms_norm_linear=small", kind, False, lambda d=dtype: _small_batches(card, d))
         if card.is_full:
             yield Case("adapted_linear=side", kind, False, lambda d=dtype: _beside(card, d))
         if is_timed:
             yield Case("paged_attention", "e4m3 cache", False, lambda d=dtype: _eight_bit(card, d))
     yield Case("sample", "and penalties", True, lambda: _sampling(card))
+    yield Case("sample=histogram", "", False, lambda: _histogram_sampling(card))
     yield Case("prepare_inputs", "mixed", True, lambda: _prepare(card))
     yield Case("graphs", "greedy tokens", True, lambda: _tokens(card, False))
     yield Case("graphs", "greedy tokens on adapters", True, lambda: _tokens(card, True))
@@ -289,7 +291,39 @@ def _beside(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
     yield "output", error_of(found, expected), ERRORS[dtype]
 
 
-def _sampling(card: Card) -> Iterator[Finding]:
+def _small_batches(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    """Three runs, because a kernel that reads before the one in front of it has written would be a race."""
+    inputs, outputs = (4096, 6144) if card.is_full else (70, 40)
+    weight = card.random(outputs, inputs, dtype=dtype) / inputs**0.5
+    scale = card.random(inputs, dtype=dtype)
+    for num_tokens in (1, 8):
+        x = card.random(num_tokens, inputs, dtype=dtype)
+        for gated in (False, True):
+            arguments = x, scale, 1e-5, weight, None, gated
+            found = [ops.rms_norm_linear.get("cuda", "small")(*arguments) for _ in range(3)]
+            expected = ops.rms_norm_linear.reference(*arguments)
+            yield f"{num_tokens} tokens, gated {gated}", error_of(found[0], expected), ERRORS[dtype]
+            moved = any(not torch.equal(found[0], other) for other in found[1:])
+            yield f"{num_tokens} tokens, gated {gated}, the same bits", float(moved), 0.0
+        streams = [card.random(num_tokens, outputs, dtype=dtype)]
+        streams.append(streams[0].clone())
+        for form, stream in zip((ops.linear.get("cuda", "small"), ops.linear.reference), streams, strict=True):
+            form(x, weight, None, stream)
+        yield f"{num_tokens} tokens, residual", error_of(*streams), ERRORS[dtype]
+
+
+def _histogram_sampling(card: Card) -> Iterator[Finding]:
+    arguments = _sampling_arguments(card)
+    kernel = ops.sample.get("cuda", "histogram")
+    for cuts in (True, False):
+        found = kernel(*arguments, cuts)
+        other = found != ops.sample.reference(*arguments, cuts)
+        yield f"cuts {cuts}: greedy rows", float(other[arguments[1] == 0].float().mean()), 0.0
+        yield f"cuts {cuts}: drawn rows", float(other.float().mean()), MAX_OTHER_CHOICES
+        yield f"cuts {cuts}: the same tokens", float(not torch.equal(found, kernel(*arguments, cuts))), 0.0
+
+
+def _sampling_arguments(card: Card) -> tuple[Tensor, ...]:
     rows, vocab = (256, 128256) if card.is_full else (6, 300)
     logits = card.random(rows, vocab, dtype=torch.float32) * 3
     device = {"device": card.device}
@@ -298,7 +332,13 @@ def _sampling(card: Card) -> Iterator[Finding]:
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.99, 0.95], **device).repeat(rows // 6 + 1)[:rows]
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.02, 0.0], **device).repeat(rows // 6 + 1)[:rows]
     seeds, positions = torch.arange(rows, **device), torch.arange(rows, **device) * 3
-    limits = top_k, top_p, min_p
+    return logits, temperatures, top_k, top_p, min_p, seeds, positions
+
+
+def _sampling(card: Card) -> Iterator[Finding]:
+    logits, temperatures, *limits, seeds, positions = _sampling_arguments(card)
+    rows, vocab = logits.shape
+    device = {"device": card.device}
     for cuts in (True, False):
         arguments = logits, temperatures, *limits, seeds, positions, cuts
         other = own(ops.sample)(*arguments) != ops.sample.reference(*arguments)

@@ -51,6 +51,8 @@ PHASES = {
         Phase("tune", 200, "other tile sizes of attention and adapters", "attention:tune_rows", False,
             needs_own_kernels=True),
         Phase("loads", 90, "two more proportions of prompt and output, and ShareGPT's mix", "engine:load_rows", False),
+        Phase("speculation", 60, "drafts of three tokens against none, 1 and 8 sequences", "engine:speculation_rows",
+            False),
         Phase("ncu", 60, "hardware counters of the attention kernels, if ncu is installed", "tools:ncu_rows", False),
         Phase("sanitizer", 120, "compute-sanitizer over tier A's small cases, if it is installed",
             "tools:sanitizer_rows", False),
