@@ -20,14 +20,13 @@ from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_write import as_indexable, write_kv
 from quire_kernels.linear import (
+    LinearWeight,
     embedding,
-    has_int8_kernel,
     linear,
     pack_weight,
-    pack_weight_int8,
-    quantize_int8,
+    quantize_weight,
     supports_embedding,
-    supports_int8,
+    weight_bytes,
 )
 from quire_kernels.lora import (
     AdapterSegment,
@@ -43,6 +42,16 @@ from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedA
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
 from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.prefill_attention import select_prefill_attention
+from quire_kernels.quantization import GROUP_SIZE, quantize_fp8, quantize_int4, quantize_int8
+from quire_kernels.quantized_linear import (
+    QuantizedWeight,
+    has_quantized_kernel,
+    pack_weight_fp8,
+    pack_weight_int4,
+    pack_weight_int8,
+    quantized_linear,
+    supports_int4,
+)
 from quire_kernels.rope import apply_rope, rope_and_cache
 from quire_kernels.sampling import (
     apply_penalties,

@@ -31,7 +31,9 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
-_REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
+_REQUIRED_CPU_FLAGS = frozenset(
+    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx512_vnni"}
+)
 """Processor flags, named as in /proc/cpuinfo."""
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
 """How long an unused build is kept, so that switching back to another version needs no build."""
@@ -162,6 +164,8 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_pack_int8", p, p, p, n, n),
         ("quire_linear_int8", p, n, p, p, p, n, n, n, n),
         ("quire_experts", p, n, p, p, p, p, n, n, n, n, p),
+        ("quire_pack_codes", p, p, p, p, n, n),
+        ("quire_linear_codes", p, n, p, p, p, n, n, n, n),
         ("quire_pack_adapter", p, p, p, p, n, n, n),
         ("quire_adapted_linear", p, n, p, p, p, n, n, n, n, p, p),
         ("quire_rms_norm", p, n, p, p, n, n, f),

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from quire_kernels import cpu_native, dispatch
 from quire_kernels.attention import AttentionMetadata, reads_whole_blocks
-from quire_kernels.linear import PANEL_COLUMNS, is_int8_packed, is_panel_packed
+from quire_kernels.linear import LinearWeight, is_panel_packed
 from quire_kernels.lora import LoRABatch
 from quire_kernels.lora_slots import ModuleSlots
+from quire_kernels.quantized_linear import PANEL_COLUMNS, QuantizedWeight
 
 CHUNK_ROWS = 240
 """Rows that pass through a layer together: kBlockRows of csrc/tile.h."""
@@ -25,11 +26,13 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A linear: the result of `pack_weight` or `pack_weight_int8`, and optionally bias and adapters."""
+    """A linear: the result of `pack_weight` or of a `pack_weight_*`, and optionally bias and adapters."""
 
-    weight: Tensor
+    weight: LinearWeight
     bias: Tensor | None
     adapters: ModuleSlots | None
+    input_order: Tensor | None = None
+    """See `Linear`; None: the inputs are in the order of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class AttentionShape:
 class _Product(ctypes.Structure):
     """QuireProduct of csrc/decoder.cpp."""
 
-    _fields_ = (("packed", _P), ("bias", _P), ("outputs", _N), ("is_int8", _N), ("adapters", _P))
+    _fields_ = (("packed", _P), ("bias", _P), ("outputs", _N), ("format", _N), ("adapters", _P))
 
 
 class _Layer(ctypes.Structure):
@@ -209,7 +212,8 @@ def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, e
     linears = [linear for layer in layers for linear in layer.linears()]
     norms = [norm for layer in layers for norm in layer.norms()]
     is_supported = all(
-        (is_int8_packed(p.weight) or (is_panel_packed(p.weight) and cpu_native.supports(p.weight)))
+        _is_supported_weight(p.weight)
+        and p.input_order is None
         and (p.bias is None or cpu_native.supports(p.bias))
         and (p.adapters is None or p.adapters.is_panel_packed)
         for p in linears
@@ -219,8 +223,15 @@ def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, e
     return FusedDecoder(layers, heads, eps)
 
 
+def _is_supported_weight(weight: LinearWeight) -> bool:
+    if isinstance(weight, QuantizedWeight):
+        return weight.is_panel_packed
+    return is_panel_packed(weight) and cpu_native.supports(weight)
+
+
 def _out_features(linear: LinearWeights) -> int:
-    return linear.weight.shape[0] * PANEL_COLUMNS
+    weight = linear.weight
+    return weight.shape[0] if isinstance(weight, QuantizedWeight) else weight.shape[0] * PANEL_COLUMNS
 
 
 def _layer_struct(layer: LayerWeights) -> _Layer:
@@ -239,11 +250,13 @@ def _layer_struct(layer: LayerWeights) -> _Layer:
 
 
 def _linear_struct(linear: LinearWeights) -> _Product:
-    bias, adapters = linear.bias, linear.adapters
+    weight, bias, adapters = linear.weight, linear.bias, linear.adapters
+    is_quantized = isinstance(weight, QuantizedWeight)
     return _Product(
-        linear.weight.data_ptr(),
+        weight.address if is_quantized else weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         _out_features(linear),
-        is_int8_packed(linear.weight),
+        # See QuireProduct.
+        0 if not is_quantized else 1 if weight.struct is None else 2,
         None if adapters is None else adapters.address,
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers and embeddings. On a CPU, a linear's weight is packed once for the processor's GEMM."""
 
+from typing import TypeAlias, TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,57 +10,69 @@ from torch import Tensor
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 from quire_kernels.huge_pages import HugePageArena
+from quire_kernels.quantization import quantize_fp8, quantize_int4, quantize_int8
+from quire_kernels.quantized_linear import (
+    PANEL_COLUMNS,
+    QuantizedWeight,
+    has_kernel_for_shape,
+    pack_weight_fp8,
+    pack_weight_int4,
+    pack_weight_int8,
+    quantized_linear,
+)
 
 # Elements of the smallest float32 weight that is packed. torch uses oneDNN for bf16 only; oneDNN takes 11 us instead of
 # 2 us for 64 x 192 and 1 token, and compiles a GEMM for every number of tokens (0.2 ms and up, once).
 MIN_PACKED = 1 << 16
-# Columns of a panel in csrc/linear.cpp.
-PANEL_COLUMNS = 32
+
+LinearWeight: TypeAlias = Tensor | QuantizedWeight
 
 
 @Op
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     """Return x W^T + b, or add it to a residual stream.
 
     Args:
         x: [num_tokens, in_features].
-        weight: [out_features, in_features], dtype of x, or the result of `pack_weight` or `pack_weight_int8`.
+        weight: [out_features, in_features], dtype of x; or the result of `pack_weight` or of a `pack_weight_*`.
         bias: [out_features] or None.
         residual: [num_tokens, out_features], contiguous, dtype of x; updated in place and returned.
 
     Returns:
         [num_tokens, out_features], dtype of x.
     """
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias, residual)
     out = F.linear(x, weight, bias)
     return out if residual is None else residual.add_(out)
 
 
 @linear.register("cuda")
-def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+def _linear_cuda(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     """Let the GEMM accumulate into the residual stream: saves a launch and 3 * num_tokens * out_features elements of
     memory traffic."""
-    if residual is None or bias is not None:
+    if residual is None or bias is not None or isinstance(weight, QuantizedWeight):
         return linear.reference(x, weight, bias, residual)
     return residual.addmm_(x, weight.t())
 
 
 @linear.register("cpu")
-def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+def _linear_cpu(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias, residual)
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out if residual is None else residual.add_(out)
-    is_int8 = is_int8_packed(weight)
-    if not is_int8 and not is_panel_packed(weight):
+    if not is_panel_packed(weight):
         return linear.reference(x, weight, bias, residual)
     num_tokens, in_features = x.shape
     out_features = weight.shape[0] * PANEL_COLUMNS
     # The compiled kernel does not check its arguments.
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1
-    assert weight.shape[1] == (_int8_panel_bytes(in_features) if is_int8 else in_features // 2)
+    assert weight.shape[1] == in_features // 2
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_tokens, out_features))
     out = x.new_empty(num_tokens, out_features) if residual is None else residual
-    library = cpu_native.get_library()
-    (library.quire_linear_int8 if is_int8 else library.quire_linear)(
+    cpu_native.get_library().quire_linear(
         x.data_ptr(),
         x.stride(0),
         weight.data_ptr(),
@@ -132,63 +146,39 @@ def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     return packed
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row of a weight [out_features, in_features] symmetrically to 8 bits.
+def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | None = None) -> LinearWeight:
+    """Quantize a weight [out_features, in_features] and return it for `linear`.
 
-    Returns:
-        [out_features, in_features] int8 in [-127, 127], and the scales [out_features] float32.
-    """
-    values = weight.float()
-    scales = values.abs().amax(1) / 127
-    return (values / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), scales
-
-
-def has_int8_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this machine has an int8 kernel for activations of this dtype on this device."""
-    return cpu_native.supports(torch.empty(1, dtype=dtype, device=device))
-
-
-def supports_int8(weight: Tensor) -> bool:
-    """Return whether `pack_weight_int8` accepts a weight [out_features, in_features] on this machine."""
-    out_features, in_features = weight.shape
-    return cpu_native.supports(weight) and out_features % PANEL_COLUMNS == in_features % 16 == 0
-
-
-def pack_weight_int8(values: Tensor, scales: Tensor, arena: HugePageArena | None = None) -> Tensor:
-    """Return the panels of an int8 weight for `linear`, which then quantizes each token to 8 bits as well.
+    Where there are kernels for quantized weights, a weight whose shape has none is not quantized.
 
     Args:
-        values: [out_features, in_features] int8, contiguous.
-        scales: [out_features] float32; row i stands for scales[i] * values[i].
-        arena: allocates the result.
-
-    Returns:
-        [out_features / 32, 32 * in_features + 256] int8; see csrc/int8.cpp. 1.9 times as fast as bf16 for 1 token and
-        for 64 (tests/bench/ops.py, Zen 5). torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
+        weight: floating-point, contiguous.
+        quantization: int8 (w8a8), int8_weight_only, int4 or fp8; see quantized_linear.py.
+        arena: allocates panels.
     """
-    out_features, in_features = values.shape
-    assert values.is_contiguous() and scales.is_contiguous() and scales.dtype == torch.float32
-    shape = (out_features // PANEL_COLUMNS, _int8_panel_bytes(in_features))
-    panels = (arena or HugePageArena()).empty(shape, torch.int8)
-    library = cpu_native.get_library()
-    library.quire_pack_int8(values.data_ptr(), scales.data_ptr(), panels.data_ptr(), out_features, in_features)
-    return panels
+    dtype = weight.dtype
+    if weight.device.type == "cpu" and cpu_native.supports(weight) and not has_kernel_for_shape(*weight.shape):
+        return pack_weight(weight, arena)
+    if quantization == "int4":
+        return pack_weight_int4(*quantize_int4(weight), arena, dtype=dtype)
+    if quantization == "fp8":
+        return pack_weight_fp8(*quantize_fp8(weight), arena, dtype=dtype)
+    weight_only = quantization == "int8_weight_only"
+    return pack_weight_int8(*quantize_int8(weight), arena, dtype=dtype, weight_only=weight_only)
 
 
-def _int8_panel_bytes(in_features: int) -> int:
-    return PANEL_COLUMNS * (in_features + 8)
-
-
-def supports_embedding(packed: Tensor) -> bool:
+def supports_embedding(packed: LinearWeight) -> TypeGuard[Tensor]:
     """Return whether `embedding` reads this layout, so that a tied table is stored once."""
-    return not packed.is_mkldnn and not is_int8_packed(packed)
+    return not isinstance(packed, QuantizedWeight) and not packed.is_mkldnn
 
 
-def is_int8_packed(weight: Tensor) -> bool:
-    """Return whether `pack_weight_int8` returned this."""
-    return weight.dtype == torch.int8
-
-
-def is_panel_packed(weight: Tensor) -> bool:
+def is_panel_packed(weight: LinearWeight) -> TypeGuard[Tensor]:
     """Return whether `pack_weight` returned panels."""
-    return weight.dim() == 4
+    return not isinstance(weight, QuantizedWeight) and weight.dim() == 4
+
+
+def weight_bytes(weight: LinearWeight) -> int:
+    """Return the bytes of a weight in any layout."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.num_bytes
+    return weight.numel() * weight.element_size()

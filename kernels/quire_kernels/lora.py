@@ -18,7 +18,7 @@ from torch import Tensor
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 from quire_kernels.host_device_copy import to_device_async
-from quire_kernels.linear import linear
+from quire_kernels.linear import LinearWeight, is_panel_packed, linear
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import ModuleSlots
 
@@ -136,7 +136,12 @@ add_lora.register_lazy("cuda", "own", "quire_kernels.gpu.lora")
 
 @Op
 def adapted_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    adapters: ModuleSlots,
+    batch: LoRABatch,
 ) -> Tensor:
     """Compute `linear` with the adapters of the batch; see `linear` and `add_lora`.
 
@@ -155,10 +160,14 @@ adapted_linear.register_lazy("cuda", "side", "quire_kernels.gpu.lora")
 
 @adapted_linear.register("cpu")
 def _adapted_linear_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    adapters: ModuleSlots,
+    batch: LoRABatch,
 ) -> Tensor:
-    # Four dimensions: a weight in panels.
-    if not (adapters.is_panel_packed and weight.dim() == 4 and batch.native is not None):
+    if not (adapters.is_panel_packed and is_panel_packed(weight) and batch.native is not None):
         return adapted_linear.reference(x, weight, bias, residual, adapters, batch)
     out = x.new_empty(x.shape[0], weight.shape[0] * weight.shape[2]) if residual is None else residual
     _adapted_linear_native(out, x, weight, bias, residual is not None, adapters, batch)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from quire_engine.worker.device import retain_freed_memory
 from quire_kernels import (
+    GROUP_SIZE,
     AdapterSegment,
     LoRABatch,
     LoRASlots,
@@ -24,12 +25,14 @@ from quire_kernels import (
     filter_top_k_top_p_min_p,
     linear,
     pack_weight,
-    pack_weight_int8,
     paged_attention,
-    quantize_int8,
+    quantize_int4,
+    quantize_weight,
 )
 
 CPU = torch.device("cpu")
+NUM_LAYERS = 20
+"""71 MB in bfloat16."""
 
 
 def best_ms(function: Callable[[], object], num_runs: int = 30) -> float:
@@ -51,14 +54,21 @@ def linear_row(dtype: torch.dtype, num_tokens: int) -> None:
     )
 
 
-def int8_row(num_tokens: int) -> None:
+def quantized_row(quantization: str, num_tokens: int) -> None:
+    """Compare layers that together exceed the caches with the same layers in bfloat16, and int4 with torch's kernel."""
     weight, x = torch.randn(3072, 576, dtype=torch.bfloat16), torch.randn(num_tokens, 576, dtype=torch.bfloat16)
-    packed, quantized = pack_weight(weight), pack_weight_int8(*quantize_int8(weight))
-    print_comparison(
-        f"linear 576 x 3072, int8 after bfloat16, {num_tokens} tokens",
-        best_ms(lambda: linear(x, packed, None)),
-        best_ms(lambda: linear(x, quantized, None)),
-    )
+    packed = [pack_weight(weight) for _ in range(NUM_LAYERS)]
+    quantized = [quantize_weight(weight, quantization) for _ in range(NUM_LAYERS)]
+    milliseconds = best_ms(lambda: [linear(x, layer, None) for layer in quantized])
+    label = f"{NUM_LAYERS} linears 576 x 3072, {num_tokens} tokens: {quantization} after"
+    print_comparison(f"{label} bfloat16", best_ms(lambda: [linear(x, layer, None) for layer in packed]), milliseconds)
+    if quantization == "int4":
+        codes, scales, zeros = quantize_int4(weight)
+        layers = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 2) for _ in range(NUM_LAYERS)]
+        pairs = torch.stack((scales, (8 - zeros.float()) * scales), 2).transpose(0, 1).contiguous().bfloat16()
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        of_torch = best_ms(lambda: [multiply(x, layer, GROUP_SIZE, pairs) for layer in layers])
+        print_comparison(f"{label} torch's", of_torch, milliseconds)
 
 
 def attention_row(dtype: torch.dtype, num_spans: int, context: int) -> None:
@@ -139,8 +149,9 @@ def main() -> None:
             attention_row(dtype, 64, 128)
             attention_row(dtype, 64, 1024)
             adapter_row(dtype)
-        int8_row(1)
-        int8_row(64)
+        for quantization in ("int8", "int4", "fp8"):
+            quantized_row(quantization, 1)
+            quantized_row(quantization, 64)
         sampling_row()
 
 

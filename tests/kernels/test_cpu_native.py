@@ -15,15 +15,20 @@ from support.requirements_of_machine import requires_native_kernels
 from torch import Tensor
 
 from quire_kernels import (
+    QuantizedWeight,
     argmax_first,
     build_attention_metadata,
     cpu_native,
     embedding,
     linear,
     pack_weight,
+    pack_weight_fp8,
+    pack_weight_int4,
     pack_weight_int8,
     paged_attention,
     qk_norm,
+    quantize_fp8,
+    quantize_int4,
     quantize_int8,
     rms_norm,
     rope_and_cache,
@@ -79,27 +84,65 @@ def test_linear(num_tokens: int, out_features: int, in_features: int) -> None:
     _close(residual, expected, slack)
 
 
+def _pack(scheme: str, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """Quantize a weight; float32 gives the reference's layout, bfloat16 that of the compiled kernel."""
+    out_features, in_features = weight.shape
+    bits, _, group_size = scheme.partition("/")
+    if bits == "fp8":
+        values, scales = quantize_fp8(weight)
+        if group_size == "tensor":
+            scales = scales[:1]
+        elif group_size:
+            scales = torch.linspace(0.5, 2, -(-out_features // 128) * -(-in_features // 128)).view(
+                -(-out_features // 128), -1
+            )
+        return pack_weight_fp8(values, scales, dtype=dtype)
+    if bits == "int8":
+        return pack_weight_int8(*quantize_int8(weight), dtype=dtype, weight_only=group_size == "weight")
+    codes, scales, zeros = quantize_int4(weight, int(group_size.removesuffix("s")) if group_size else in_features)
+    if bits == "mxfp4":
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        return pack_weight_int4(codes, scales, None, dtype=dtype, codebook=torch.cat((table, -table)))
+    return pack_weight_int4(codes, scales, None if group_size.endswith("s") else zeros, dtype=dtype)
+
+
 @requires_native_kernels
-@pytest.mark.parametrize("num_tokens", [1, 2, 9, 10, 64, 241])
-@pytest.mark.parametrize(("out_features", "in_features"), [(32, 16), (96, 576), (576, 1536)])
-def test_int8_linear(num_tokens: int, out_features: int, in_features: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 9, 17, 241])
+@pytest.mark.parametrize(("out_features", "in_features"), [(32, 64), (160, 192), (576, 1536)])
+@pytest.mark.parametrize(
+    "scheme",
+    ["int8", "int8/weight", "fp8", "fp8/tensor", "fp8/block", "int4", "int4/32", "int4/64", "int4/32s", "mxfp4/32"],
+)
+def test_quantized_linear(scheme: str, out_features: int, in_features: int, num_tokens: int) -> None:
     torch.manual_seed(num_tokens + out_features)
     x, weight = _random(num_tokens, in_features + 8)[:, :in_features], _random(out_features, in_features)
     x[0, :] = 0.0  # has no scale
     weight[3] = 0.0
+    if num_tokens == 1:
+        weight[4:] *= 1e-7  # scales that float16 cannot represent
     bias, residual = _random(out_features), _random(num_tokens, out_features)
-    packed = pack_weight_int8(*(pair := quantize_int8(weight)))
-    # The kernel rounds x in the same way, and integers are exact; a product near .5 can be rounded to either side.
-    rows, scales = quantize_int8(x)
-    wanted = (rows.double() @ pair[0].double().t()) * scales.double()[:, None] * pair[1].double()
-    slack = 2 * pair[1].max().item() * 127 * scales.max().item() + 1e-6
-    _close(linear(x, packed, None), wanted, slack)
+    packed, reference = _pack(scheme, weight, torch.bfloat16), _pack(scheme, weight, torch.float32)
+    assert packed.is_panel_packed and not reference.is_panel_packed
+    assert packed.num_bytes <= reference.num_bytes + 4 * out_features
+    wanted = linear(x.float(), reference, None).double()
+    # The order of the sums differs; and in w8a8 a product near .5 can be rounded to either side.
+    slack = (1e-2 if scheme == "int8" else 1e-5) * wanted.abs().max().item() + 1e-30
+    found = linear(x, packed, None)
+    _close(found, wanted, slack)
+    # A row does not depend on the rows beside it.
+    assert torch.equal(linear(x[-1:], packed, None), found[-1:])
     expected = wanted + bias.double() + residual.double()
     assert linear(x, packed, bias, residual) is residual
     _close(residual, expected, slack)
-    # Rounding to 127 steps: 0.8 % of normally distributed numbers.
-    exact = x.double() @ weight.double().t()
-    assert (wanted - exact).norm() <= 0.015 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "error"), [("int8/weight", 0.01), ("fp8", 0.04), ("int4/32", 0.1), ("int4/64", 0.12)]
+)
+def test_rounding_of_normally_distributed_weights(scheme: str, error: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 576)
+    assert (_pack(scheme, weight, torch.float32).dequantize() - weight).norm() <= error * weight.norm()
 
 
 @requires_native_kernels

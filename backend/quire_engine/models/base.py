@@ -87,9 +87,16 @@ class CausalLM(ABC):
 
     def pack(self) -> None:
         """Repack the loaded weights of all layers for speed; `tensors` must not be used afterwards."""
-        arena = HugePageArena()
+        arena, loaded_bytes = HugePageArena(), self._num_linear_bytes()
         for layer in self.layers:
             layer.pack(arena)
         self.lm_head.pack(arena)
         if self.shape.tie_word_embeddings and supports_embedding(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight
+        self.num_bytes += self._num_linear_bytes() - loaded_bytes
+
+    def _num_linear_bytes(self) -> int:
+        """Return the bytes of all linear layers, except for an output projection that is the embedding."""
+        is_tied = self.lm_head.weight is self.embed_tokens
+        head = 0 if is_tied else self.lm_head.num_bytes
+        return head + sum(linear.num_bytes for _, linear in self.linears())

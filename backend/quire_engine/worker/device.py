@@ -16,7 +16,7 @@ import torch
 
 import quire_kernels
 from quire_engine.worker.memory_budget import check_model_fits
-from quire_kernels import dispatch, has_int8_kernel
+from quire_kernels import dispatch, has_quantized_kernel
 from quire_kernels.gpu import kernel_cache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -79,17 +79,14 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def check_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that this machine can compute with a quantization that is applied when a model is loaded.
-
-    Raises:
-        ConfigError: it has no kernel for it.
-    """
-    if quantization is not None and not has_int8_kernel(dtype, device):
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"quantization: {quantization!r} requires dtype bfloat16, got {name}, and the compiled kernels of "
-            "a processor with AVX-512 VNNI and BF16; set dtype to bfloat16, or remove quantization"
+def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Log a warning if this machine has no kernels for quantized weights: each step then dequantizes all of them."""
+    if quantization is not None and not has_quantized_kernel(dtype, device):
+        logger.warning(
+            "quantization %s is slow here: the kernels need dtype bfloat16, got %s, and a processor with AVX-512 BF16, "
+            "VBMI and VNNI",
+            quantization,
+            str(dtype).removeprefix("torch."),
         )
 
 

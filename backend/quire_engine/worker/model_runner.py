@@ -26,7 +26,7 @@ from quire_engine.step.input import GraphStepInput, StepInput, build_step_input,
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import check_free_memory, check_quantization, init_device, resolve_dtype
+from quire_engine.worker.device import check_free_memory, init_device, resolve_dtype, warn_of_slow_quantization
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
@@ -70,7 +70,7 @@ class DeviceModelRunner(ModelRunner):
         self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
         dtype = resolve_dtype(config, shape.dtype)
         quantization = resolve_quantization(config.quantization, shape.quantization)
-        check_quantization(quantization, dtype, self._device)
+        warn_of_slow_quantization(quantization, dtype, self._device)
         factory = ParamFactory(dtype, self._device, communicator, quantization)
         local_shape = shape if communicator is None else communicator.shard.local_config
         check_free_memory(config, local_shape, factory.dtype, self._device)

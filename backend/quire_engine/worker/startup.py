@@ -98,10 +98,11 @@ class RunnerStartup:
                 progress=progress,
                 quantization=self._model.shape.quantization,
             )
+        loaded_bytes = self._model.num_bytes
         self._model.pack()
         if self._device.type == "cpu":
             trim_heap()
-            set_num_threads(self._model.num_bytes, self._config.tensor_parallel_size)
+            set_num_threads(loaded_bytes, self._config.tensor_parallel_size)
         if self._communicator is not None:
             self._communicator.connect(self._device)
 

@@ -108,10 +108,11 @@ class EngineConfig:
     precision: the error of attention's output is about 3 % for normally distributed keys and values."""
 
     quantization: str | None = None
-    """None: the weights of the checkpoint are used unchanged. int8 quantizes the weights of a bfloat16 model to 8 bits
-    when it is loaded, with a scale for each row, and the inputs of every linear layer to 8 bits with a scale for each
-    token. It requires device cpu, and a processor with AVX-512 VNNI and BF16. A quantized checkpoint needs no value.
-    The name of its quant_method is accepted."""
+    """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear
+    layers when a model is loaded, on device cpu. int8 and fp8 have a scale for each row; int4 has a scale and a zero
+    point for each 32 inputs. int8 also quantizes the inputs of the layers, with a scale for each 64. They are fast in
+    bfloat16 on a processor with AVX-512 BF16, VBMI and VNNI. A quantized checkpoint needs no value. The name of its
+    quant_method is accepted."""
 
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The

@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-QUANTIZATIONS: tuple[str, ...] = ("int8",)
+QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
 """How the engine can quantize a checkpoint when it is loaded."""
 CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 """Values of quant_method in config.json of quantized checkpoints."""

@@ -16,9 +16,10 @@ extern "C" {
 
 // A linear and its adapters; `_Product` of fused_decoder.py.
 struct QuireProduct {
-  const void* packed;  // bf16, or int8_t if is_int8
+  const void* packed;  // bf16, panels of int8.cpp, or a QuireWeight
   const bf16* bias;    // or null
-  int64_t outputs, is_int8;
+  int64_t outputs;
+  int64_t format;                   // what `packed` is: 0, 1 or 2
   const QuireLoraLinear* adapters;  // or null
 };
 
@@ -88,12 +89,13 @@ bool changed(const QuireLoraLinear* l, const QuireLoraRows& rows) {
 
 // out = (add ? out : 0) + x W^T + bias + LoRA deltas.
 void multiply(const QuireProduct& p, const Part& part, const bf16* x, int64_t inputs, bf16* out, bool add) {
-  const bf16* packed = p.is_int8 ? nullptr : (const bf16*)p.packed;
-  const bf16* bias = p.is_int8 ? nullptr : p.bias;
-  if (p.is_int8) {
-    quire_linear_int8(x, inputs, (const int8_t*)p.packed, p.bias, out, part.count, p.outputs, inputs, add);
-    add = true;
-  }
+  const bf16* packed = p.format ? nullptr : (const bf16*)p.packed;
+  const bf16* bias = p.format ? nullptr : p.bias;
+  if (p.format == 1)
+    quire_linear_int8(x, inputs, (const uint8_t*)p.packed, p.bias, out, part.count, p.outputs, inputs, add);
+  else if (p.format == 2)
+    quire_linear_codes(x, inputs, (const QuireWeight*)p.packed, p.bias, out, part.count, p.outputs, inputs, add);
+  add |= p.format != 0;
   if (changed(p.adapters, part.rows))
     quire_adapted_linear(x, inputs, packed, bias, out, part.count, p.outputs, inputs, add, p.adapters, &part.rows);
   else if (packed)

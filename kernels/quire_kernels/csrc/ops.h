@@ -34,10 +34,22 @@ struct QuireLoraRows {
   const int64_t* slots;  // of each row; -1: none
 };
 
+// A weight of 4 or 8 bits in panels of codes.cpp; `_Weight` of quantized_linear.py.
+struct QuireWeight {
+  const void* panels;
+  const bf16* table;  // values of the codes: 16, or 128 to which the highest bit of a code adds a sign
+  int64_t bits;       // of a code: 4 or 8
+  int64_t group;      // inputs that have a common scale; the last group can be smaller
+  int64_t scale_bytes;  // 2: float16; 4: float32
+  int64_t has_zeros;    // 1: each group and column has a zero point, else it is 8
+};
+
 void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
                   int64_t k, int64_t add);
-void quire_linear_int8(const bf16* x, int64_t ldx, const int8_t* packed, const bf16* bias, bf16* out, int64_t m,
+void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const bf16* bias, bf16* out, int64_t m,
                        int64_t n, int64_t k, int64_t add);
+void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
+                        int64_t n, int64_t k, int64_t add);
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps);

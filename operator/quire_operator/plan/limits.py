@@ -110,27 +110,22 @@ def check_context(inputs: PlannerInputs) -> None:
 
 
 def check_quantization(inputs: PlannerInputs) -> None:
-    """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize this model on this
-    device and in this dtype.
+    """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize on this device.
 
     Raises:
         Unplannable: it does not, or the engine cannot.
     """
-    pinned, dtype = inputs.engine.quantization, inputs.engine.dtype or inputs.model.dtype
+    pinned = inputs.engine.quantization
     try:
         quantization = resolve_quantization(None if pinned == "None" else pinned, inputs.model.shape.quantization)
     except ConfigError as error:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.{error}") from error
-    if quantization is None:
-        return
-    if inputs.gpu is not None or dtype != "bfloat16":
-        found = "device GPU" if inputs.gpu is not None else f"dtype {dtype}"
-        fix = (
-            f"requires device CPU and dtype bfloat16, got {found}; remove it, or set spec.engine.dtype and spec.device"
-        )
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
-    if inputs.model.shape.moe is not None:
+    fix = ""
+    if quantization is not None and inputs.gpu is not None:
+        fix = "requires device CPU, got device GPU; remove it, or set spec.device"
+    elif quantization is not None and inputs.model.shape.moe is not None:
         fix = "not supported for a mixture of experts; remove it"
+    if fix:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
 
 

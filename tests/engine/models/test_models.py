@@ -105,7 +105,8 @@ FUSED = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "ph
 @torch.inference_mode()
 @requires_native_kernels
 @pytest.mark.parametrize(
-    ("name", "quantization"), [(name, None) for name in [*FUSED, "llama-relu", "gemma2"]] + [(FUSED[0], "int8")]
+    ("name", "quantization"),
+    [(name, None) for name in [*FUSED, "llama-relu", "gemma2"]] + [(FUSED[0], "int8"), (FUSED[0], "int4")],
 )
 def test_fused_decoder_gives_the_same_bits(name, quantization, tmp_path, monkeypatch):
     monkeypatch.setitem(BASE, "intermediate_size", 128)

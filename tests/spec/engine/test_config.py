@@ -36,7 +36,10 @@ def test_engine_config_round_trip(tmp_path):
         ),
         ({"model": "m", "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: must be at least max_loras 8, got 4"),
         ({"model": "m", "swap_space": -1}, "swap_space: must be a size in GiB, got -1.0"),
-        ({"model": "m", "quantization": "gguf"}, "quantization: must be one of None, int8, fp8, .*, mxfp4, got 'gguf'"),
+        (
+            {"model": "m", "quantization": "gguf"},
+            "quantization: must be one of None, int8, .*, mxfp4, got 'gguf'",
+        ),
         ({"model": "m", "quantization": "int8", "device": "cuda"}, "quantization: 'int8' requires device 'cpu'"),
         (
             {"model": "m", "speculative_config": {"method": "ngram"}},

@@ -17,16 +17,21 @@ from quire_engine.distributed.communicator import Communicator
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
 from quire_kernels import (
+    GROUP_SIZE,
     HugePageArena,
+    LinearWeight,
     LinearWeights,
     ModuleSlots,
+    QuantizedWeight,
     adapted_linear,
+    add_lora,
     linear,
     pack_weight,
-    pack_weight_int8,
-    quantize_int8,
-    supports_int8,
+    quantize_weight,
+    supports_int4,
+    weight_bytes,
 )
+from quire_spec.errors import ConfigError
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
 
@@ -40,7 +45,7 @@ class ParamFactory:
     communicator: Communicator | None = None
     """Connects the tensor-parallel ranks; None if there is one. Layer sizes are those of this rank's shard."""
     quantization: str | None = None
-    """See EngineConfig."""
+    """See EngineConfig; and int8_weight_only, which an output projection uses with int4."""
 
     def empty(self, *size: int) -> Tensor:
         """Return an uninitialized parameter."""
@@ -86,21 +91,40 @@ class Linear:
         self.slices = dict(slices)
         self.shards = dict(shards)
         out_features = sum(slices.values())
-        self.weight = factory.empty(out_features, in_features) if weight is None else weight
+        self.weight: LinearWeight = factory.empty(out_features, in_features) if weight is None else weight
+        self.input_order: Tensor | None = None
+        """[in_features] int64: column i of a quantized weight belongs to input input_order[i]; None: to input i."""
         self.bias = factory.empty(out_features) if bias else None
         self.adapters: ModuleSlots | None = None
         self._quantization = factory.quantization
+        if self._quantization == "int4" and not supports_int4(in_features, GROUP_SIZE):
+            raise ConfigError(
+                f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, got "
+                f"{in_features} of {', '.join(slices)} in each of {_num_ranks(factory)} tensor-parallel ranks; use "
+                "int8 or fp8, or a smaller tensor_parallel_size"
+            )
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Map [num_tokens, in_features] to [num_tokens, out_features of all slices], including the batch's adapters. If
         `residual` is given, add the result to it in place."""
+        return self._multiply(x, batch, self.bias, residual)
+
+    def _multiply(self, x: Tensor, batch: ForwardBatch, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
-            return linear(x, self.weight, self.bias, residual)
-        return adapted_linear(x, self.weight, self.bias, residual, self.adapters, batch.adapters)
+            return linear(self._reorder(x), self.weight, bias, residual)
+        if self.input_order is None:
+            return adapted_linear(x, self.weight, bias, residual, self.adapters, batch.adapters)
+        out = linear(self._reorder(x), self.weight, bias, residual)
+        add_lora(out, x, self.adapters, batch.adapters)
+        return out
+
+    def _reorder(self, x: Tensor) -> Tensor:
+        return x if self.input_order is None else x[:, self.input_order]
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors under `prefix`, each with the rows of the merged parameter that it fills."""
         start = 0
+        assert isinstance(self.weight, Tensor)
         for name, width in self.slices.items():
             end, shard = start + width, self.shards.get(name)
             weight, bias = self.weight[start:end], None if self.bias is None else self.bias[start:end]
@@ -117,15 +141,22 @@ class Linear:
 
     def pack(self, arena: HugePageArena) -> None:
         """Repack the loaded weight for speed, quantized if the model is; it must not be read or written afterwards. A
-        weight whose shape has no int8 kernel is not quantized."""
-        if self._quantization == "int8" and supports_int8(self.weight):
-            self.weight = pack_weight_int8(*quantize_int8(self.weight), arena)
-        else:
+        weight whose shape has no kernel on a machine with kernels for quantized weights is not quantized."""
+        if isinstance(self.weight, QuantizedWeight):
+            return
+        if self._quantization is None:
             self.weight = pack_weight(self.weight, arena)
+        else:
+            self.weight = quantize_weight(self.weight, self._quantization, arena)
 
     def weights(self) -> LinearWeights:
         """Return the packed weights for a fused decoder."""
-        return LinearWeights(self.weight, self.bias, self.adapters)
+        return LinearWeights(self.weight, self.bias, self.adapters, self.input_order)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias."""
+        return weight_bytes(self.weight) + (0 if self.bias is None else self.bias.nbytes)
 
 
 class RowParallelLinear(Linear):
@@ -137,11 +168,8 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """See Linear."""
-        if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
-            out = linear(x, self.weight, None)
-        else:
-            # The adapter's B is linear, so the deltas of the ranks, each from its part of A x, are summed as well.
-            out = adapted_linear(x, self.weight, None, None, self.adapters, batch.adapters)
+        # The adapter's B is linear, so the deltas of the ranks, each from its part of A x, are summed as well.
+        out = self._multiply(x, batch, None, None)
         self._communicator.all_reduce(out)
         if self.bias is not None:
             out.add_(self.bias)
@@ -165,6 +193,10 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
     if shard.needs_all_reduce(paths[0]):
         return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, shards=shards)
     return Linear(in_features, slices, factory, bias, shards=shards)
+
+
+def _num_ranks(factory: ParamFactory) -> int:
+    return 1 if factory.communicator is None else factory.communicator.shard.size
 
 
 def _last_component(path: str) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabulary-parallel embedding and output projection: each rank contains the rows of some tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,9 @@ def num_vocab_rows(shape: ModelConfig, factory: ParamFactory) -> int:
 def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Tensor | None) -> Linear:
     """Build the output projection without weights; `tied_embedding` is the embedding if both are the same."""
     d_in, slices = shape.embedding_size, {"lm_head": num_vocab_rows(shape, factory)}
+    if factory.quantization == "int4":
+        # Its rounding changes every logit directly, so it gets 8 bits, as in other engines.
+        factory = replace(factory, quantization="int8_weight_only")
     if factory.communicator is None:
         return Linear(d_in, slices, factory, weight=tied_embedding)
     shard = LinearShard((shape.vocab_size, d_in), (factory.communicator.shard.vocab_range,), range(d_in))

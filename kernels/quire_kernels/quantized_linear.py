@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose weight has 4 or 8 bits.
+
+Schemes, with the names that vLLM uses:
+
+- w4a16: 4 bits; groups of inputs have a scale, and optionally a zero point or a table of values (MXFP4).
+- fp8: float8_e4m3fn; a scale for each row, or for each block of 128 x 128.
+- w8a16: integers of 8 bits; a scale for each row.
+- w8a8: the same, and each 64 inputs of a token are quantized to 8 bits as well.
+
+Weights are stored in panels if a compiled kernel of a CPU reads them, and row by row otherwise. The reference reads the
+second layout on every device and in every dtype, so that a quantized model runs everywhere.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire_kernels import cpu_native
+from quire_kernels.dispatch import Op
+from quire_kernels.huge_pages import HugePageArena
+from quire_kernels.quantization import (
+    expand_groups,
+    fp8_codebook,
+    int4_codebook,
+    int8_codebook,
+    quantize_activations,
+    to_sign_and_magnitude,
+)
+
+Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "fp8"]
+
+PANEL_COLUMNS = 32
+"""Output columns of a panel: kColumns in csrc/tile.h."""
+_INPUTS_MULTIPLE = 16
+FP8_BLOCK = 128
+"""Rows and columns of a block that has a scale."""
+
+
+class _Weight(ctypes.Structure):
+    """QuireWeight of csrc/ops.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_bytes", "has_zeros")),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight [out_features, in_features] of a linear layer; built by the `pack_weight_*` functions."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    values: Tensor
+    """In panels: bytes. Else [out_features, in_features] int8 or float8_e4m3fn; or, with 4 bits, uint8 of half the
+    width, the code of the first of two inputs in the lower bits."""
+    group_size: int
+    """Inputs that have a common scale."""
+    scales: Tensor | None = None
+    """[out_features, groups] float32; None: in the panels."""
+    zeros: Tensor | None = None
+    """Zero points of 4 bits, [out_features, groups] uint8; None: in the panels, or 8."""
+    codebook: Tensor | None = None
+    """Values of the codes, bfloat16; None: w8a8, and fp8 unless in panels."""
+    struct: _Weight | None = None
+    """The same for compiled kernels, which points into the tensors; None: not in panels, or w8a8."""
+
+    @property
+    def is_panel_packed(self) -> bool:
+        """Whether only compiled kernels can read it."""
+        return self.scales is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zeros) if tensor is not None)
+
+    @property
+    def address(self) -> int:
+        """Address of the panels (w8a8), or of the C struct."""
+        assert self.is_panel_packed
+        return self.values.data_ptr() if self.struct is None else ctypes.addressof(self.struct)
+
+    def dequantize(self) -> Tensor:
+        """Return the weight as float32 [out_features, in_features]."""
+        assert self.scales is not None
+        scales = expand_groups(self.scales, self.group_size, self.shape[1])
+        if self.scheme != "w4a16":
+            return self.values.float() * scales
+        assert self.codebook is not None
+        codes = torch.stack((self.values & 15, self.values >> 4), 2).flatten(1)
+        values = self.codebook.float()[codes.long()]
+        if self.zeros is not None:
+            values -= expand_groups(self.zeros, self.group_size, self.shape[1]).float() - 8
+        return values * scales
+
+
+@Op
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """Return x W^T + b, or add it to a residual stream; see `linear`.
+
+    Args:
+        x: [num_tokens, in_features]; bfloat16 if the weight is in panels.
+        weight: on the device of x.
+        bias: [out_features] or None.
+        residual: [num_tokens, out_features], contiguous, dtype of x; updated in place and returned.
+
+    Returns:
+        [num_tokens, out_features], dtype of x.
+    """
+    if weight.scheme == "w8a8":
+        assert weight.scales is not None
+        product = quantize_activations(x) @ weight.values.float().t() * weight.scales[:, 0]
+        out = product.to(x.dtype) if bias is None else (product + bias).to(x.dtype)
+    else:
+        out = F.linear(x, weight.dequantize().to(x.dtype), bias)
+    return out if residual is None else residual.add_(out)
+
+
+@quantized_linear.register("cpu")
+def _quantized_linear_cpu(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    if not weight.is_panel_packed:
+        return quantized_linear.reference(x, weight, bias, residual)
+    num_tokens, (out_features, in_features) = len(x), weight.shape
+    # The compiled kernels do not check their arguments.
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.shape[1] == in_features
+    assert residual is None or (residual.is_contiguous() and residual.shape == (num_tokens, out_features))
+    out = x.new_empty(num_tokens, out_features) if residual is None else residual
+    library = cpu_native.get_library()
+    (library.quire_linear_int8 if weight.struct is None else library.quire_linear_codes)(
+        x.data_ptr(),
+        x.stride(0),
+        weight.address,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        num_tokens,
+        out_features,
+        in_features,
+        residual is not None,
+    )
+    return out
+
+
+def pack_weight_int8(
+    values: Tensor,
+    scales: Tensor,
+    arena: HugePageArena | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_only: bool = False,
+) -> QuantizedWeight:
+    """Return an int8 weight for `linear`.
+
+    w8a8 with the compiled kernel, two Zen 5 cores: 1.9 times as fast as bf16 for 1 token and for 64
+    (tests/bench/ops.py). torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
+
+    Args:
+        values: [out_features, in_features] int8 in [-127, 127], contiguous.
+        scales: [out_features] or [out_features, 1] float32; row i stands for scales[i] * values[i].
+        arena: allocates panels.
+        dtype: of the activations.
+        weight_only: w8a16; else w8a8.
+    """
+    out_features, in_features = values.shape
+    scales = scales.reshape(out_features, 1).float().contiguous()
+    if not _has_kernel(values, dtype):
+        scheme: Scheme = "w8a16" if weight_only else "w8a8"
+        return QuantizedWeight(scheme, (out_features, in_features), values, in_features, scales)
+    if weight_only:
+        codes = to_sign_and_magnitude(values)
+        return _pack_codes("w8a16", codes, scales, None, in_features, int8_codebook(), arena)
+    assert values.is_contiguous()
+    shape = (out_features // PANEL_COLUMNS, PANEL_COLUMNS * (in_features + 4))
+    panels = (arena or HugePageArena()).empty(shape, torch.uint8)
+    library = cpu_native.get_library()
+    library.quire_pack_int8(values.data_ptr(), scales.data_ptr(), panels.data_ptr(), out_features, in_features)
+    return QuantizedWeight("w8a8", (out_features, in_features), panels, in_features)
+
+
+def pack_weight_int4(
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    arena: HugePageArena | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    codebook: Tensor | None = None,
+) -> QuantizedWeight:
+    """Return a 4-bit weight for `linear`.
+
+    Args:
+        values: [out_features, in_features] uint8 in [0, 15].
+        scales: [out_features, groups] float32. The groups have equal sizes: in_features / groups inputs.
+        zeros: zero points, [out_features, groups] uint8 in [0, 15]; None: 8. A code q stands for scale * (q - zero).
+        arena: allocates panels.
+        dtype: of the activations.
+        codebook: [16], exact in bfloat16: a code q stands for scale * codebook[q]. Excludes `zeros`.
+    """
+    out_features, in_features = values.shape
+    group_size = in_features // scales.shape[1]
+    assert group_size * scales.shape[1] == in_features and in_features % 2 == 0
+    assert codebook is None or zeros is None
+    table = int4_codebook() if codebook is None else codebook.to("cpu", torch.bfloat16).contiguous()
+    scales = scales.float().contiguous()
+    if _has_kernel(values, dtype) and group_size % 4 == 0:
+        return _pack_codes("w4a16", values, scales, zeros, group_size, table, arena)
+    pairs = values[:, ::2] | values[:, 1::2] << 4
+    table = table.to(values.device)
+    return QuantizedWeight("w4a16", (out_features, in_features), pairs, group_size, scales, zeros, table)
+
+
+def pack_weight_fp8(
+    values: Tensor, scales: Tensor, arena: HugePageArena | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> QuantizedWeight:
+    """Return an 8-bit floating-point weight for `linear`.
+
+    Args:
+        values: [out_features, in_features] float8_e4m3fn, contiguous.
+        scales: float32. One element: of the whole weight. [out_features] or [out_features, 1]: of each row.
+            [out_features / 128, in_features / 128], rounded up: of each block of 128 x 128.
+        arena: allocates panels.
+        dtype: of the activations.
+    """
+    out_features, in_features = values.shape
+    scales, group_size = scales.float(), in_features
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(out_features, 1)
+    elif scales.shape in ((out_features,), (out_features, 1)):
+        scales = scales.reshape(out_features, 1)
+    else:
+        assert scales.shape == (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
+        scales, group_size = scales.repeat_interleave(FP8_BLOCK, 0)[:out_features], FP8_BLOCK
+    scales = scales.contiguous()
+    if _has_kernel(values, dtype):
+        return _pack_codes("fp8", values.view(torch.uint8), scales, None, group_size, fp8_codebook(), arena)
+    return QuantizedWeight("fp8", (out_features, in_features), values, group_size, scales)
+
+
+def supports_int4(in_features: int, group_size: int) -> bool:
+    """Return whether `quantize_int4` and `pack_weight_int4` accept this size: groups must not be cut."""
+    return in_features % group_size == in_features % 2 == 0
+
+
+def has_quantized_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether there are kernels for quantized weights and activations of this dtype on this device."""
+    return device.type == "cuda" or cpu_native.supports(torch.empty(1, dtype=dtype, device=device))
+
+
+def has_kernel_for_shape(out_features: int, in_features: int) -> bool:
+    """Return whether the compiled kernels of a CPU accept a weight of this shape in every scheme."""
+    return out_features % PANEL_COLUMNS == in_features % _INPUTS_MULTIPLE == 0
+
+
+def _has_kernel(values: Tensor, dtype: torch.dtype) -> bool:
+    is_on_cpu = values.device.type == "cpu" and cpu_native.supports(torch.empty(1, dtype=dtype))
+    return is_on_cpu and has_kernel_for_shape(*values.shape)
+
+
+def _pack_codes(
+    scheme: Scheme,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_size: int,
+    codebook: Tensor,
+    arena: HugePageArena | None,
+) -> QuantizedWeight:
+    """Pack codes into panels of csrc/codes.cpp. Scales take two bytes if that does not change them."""
+    (out_features, in_features), bits = codes.shape, 4 if scheme == "w4a16" else 8
+    halves = scales.half()
+    stored_scales = halves if torch.equal(halves.float(), scales) else scales
+    group_bytes = PANEL_COLUMNS * (stored_scales.itemsize + (zeros is not None))
+    panel_bytes = PANEL_COLUMNS * in_features * bits // 8 + scales.shape[1] * group_bytes
+    panels = (arena or HugePageArena()).empty((out_features // PANEL_COLUMNS, panel_bytes), torch.uint8)
+    addresses = panels.data_ptr(), codebook.data_ptr()
+    struct = _Weight(*addresses, bits, group_size, stored_scales.itemsize, zeros is not None)
+    codes, zeros = codes.contiguous(), None if zeros is None else zeros.contiguous()
+    cpu_native.get_library().quire_pack_codes(
+        codes.data_ptr(),
+        stored_scales.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
+        ctypes.addressof(struct),
+        out_features,
+        in_features,
+    )
+    return QuantizedWeight(scheme, (out_features, in_features), panels, group_size, codebook=codebook, struct=struct)
