@@ -57,7 +57,9 @@ def step_rows(context: Context) -> Iterator[Row]:
     yield _rate(decode_rate(engine, many, prompt, 3 * steps), "decode")
     yield from trace.step_rows(engine, 1, 128 if card.is_full else 12, steps)
     yield from trace.step_rows(engine, many, prompt, steps)
-    yield from trace.mixed_rows(engine, *((224, prompt, 512) if card.is_full else (2, prompt, 9)))
+    # Beyond the largest graph, and in one.
+    for mixed in ((224, prompt, 512), (64, prompt, 256)) if card.is_full else ((2, prompt, 9),):
+        yield from trace.mixed_rows(engine, *mixed)
     close(engine)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from gpu_phases.store import Row
 from quire_engine.core.engine import Engine
+from quire_engine.worker.graph_shapes import GraphShape
 from quire_spec.protocol.messages import SequenceRequest
 
 GRAPH_GAP_US = 5.0
@@ -63,14 +64,17 @@ def step_rows(engine: Engine, num_seqs: int, prompt: int, num_steps: int) -> Ite
 
 
 def mixed_rows(engine: Engine, num_seqs: int, prompt: int, new_prompt: int) -> Iterator[Row]:
-    """Kernels of a step in which a prompt starts beside decoding sequences."""
-    with _decoding(engine, num_seqs, prompt, 10):
+    """Time of a step in which a prompt starts beside decoding sequences, and its kernels."""
+    label = f"{num_seqs} sequences at {prompt} and a prompt of {new_prompt}"
+    with _decoding(engine, num_seqs, prompt, 20):
         params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+        decode_ms = step_ms(engine, 4)
         engine.add(SequenceRequest(num_seqs, [5] * new_prompt, params))
+        # The prompt's step and three decoding steps, so that steps that were launched ahead count once.
+        yield {"what": f"mixed step, {label}", "value": 4 * step_ms(engine, 4) - 3 * decode_ms, "unit": "ms"}
+        engine.add(SequenceRequest(num_seqs + 1, [6] * new_prompt, params))
         events = _traced(engine, 2)
-    yield from kernel_rows(
-        events, 1, f"mixed step, {num_seqs} sequences at {prompt} and a prompt of {new_prompt}, then a decoding step"
-    )
+    yield from kernel_rows(events, 1, f"mixed step, {label}, then a decoding step")
 
 
 @contextlib.contextmanager
@@ -101,11 +105,13 @@ def step_ms(engine: Engine, num_steps: int) -> float:
 
 
 def graph_ms(engine: Engine, num_seqs: int, num_replays: int) -> float | None:
-    """Return the time of the graph of the last decoding step, replayed alone; None without graphs."""
+    """Return the time of the graph of the last decoding step, replayed alone, without output projection; None without
+    graphs."""
     graphs: Any = engine._runner._graphs  # type: ignore[attr-defined]
-    if graphs is None or num_seqs not in graphs._base_graphs:
+    shape = GraphShape(num_seqs, False, False)
+    if graphs is None or shape not in graphs._graphs:
         return None
-    replay, start, end = graphs._base_graphs[num_seqs], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay, start, end = graphs._graphs[shape], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
     start.record()
     for _ in range(num_replays):
