@@ -49,7 +49,7 @@ class StatusInvariants:
     def violations(self) -> list[str]:
         """Return the violations of all recorded versions of services."""
         watches = (self.services, self.pods)
-        violations = [f"the watch of {watch.path} ended: {watch.error!r}" for watch in watches if watch.error]
+        violations = [f"the watch of {watch.path} ended: {watch.error}" for watch in watches if watch.error]
         last_status: dict[str, Manifest] = {}
         for version in list(self.services.versions):
             body, meta = version.body, version.body["metadata"]

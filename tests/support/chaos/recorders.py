@@ -10,10 +10,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Self, cast
 
 import orjson
 from kubernetes import watch
+from kubernetes.client import ApiException
 from support.cluster import Cluster
 from support.fake_admin_api import FakePod
 from support.fake_kubelet import FailedMount, FakeKubelet
@@ -62,11 +64,17 @@ class WatchRecorder:
         watcher = watch.Watch()
         try:
             while not self._stop.is_set():
-                for event in watcher.stream(
-                    self._list, resource_version=resource_version, timeout_seconds=_WATCH_S, serialize=False
-                ):
-                    body = event["raw_object"]
-                    self.versions.append(ObjectVersion(time.monotonic(), event["type"] == "DELETED", body))
+                try:
+                    for event in watcher.stream(
+                        self._list, resource_version=resource_version, timeout_seconds=_WATCH_S, serialize=False
+                    ):
+                        body = event["raw_object"]
+                        self.versions.append(ObjectVersion(time.monotonic(), event["type"] == "DELETED", body))
+                except ApiException as error:
+                    # The watch cache of 1.36 can be older than the last event. client-go tries again, too.
+                    if error.status != HTTPStatus.GATEWAY_TIMEOUT:
+                        raise
+                    time.sleep(0.2)
                 resource_version = watcher.resource_version
         except Exception as error:
             self.error = error
