@@ -56,8 +56,11 @@ def build_small_batch_decoder(
     """Return the layers, or None if QUIRE_KERNELS does not select their kernel or a weight is not plain bfloat16 or
     float32. float16 is too narrow for inputs that are multiplied before they are normalised."""
     weights = [product.weight for layer in layers for product in layer.linears()]
-    is_plain = all(weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32) for weight in weights)
-    device_type = weights[0].device.type
+    is_plain = all(
+        isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32)
+        for weight in weights
+    )
+    device_type = layers[0].attention_norm.device.type
     if not is_plain or rms_norm_linear.override != "small" or device_type != "cuda":
         return None
     return SmallBatchDecoder(layers, heads, eps)
