@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from quire_engine.api.engine_args import EngineArgs
     from quire_engine.api.inputs import TextPrompt, TokensPrompt
     from quire_engine.api.llm import LLM
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "GuidedDecodingParams",
@@ -31,6 +35,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BeamSearchOutput": "quire_engine.api.beam_search",
+    "BeamSearchParams": "quire_engine.api.beam_search",
+    "BeamSearchSequence": "quire_engine.api.beam_search",
     "EngineArgs": "quire_engine.api.engine_args",
     "GuidedDecodingParams": "quire_spec.engine.structured_outputs",
     "LLM": "quire_engine.api.llm",

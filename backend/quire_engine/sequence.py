@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 from typing import NewType
 
 from quire_engine.structured_outputs.grammar import Grammar
+from quire_engine.tokenization.stop_strings import StopStrings
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.sampling_params import SamplingParams
 
@@ -52,6 +53,36 @@ class Logprob:
     rank: int
 
 
+@dataclass(eq=False, slots=True)
+class BeamGroup:
+    """The beams of one beam search: sequences with one prompt and outputs of one length, extended together."""
+
+    id: int
+    """Id of the first sequence of the request. Beams have this id and the `width - 1` ids after it."""
+    width: int
+    """Maximum number of beams."""
+    num_candidates: int
+    """Number of continuations, over all beams, from which the next beams are chosen."""
+    sequences: list["Sequence"]
+    """The beams, best first. Only one before the first output token."""
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    """Sum of the log probabilities of the output tokens of each beam."""
+
+    @property
+    def can_decode(self) -> bool:
+        """True if all beams run, and each has keys and values of all its tokens but the last."""
+        return all(
+            sequence.status is SequenceStatus.RUNNING and sequence.num_tokens - sequence.num_computed_tokens == 1
+            for sequence in self.sequences
+        )
+
+    @property
+    def num_unused_places(self) -> int:
+        """Further sequences that can run once the group runs: new beams, and beams that wait."""
+        num_running = sum(sequence.status is SequenceStatus.RUNNING for sequence in self.sequences)
+        return self.width - num_running if num_running else 0
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A prompt, its output so far, and the blocks with its keys and values."""
@@ -72,6 +103,8 @@ class Sequence:
     """Token sequences that must not occur in the output."""
     grammar: Grammar | None = None
     """State of the grammar that the output matches; None allows any output."""
+    stop_strings: StopStrings | None = None
+    """Strings that end a beam. For other sequences, the text process searches for them."""
     adapter_digest: AdapterDigest | None = None
     """Content digest."""
     cache_salt: str | None = None
@@ -85,6 +118,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     """The last one can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned or in flight."""
+    output_logprobs: list[list[Logprob]] = field(default_factory=list)
+    """Of a beam whose request requires them: the log probabilities of its output tokens."""
     num_computed_tokens: int = 0
     """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Without the latest step in flight."""
     block_table: list[BlockId] = field(default_factory=list)
@@ -105,17 +140,35 @@ class Sequence:
     """While swapped out: tokens [0, num_swapped_tokens) are in those blocks and in the host blocks."""
     num_cached_blocks: int = 0
     """Number of first blocks of the table that came from the prefix cache or were offered to the cache."""
-    sort_key: tuple[int, int] = (0, 0)
-    """Priority, then arrival number; the scheduler's order."""
+    sort_key: tuple[int, int, int] = (0, 0, 0)
+    """Priority, arrival number, number of the beam; the scheduler's order."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     parent: "Sequence | None" = None
-    """The sequence with id `parent_id`, if it was unfinished when this one arrived."""
+    """The sequence with id `parent_id`, if it was unfinished when this one arrived. Of a preempted beam: the first
+    beam of its group."""
+    beam_group: BeamGroup | None = None
+    """The beams that this sequence belongs to; None without beam search."""
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that can be computed without the other beams: all, but not the last of one of several beams."""
+        has_siblings = self.beam_group is not None and len(self.beam_group.sequences) > 1
+        return self.num_tokens - 1 if has_siblings else self.num_tokens
+
+    @property
+    def resumes_beam_group(self) -> bool:
+        """True if another beam of its group runs, while this one waits."""
+        return (
+            self.beam_group is not None
+            and self.status is not SequenceStatus.RUNNING
+            and self.beam_group.num_unused_places > 0
+        )
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -134,15 +187,18 @@ class Sequence:
         logprobs = self.params.num_logprobs
         return (
             bool(self.bad_words)
+            or self.beam_group is not None
             or self.needs_prompt_logprobs
             or not (logprobs is None or 0 <= logprobs <= MAX_ASYNC_LOGPROBS)
         )
 
     @property
     def awaited_parent(self) -> "Sequence | None":
-        """The parent of a fork that never ran, while the parent's prompt is not fully computed."""
+        """The parent of a fork that never ran, or of a preempted beam, while its prompt is not fully computed."""
         parent, preempted = self.parent, SequenceStatus.PREEMPTED
-        if parent is None or preempted in (self.status, parent.status) or parent.status is SequenceStatus.FINISHED:
+        if parent is None or parent.status is SequenceStatus.FINISHED:
+            return None
+        if self.beam_group is None and preempted in (self.status, parent.status):
             return None
         return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
 

@@ -56,6 +56,35 @@ def test_greedy_tokens_are_the_same_on_all_paths(service, offline, model):
     } == dict.fromkeys(("completions", "generate", "generate_stream", "gRPC"), tokens)
 
 
+def test_beam_search_is_the_same_on_all_ports(service, offline):
+    """Offline, on both ports of the server, as a stream, and in both routes of the OpenAI API."""
+    params = {"use_beam_search": True, "n": 3, "max_tokens": 12, "length_penalty": 0.5, "early_stopping": "never"}
+    (expected,) = offline.generate(STORY, SamplingParams(**params), use_tqdm=False)
+    texts = [completion.text for completion in expected.outputs]
+    assert len(set(texts)) == 3
+    body = {"model": "tales", "prompt": STORY, **params}
+    answer = service.request("openai", "/v1/completions", body)
+    assert [choice["text"] for choice in answer.body["choices"]] == texts
+    generated = service.generate("tales", STORY, exclude_input_in_output=True, **params).body
+    (stream,) = run_concurrently(service.http_stream("tales", STORY, **params))
+    parts = [event["text_output"] for event in stream.events]
+    responses: queue.SimpleQueue = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.ports['grpc']}") as client:
+        client.start_stream(lambda result, error: responses.put((result, error)))
+        inputs = [grpc_text(STORY), grpc_flag("stream", False), grpc_flag("exclude_input_in_output", True)]
+        client.async_stream_infer("tales", inputs, parameters=params)
+        result, error = responses.get(timeout=60)
+    assert error is None
+    assert {
+        "generate": generated["text_output"],
+        "generate_stream": ["".join(pieces) for pieces in zip(*parts, strict=True)],
+        "gRPC": [text.decode() for text in result.as_numpy("text_output")],
+    } == dict.fromkeys(("generate", "generate_stream", "gRPC"), texts)
+    chat = {"model": "tales", "messages": [{"role": "user", "content": STORY}], **params}
+    choices = service.request("openai", "/v1/chat/completions", chat).body["choices"]
+    assert len({choice["message"]["content"] for choice in choices}) == 3
+
+
 def test_an_unknown_model_is_404(service):
     answer = service.request("openai", "/v1/completions", {"model": "absent", "prompt": STORY})
     assert answer.status == 404 and "tales" in answer.body["error"]["message"]

@@ -4,11 +4,13 @@
 import hashlib
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.scheduling.beam_search import BeamSearch, Continuation, num_candidates
 from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence
-from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
+from quire_engine.step.plan import BeamCandidate, ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_spec.documents.pod_status import MeasuredMemory
 
 VOCAB = 997
@@ -98,7 +100,7 @@ class TokenEchoRunner:
             self._write(span)
         if fail_at == len(plan.spans):
             raise RuntimeError("the device failed")
-        outputs = [SpanOutput(self._sample(span)) for span in plan.spans]
+        outputs = [self._output(span) for span in plan.spans]
         self._last_tokens = {
             span.sequence: output.token_ids[0]
             for span, output in zip(plan.spans, outputs, strict=True)
@@ -121,6 +123,15 @@ class TokenEchoRunner:
         tokens = [*self._tokens(sequence, span.start, span.end - len(span.draft_token_ids)), *span.draft_token_ids]
         for position, token in enumerate(tokens, span.start):
             self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter_digest)
+
+    def _output(self, span: ScheduledSpan) -> SpanOutput:
+        """Return the sampled tokens of a span, or the candidates of a beam that was computed completely."""
+        sequence, sampled = span.sequence, self._sample(span)
+        if (group := sequence.beam_group) is None or not sampled:
+            return SpanOutput(sampled)
+        score = group.scores[group.sequences.index(sequence)]
+        tokens = sequence.tokens(0, sequence.num_tokens)
+        return SpanOutput([], candidates=beam_candidates(tokens, sequence.adapter_digest, score, group.num_candidates))
 
     def _sample(self, span: ScheduledSpan) -> list[int]:
         """Return the tokens that follow the accepted draft tokens and the last token; none inside a prompt."""
@@ -150,6 +161,32 @@ def next_token(tokens: list[int], adapter_digest: str | None) -> int:
     """Return the token that TokenEchoRunner samples after `tokens`."""
     digest = hashlib.blake2b(repr((adapter_digest, tokens)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB
+
+
+def beam_candidates(
+    tokens: list[int], adapter_digest: str | None, score: float, num_candidates: int
+) -> list[BeamCandidate]:
+    """Return the continuations of a beam with TokenEchoRunner."""
+    digests = [hashlib.blake2b(repr((adapter_digest, tokens, i)).encode()).digest() for i in range(num_candidates)]
+    candidates = {int.from_bytes(digest[:4], "little") % VOCAB: score - 0.1 - digest[4] / 64 for digest in digests}
+    return sorted((BeamCandidate(*entry) for entry in candidates.items()), key=lambda c: -c.score)
+
+
+def expected_beam_outputs(sequence: Sequence) -> list[list[int]]:
+    """Return the outputs of a beam search with TokenEchoRunner. `sequence` has the prompt, parameters and limits."""
+    search, beams, scores = BeamSearch(sequence), [replace(sequence, output_token_ids=[])], [0.0]
+    size = num_candidates(sequence.params, len(sequence.stop_token_ids))
+    while not search.is_finished:
+        chosen = search.extend(
+            [
+                Continuation(beam, candidate)
+                for beam, score in zip(beams, scores, strict=True)
+                for candidate in beam_candidates(beam.tokens(0, beam.num_tokens), sequence.adapter_digest, score, size)
+            ]
+        )
+        beams = [replace(c.beam, output_token_ids=[*c.beam.output_token_ids, c.candidate.token_id]) for c in chosen]
+        scores = [c.candidate.score for c in chosen]
+    return [output.token_ids for output in search.best_outputs()]
 
 
 def expected_output(

@@ -37,6 +37,7 @@ class SchedulerHarness:
     lookahead: bool = False
     """Launch each step, where possible, while the previous one is in flight."""
     now: float = 0.0
+    next_id: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,12 +63,15 @@ class SchedulerHarness:
 
     def add(self, prompt: list[int] | int, num_output: int = 4, **fields: Any) -> Sequence:
         """Queue a sequence. `prompt`: token ids, or the length of a prompt of unique tokens."""
-        sequence_id = len(self.sequences)
+        params = SamplingParams(
+            max_tokens=num_output, min_tokens=fields.pop("min_tokens", 0), **fields.pop("params", {})
+        )
+        sequence_id = self.next_id
         if isinstance(prompt, int):
             prompt = [sequence_id] * prompt
-        params = SamplingParams(max_tokens=num_output, min_tokens=fields.pop("min_tokens", 0))
         sequence = Sequence(sequence_id, prompt, params, 0, num_output, **fields)
         self.scheduler.add(sequence)
+        self.next_id += params.num_sequences
         self.sequences[sequence_id] = sequence
         return sequence
 

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
 from quire_engine.api.offline_request import OfflineRequest
-from quire_engine.api.outputs import LoRARequest, RequestOutput
+from quire_engine.api.outputs import CompletionOutput, LoRARequest, RequestOutput
 from quire_engine.core.engine import Engine
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.structured_outputs.grammar_text import to_grammar_text
@@ -160,6 +161,41 @@ class LLM:
                 self.engine.abort(offline_request.unfinished_sequence_ids)
         return [offline_request.to_request_output() for offline_request in offline_requests]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the best outputs of one or many prompts; all searches run in one batch.
+
+        `generate` with SamplingParams(use_beam_search=True) does the same with more parameters, such as stop strings.
+        `concurrency_limit` is accepted and ignored, because the scheduler limits the number of beams.
+
+        Raises:
+            InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidArgument(f"params: must be BeamSearchParams, got {type(params).__name__}")
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm, lora_request)
+        return [
+            BeamSearchOutput([self._beam(output, completion) for completion in output.outputs]) for output in outputs
+        ]
+
+    def _beam(self, output: RequestOutput, completion: CompletionOutput) -> BeamSearchSequence:
+        assert completion.cumulative_logprob is not None
+        tokens = output.prompt_token_ids + completion.token_ids
+        return BeamSearchSequence(
+            tokens,
+            completion.cumulative_logprob,
+            None if self.tokenizer is None else self.tokenizer.decode(tokens),
+            completion.finish_reason,
+            completion.stop_reason,
+            completion.lora_request,
+        )
+
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
@@ -279,9 +315,9 @@ class LLM:
         self, offline_requests: Sequence[OfflineRequest], use_tqdm: bool | Callable[..., "tqdm[NoReturn]"]
     ) -> None:
         offline_request_by_sequence = {
-            request.id: offline_request
+            sequence_id: offline_request
             for offline_request in offline_requests
-            for request in offline_request.sequence_requests
+            for sequence_id in offline_request.sequence_ids
         }
         create_progress_bar = use_tqdm if callable(use_tqdm) else tqdm
         with create_progress_bar(

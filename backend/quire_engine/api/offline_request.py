@@ -25,7 +25,7 @@ class OfflineRequest:
     ) -> None:
         """`base_request` is the engine request for one output; `params` replaces its parameters."""
         self.sequence_requests = fan_out(base_request, params)
-        """Engine requests, one per output."""
+        """Engine requests, one per output, or one for all outputs of a beam search."""
         self.num_input_tokens = len(base_request.prompt_token_ids)
         self._prompt = prompt
         self._prompt_token_ids = base_request.prompt_token_ids
@@ -34,14 +34,19 @@ class OfflineRequest:
         self._tokenizer = tokenizer if params.detokenize else None
         core_params = params.child_params(0)
         self._completions = {
-            request.id: CompletionState(core_params, self._tokenizer, base_request.prompt_token_ids, eos_token_ids)
-            for request in self.sequence_requests
+            sequence_id: CompletionState(core_params, self._tokenizer, base_request.prompt_token_ids, eos_token_ids)
+            for sequence_id in range(base_request.id, base_request.id + params.num_results)
         }
-        self._deltas: dict[int, list[CompletionDelta]] = {request.id: [] for request in self.sequence_requests}
+        self._deltas: dict[int, list[CompletionDelta]] = {sequence_id: [] for sequence_id in self._completions}
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens: int | None = None
         self._arrival_time, self._queued_ts = time.time(), time.monotonic()
         self._scheduled_ts = self._first_token_ts = self._last_token_ts = self._queued_ts
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        """Ids of the outputs in results of the engine."""
+        return list(self._completions)
 
     @property
     def unfinished_sequence_ids(self) -> list[int]:
@@ -84,8 +89,8 @@ class OfflineRequest:
 
     def to_request_output(self) -> RequestOutput:
         """Return the finished request, with the most likely outputs first if best_of exceeds n."""
-        sequence_ids = list(self._completions)
-        if self._params.num_sequences > self._params.n:
+        sequence_ids = self.sequence_ids
+        if self._params.num_results > self._params.n:
             sequence_ids = [sequence_ids[i] for i in select_best_of(self._completions.values(), self._params.n)]
         return RequestOutput(
             request_id=str(self.sequence_requests[0].id),
@@ -114,7 +119,7 @@ class OfflineRequest:
             index=index,
             text="".join(delta.text for delta in deltas),
             token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-            cumulative_logprob=completion.cumulative_logprob if has_logprobs else None,
+            cumulative_logprob=completion.cumulative_logprob if has_logprobs or self._params.use_beam_search else None,
             logprobs=logprobs if has_logprobs else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,

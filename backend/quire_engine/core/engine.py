@@ -26,6 +26,8 @@ from quire_engine.step.plan import SlotLoad
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar import Grammar
 from quire_engine.structured_outputs.thinking_budget import ThinkingBudget
+from quire_engine.tokenization.stop_strings import StopStrings
+from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.interface import ModelRunner
@@ -69,7 +71,9 @@ class Engine:
         self.eos_token_ids = checkpoint.eos_token_ids
         self._runner = runner
         self._grammar_compiler: GrammarCompiler | None = None
-        self._grammar_compiler_lock = threading.Lock()
+        # Both are read in another thread at startup, and by the first request that needs them.
+        self._tokenizer_lock = threading.RLock()
+        self._tokenizer: Tokenizer | None = None
         self._clock = clock
         self._seed_generator = random.Random(config.seed)
         self._block_pool = BlockPool(memory.num_blocks)
@@ -134,11 +138,11 @@ class Engine:
         Raises:
             InvalidArgument: the model has no tokenizer, or no end-of-sequence token.
         """
-        with self._grammar_compiler_lock:
+        with self._tokenizer_lock:
             if self._grammar_compiler is None:
-                self._grammar_compiler = GrammarCompiler.from_folder(
-                    self.tokenizer_folder, self.shape.vocab_size, self.eos_token_ids
-                )
+                if (tokenizer := self._load_tokenizer()) is None:
+                    raise InvalidArgument("structured_outputs: the model has no tokenizer; leave it out")
+                self._grammar_compiler = GrammarCompiler(tokenizer, self.shape.vocab_size, self.eos_token_ids)
             return self._grammar_compiler
 
     def add(self, request: SequenceRequest) -> None:
@@ -162,6 +166,7 @@ class Engine:
             raise InvalidArgument("bad_words: a word has no tokens; give each word at least one")
         _check_allowed_tokens(params, stop_token_ids | self.eos_token_ids, bad_words)
         grammar = self._create_grammar(request, params, prompt_token_ids)
+        stop_strings = self._create_stop_strings(params)
         max_output_tokens = max(self.max_model_len - len(prompt_token_ids), 0)
         self._scheduler.add(
             Sequence(
@@ -179,6 +184,7 @@ class Engine:
                 suppressed_token_ids=stop_token_ids | self.eos_token_ids if params.min_tokens else frozenset(),
                 bad_words=bad_words,
                 grammar=grammar,
+                stop_strings=stop_strings,
                 adapter_digest=request.adapter_digest,
                 cache_salt=request.cache_salt,
                 parent_id=request.parent_id,
@@ -395,6 +401,10 @@ class Engine:
             raise Internal("structured_outputs: the constraint was not turned into a grammar")
         grammar = None
         if request.grammar is not None:
+            if params.use_beam_search:
+                raise InvalidArgument(
+                    "use_beam_search: not possible with a constraint on the output; leave out one of them"
+                )
             grammar = self.grammar_compiler().create(request.grammar, request.begin_after_token_ids)
         if params.thinking_token_budget is not None:
             if len(request.reasoning_marks) != 2 or not request.reasoning_marks[1]:
@@ -403,6 +413,21 @@ class Engine:
             grammar = grammar or Grammar(None)
             grammar.thinking_budget = ThinkingBudget(params.thinking_token_budget, start, end, prompt_token_ids)
         return grammar
+
+    def _create_stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        """Return the stop strings of a beam search. The text process searches for those of other requests."""
+        if not (params.use_beam_search and params.stop):
+            return None
+        if (tokenizer := self._load_tokenizer()) is None:
+            raise InvalidArgument("sampling parameter 'stop': the model has no tokenizer; use stop_token_ids")
+        return StopStrings(tokenizer, params)
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, reading it at the first call; None if the model has none."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = Tokenizer.from_folder(self.tokenizer_folder)
+            return self._tokenizer
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         vocab_size, max_logprobs = self.shape.vocab_size, self.config.max_logprobs

@@ -165,9 +165,13 @@ def error_result(sequence: Sequence, code: Code, error_message: str) -> Sequence
 def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDelta:
     if sequence.finish_reason is FinishReason.ERROR and sequence.grammar is not None:
         return error_result(sequence, InvalidArgument.code, sequence.grammar.error)
+    if sequence.finish_reason is FinishReason.ERROR and sequence.beam_group is not None:
+        return error_result(sequence, Internal.code, "beam search: the model returned no finite log probability")
     logprobs = None if span_output.logprobs is None else _logprob_lists(span_output.logprobs)
     reason = None if sequence.finish_reason is None else sequence.finish_reason.value
-    result = SequenceDelta(sequence.id, span_output.token_ids, reason, logprobs)
+    result = SequenceDelta(
+        sequence.id, span_output.token_ids, reason, logprobs, cumulative_logprob=span_output.cumulative_logprob
+    )
     if len(sequence.output_token_ids) > len(span_output.token_ids):
         return result
     computed_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []

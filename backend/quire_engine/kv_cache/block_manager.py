@@ -88,6 +88,48 @@ class BlockManager:
             sequence.block_table += self._block_pool.allocate(1)
         return True
 
+    def append_blocks(self, beams: abc.Sequence[Sequence], builder: StepPlanBuilder) -> bool:
+        """Ensure that each beam has a block of its own for its next token. Return False if too few blocks are free.
+
+        Beams share all blocks with the beam from which they continue. So a block that several of them would write is
+        copied for all of them but one (copy-on-write).
+        """
+        lacking, copying = [], []
+        written_blocks: set[BlockId] = set()
+        for beam in beams:
+            if self.needs_block(beam):
+                lacking.append(beam)
+            elif beam.block_table[-1] in written_blocks:
+                copying.append(beam)
+            else:
+                written_blocks.add(beam.block_table[-1])
+        if len(lacking) + len(copying) > self._block_pool.num_free:
+            return False
+        for beam in lacking:
+            beam.block_table += self._block_pool.allocate(1)
+        for beam in copying:
+            # The copy takes over the reference of the beam and keeps it until the step is complete. A new list, because
+            # a runner sends only the end of a table that it knows.
+            [block] = self._block_pool.allocate(1)
+            builder.copies.append(BlockCopy(beam.block_table[-1], block))
+            beam.block_table = [*beam.block_table[:-1], block]
+        self.num_block_copies += len(copying)
+        return True
+
+    def cancel_copy(self, beam: Sequence, builder: StepPlanBuilder) -> None:
+        """Undo the copy that `append_blocks` planned for a beam, if any."""
+        for index, copy in enumerate(builder.copies):
+            if beam.block_table and copy.destination == beam.block_table[-1]:
+                beam.block_table = [*beam.block_table[:-1], copy.source]
+                self._block_pool.free([copy.destination])
+                del builder.copies[index]
+                self.num_block_copies -= 1
+                return
+
+    def share(self, sequence: Sequence) -> None:
+        """Take a further reference to the blocks of a sequence, for a beam that forks from it."""
+        self._block_pool.acquire(sequence.block_table)
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Ensure that a sequence has blocks for `num_tokens` tokens. Return False if too few are free."""
         num_missing = self.num_blocks(num_tokens) - len(sequence.block_table)
@@ -110,7 +152,8 @@ class BlockManager:
         cached. Blocks that are not kept are computed again.
         """
         computed_blocks = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
-        num_shared_blocks = sum(1 for _ in takewhile(lambda b: self._block_pool.ref_count(b) > 1, computed_blocks))
+        full_blocks = computed_blocks[: sequence.num_computed_tokens // self._block_size]
+        num_shared_blocks = sum(1 for _ in takewhile(lambda b: self._block_pool.ref_count(b) > 1, full_blocks))
         blocks_to_swap = computed_blocks[num_shared_blocks:]
         num_tokens = sequence.num_computed_tokens - num_shared_blocks * self._block_size
         if (

@@ -52,10 +52,11 @@ class PrefixCache:
         if parent is not None and not sequence.block_hashes:
             sequence.block_hashes = parent.block_hashes[: len(sequence.prompt_token_ids) // block_size]
         cached_blocks = self._cached_blocks(sequence) if self._enabled else []
-        num_cached_tokens = min(len(cached_blocks) * block_size, sequence.num_tokens - 1)
+        max_tokens = sequence.num_prefill_tokens - 1
+        num_cached_tokens = min(len(cached_blocks) * block_size, max_tokens)
         num_parent_tokens = 0
         if parent is not None:
-            num_parent_tokens = min(parent.num_computed_tokens, len(sequence.prompt_token_ids), sequence.num_tokens - 1)
+            num_parent_tokens = min(parent.num_computed_tokens, len(sequence.prompt_token_ids), max_tokens)
         if parent is not None and num_parent_tokens > num_cached_tokens:
             hit = self._make_hit(parent.block_table, num_parent_tokens)
         else:
@@ -107,7 +108,10 @@ class PrefixCache:
         if hit.num_tokens >= sequence.num_swapped_tokens or num_matched_blocks < num_shared_blocks:
             return hit
         return PrefixHit(
-            sequence.num_swapped_tokens, hit.blocks, [], sequence.host_blocks[num_matched_blocks - num_shared_blocks :]
+            min(sequence.num_swapped_tokens, sequence.num_prefill_tokens - 1),
+            hit.blocks,
+            [],
+            sequence.host_blocks[num_matched_blocks - num_shared_blocks :],
         )
 
     def _cached_blocks(self, sequence: Sequence) -> list[BlockId]:

@@ -3,9 +3,12 @@
 
 It changes nothing; the scheduler decides and preempts."""
 
+from collections import abc
+
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.prefix_cache import PrefixHit
+from quire_engine.scheduling.beam_scheduler import BeamScheduler
 from quire_engine.scheduling.request_queue import RequestQueue
 from quire_engine.sequence import Sequence
 from quire_engine.step.builder import StepPlanBuilder
@@ -15,39 +18,58 @@ class CapacityCheck:
     """Limits of a step: `max_num_seqs`, and free blocks minus a reserve of one block per running sequence."""
 
     def __init__(
-        self, max_num_seqs: int, running: RequestQueue, block_pool: BlockPool, block_manager: BlockManager
+        self,
+        max_num_seqs: int,
+        running: RequestQueue,
+        block_pool: BlockPool,
+        block_manager: BlockManager,
+        beams: BeamScheduler,
     ) -> None:
         self._max_num_seqs = max_num_seqs
         self._running = running
         self._block_pool = block_pool
         self._block_manager = block_manager
+        self._beams = beams
 
-    def has_free_seq(self, builder: StepPlanBuilder, num_preempted: int = 0) -> bool:
-        """Return whether fewer than `max_num_seqs` sequences run after `num_preempted` of them stop.
+    def has_free_seq(
+        self, sequence: Sequence, builder: StepPlanBuilder, preempted: abc.Sequence[Sequence] = ()
+    ) -> bool:
+        """Return whether at most `max_num_seqs` sequences run after `preempted` stop and `sequence` starts.
 
-        Pending forks count as running.
+        Pending forks count as running, and all beams of a search count when its first one starts.
         """
-        return len(self._running) - num_preempted + len(builder.pending_forks) < self._max_num_seqs
+        if sequence.resumes_beam_group:
+            return True
+        num_starting = 1 if sequence.beam_group is None else sequence.beam_group.width
+        return self._num_places(builder, preempted) + num_starting <= self._max_num_seqs
 
     def preemption_victims(
         self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder
     ) -> list[Sequence] | None:
         """Return the fewest running sequences, least urgent first, that must stop so that `sequence` can start.
 
-        None if it cannot start even without all less urgent sequences.
+        None if it cannot start even without all less urgent sequences. With a beam, all beams of its group stop.
         """
         if self._fits(sequence, prefix, builder):
             return []
-        if not self._running or self._running.least_urgent.priority <= sequence.priority:
+        if sequence.resumes_beam_group:
+            # It counts as decoding, for which sequences of the same priority are preempted, too.
+            group = sequence.beam_group
+            candidates = [s for s in self._running if s.sort_key > sequence.sort_key and s.beam_group is not group]
+        elif not self._running or self._running.least_urgent.priority <= sequence.priority:
             return None
-        candidates = [s for s in self._running if s.priority > sequence.priority and s is not sequence.parent][::-1]
+        else:
+            candidates = [s for s in self._running if s.priority > sequence.priority and s is not sequence.parent]
+        # Beams that resume come before more urgent sequences, which must not preempt what this step computes already.
+        computed = {span.sequence.beam_group or span.sequence for span in builder.prefills}
+        candidates = [s for s in reversed(candidates) if (s.beam_group or s) not in computed]
         # An upper bound first: without it, the exact count would often be wasted work.
-        if not self._fits(sequence, prefix, builder, len(candidates), sum(len(s.block_table) for s in candidates)):
+        if not self._fits(sequence, prefix, builder, candidates, sum(len(s.block_table) for s in candidates)):
             return None
         for num_preempted, num_freed_blocks in enumerate(
             self._block_manager.num_blocks_freed_by(candidates, prefix), 1
         ):
-            if self._fits(sequence, prefix, builder, num_preempted, num_freed_blocks):
+            if self._fits(sequence, prefix, builder, candidates[:num_preempted], num_freed_blocks):
                 return candidates[:num_preempted]
         return None
 
@@ -56,11 +78,21 @@ class CapacityCheck:
         sequence: Sequence,
         prefix: PrefixHit,
         builder: StepPlanBuilder,
-        num_preempted: int = 0,
+        preempted: abc.Sequence[Sequence] = (),
         num_freed_blocks: int = 0,
     ) -> bool:
-        """Return whether a sequence can start if `num_preempted` running ones stop and free `num_freed_blocks`."""
-        num_running = len(self._running) - num_preempted
-        num_reserved = num_running + len(builder.pending_forks) + 1 if num_running else 0
+        """Return whether a sequence can start if `preempted` running ones stop and free `num_freed_blocks`."""
+        num_places = self._num_places(builder, preempted)
+        num_reserved = num_places + 1 if num_places and not sequence.resumes_beam_group else 0
         num_needed = self._block_manager.num_blocks_needed(sequence, prefix) + num_reserved
-        return self.has_free_seq(builder, num_preempted) and num_needed <= self._block_pool.num_free + num_freed_blocks
+        return (
+            self.has_free_seq(sequence, builder, preempted)
+            and num_needed <= self._block_pool.num_free + num_freed_blocks
+        )
+
+    def _num_places(self, builder: StepPlanBuilder, preempted: abc.Sequence[Sequence] = ()) -> int:
+        """Return how many sequences run, or have a reserved place, after `preempted` stop."""
+        num_places = len(self._running) + self._beams.num_unused_places + len(builder.pending_forks)
+        stopped_groups = {s.beam_group for s in preempted if s.beam_group is not None}
+        num_stopped = sum(s.beam_group is None for s in preempted) + sum(group.width for group in stopped_groups)
+        return num_places - num_stopped

@@ -12,6 +12,7 @@ abort() at any time in between.
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 from quire_engine.kv_cache.block_hash import BlockHasher
@@ -22,11 +23,12 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage, count_usage
 from quire_engine.scheduling.async_scheduling import apply_placeholders, reaches_max_tokens, remove_placeholder
+from quire_engine.scheduling.beam_scheduler import BeamScheduler
 from quire_engine.scheduling.capacity import CapacityCheck
 from quire_engine.scheduling.in_flight_steps import InFlightSteps
 from quire_engine.scheduling.request_checks import check_request, find_parent
 from quire_engine.scheduling.request_queue import RequestQueue
-from quire_engine.sequence import FinishReason, Sequence, SequenceStatus
+from quire_engine.sequence import BeamGroup, FinishReason, Sequence, SequenceStatus
 from quire_engine.speculation.draft_planner import DraftPlanner
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
@@ -65,6 +67,10 @@ class Scheduler:
     because the blocks that it freed, minus the blocks that were missing, are too few. Without other running
     sequences the reserve is not needed.
 
+    Beams. All beams of a search decode in the same step or not at all, and are preempted together. The places of all
+    its beams are reserved when a search starts. A beam of a group that runs resumes before other sequences start, and
+    can preempt any less urgent sequence, so two searches never wait for each other's blocks.
+
     Speculation. Draft tokens are added to decode spans when the rest of the step is planned, and use what it left. The
     step computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected ones.
 
@@ -98,7 +104,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = RequestQueue()
         self._running = RequestQueue()
-        self._capacity = CapacityCheck(config.max_num_seqs, self._running, block_pool, self.block_manager)
+        self._beams = BeamScheduler(self.block_manager, block_pool.num_blocks, config.block_size, config.max_num_seqs)
+        self._capacity = CapacityCheck(config.max_num_seqs, self._running, block_pool, self.block_manager, self._beams)
         self._in_flight = InFlightSteps()
         # The step in flight whose sequences have been advanced with placeholders.
         self._placeholder_plan: StepPlan | None = None
@@ -156,18 +163,22 @@ class Scheduler:
 
         Raises:
             InvalidArgument: the sequence is too long for max_model_len, or for one step without chunked prefill; it has
-                a priority, but scheduling_policy does not use priorities; or its parent has a different prompt, adapter
-                or salt.
+                a priority, but scheduling_policy does not use priorities; its parent has a different prompt, adapter or
+                salt; or its beams do not fit.
             NotFound: its adapter is not registered.
         """
         check_request(sequence, self._config, self._max_model_len)
         if sequence.id in self._sequences:
             raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
         sequence.parent = find_parent(sequence, self._sequences)
+        if sequence.params.use_beam_search:
+            self._beams.check_request(sequence)
         if sequence.adapter_digest is not None:
             self._adapter_registry.add_sequence(sequence.adapter_digest)
+        if sequence.params.use_beam_search:
+            self._beams.add(sequence)
         self._num_arrivals += 1
-        sequence.sort_key = sequence.priority, self._num_arrivals
+        sequence.sort_key = sequence.priority, self._num_arrivals, 0
         self._sequences[sequence.id] = sequence
         self._waiting.add(sequence)
         self.waiting_for_adapters = False
@@ -175,7 +186,9 @@ class Scheduler:
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Finish sequences; ignore unknown ids. Blocks that a step in flight can write are freed after it."""
         for sequence_id in sequence_ids:
-            if sequence := self._sequences.get(sequence_id):
+            if group := self._beams.find(sequence_id):
+                self._finish_beams(group, FinishReason.ABORT)
+            elif sequence := self._sequences.get(sequence_id):
                 self._finish_sequence(sequence, FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -225,6 +238,7 @@ class Scheduler:
         self._complete_step(plan, step_failed=False)
         has_placeholders = plan is self._placeholder_plan
         updates = []
+        beam_outputs: dict[Sequence, SpanOutput] = {}
         for span, span_output in zip(plan.spans, span_outputs, strict=True):
             sequence = span.sequence
             if sequence.status is SequenceStatus.FINISHED:
@@ -236,6 +250,8 @@ class Scheduler:
             if span_output.prompt_logprobs:
                 sequence.prompt_logprobs += span_output.prompt_logprobs
                 sequence.num_computed_prompt_logprobs += len(span_output.prompt_logprobs)
+            if span_output.candidates is not None:
+                beam_outputs[sequence] = span_output
             if span_output.token_ids:
                 updates.append((sequence, self._append_tokens(sequence, span_output)))
                 if self.draft_planner is not None:
@@ -246,8 +262,38 @@ class Scheduler:
                     and self.prefix_cache.invalidate_if_rope_switched(sequence)
                 ):
                     self._requeue(sequence)
+        updates += self._extend_beams(beam_outputs)
         self._free_finished()
         return updates
+
+    def _extend_beams(self, beam_outputs: dict[Sequence, SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
+        """Extend the beams of a step; return the outputs of the searches that finished."""
+        outputs: list[tuple[Sequence, SpanOutput]] = []
+        for update in self._beams.extend(beam_outputs):
+            outputs += update.outputs
+            # First, because forks take the ids of dropped beams.
+            for beam in update.dropped:
+                self._finish_sequence(beam, FinishReason.STOP)
+            for fork in update.forks:
+                self._start_fork(fork)
+            group = update.group
+            if update.outputs:
+                self._beams.remove(group)
+            elif self._has_long_rope and [
+                b for b in group.sequences if self.prefix_cache.invalidate_if_rope_switched(b)
+            ]:
+                for beam in group.sequences:
+                    self._requeue(beam)
+                self._beams.share_prompt_blocks(group)
+        return outputs
+
+    def _start_fork(self, fork: Sequence) -> None:
+        """Add a beam that has its blocks already."""
+        self._sequences[fork.id] = fork
+        self._running.add(fork)
+        if fork.adapter_digest is not None:
+            self._adapter_registry.add_sequence(fork.adapter_digest)
+            self._adapter_registry.on_start(fork.adapter_digest)
 
     def _apply_draft(self, span: ScheduledSpan, num_tokens: int) -> None:
         """Record a draft. Keys and values of the accepted tokens, all of `num_tokens` but the last, are computed."""
@@ -264,16 +310,27 @@ class Scheduler:
         """
         self._complete_step(plan, step_failed=True)
         failed_sequences = [span.sequence for span in plan.spans if span.sequence.status is not SequenceStatus.FINISHED]
-        for sequence in failed_sequences:
-            self._finish_sequence(sequence, FinishReason.ERROR)
+        failed_sequences = self._fail_sequences(failed_sequences)
         self._free_finished()
         return failed_sequences
 
     def fail_adapter(self, adapter_digest: AdapterDigest) -> list[Sequence]:
         """Finish, and return, the sequences that wait for an adapter that cannot be loaded."""
-        failed_sequences = [sequence for sequence in self._waiting if sequence.adapter_digest == adapter_digest]
-        for sequence in failed_sequences:
-            self._finish_sequence(sequence, FinishReason.ERROR)
+        return self._fail_sequences([s for s in self._waiting if s.adapter_digest == adapter_digest])
+
+    def _fail_sequences(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Finish unfinished sequences, and all beams of their searches; return one sequence for each request output.
+
+        Of a search, this is the sequence whose id the request knows.
+        """
+        failed_sequences = []
+        for sequence in sequences:
+            if (group := sequence.beam_group) is None:
+                self._finish_sequence(sequence, FinishReason.ERROR)
+                failed_sequences.append(sequence)
+            elif self._beams.find(group.id) is not None:
+                self._finish_beams(group, FinishReason.ERROR)
+                failed_sequences.append(sequence if sequence.id == group.id else replace(sequence, id=group.id))
         return failed_sequences
 
     def on_adapter_ready(self) -> None:
@@ -296,6 +353,7 @@ class Scheduler:
                 f"scheduler: {len(self._waiting)} waiting ({len(waiting_with_blocks)} of them have blocks), "
                 f"{len(self._running)} running, {len(self._sequences)} unfinished, sorted: {is_sorted}"
             )
+        self._beams.check_integrity(self._sequences)
         self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans)
         self._adapter_registry.check_integrity(
             Counter(s.adapter_digest for s in (*self._sequences.values(), *finished) if s.adapter_digest is not None),
@@ -313,10 +371,23 @@ class Scheduler:
                 break
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 partial_prefills.append(sequence)
+            elif (group := sequence.beam_group) is not None:
+                # The running queue contains the beams of a group side by side; the best one stands for all of them.
+                if sequence is group.sequences[0] and group.can_decode:
+                    self._schedule_beams(group, builder)
             elif self._ensure_block(sequence, builder):
                 builder.decodes.append(self._make_span(sequence, 1))
         builder.token_budget -= len(builder.decodes)
         return partial_prefills
+
+    def _schedule_beams(self, group: BeamGroup, builder: StepPlanBuilder) -> None:
+        """Plan the next token of all beams of a group, unless the group is preempted for lack of blocks."""
+        while not self.block_manager.append_blocks(group.sequences, builder):
+            victim = self._running.least_urgent
+            self._preempt(victim, builder)
+            if victim.beam_group is group:
+                return
+        builder.decodes += [self._make_span(beam, 1) for beam in group.sequences]
 
     def _ensure_block(self, sequence: Sequence, builder: StepPlanBuilder) -> bool:
         """Ensure that a decoding sequence has a block for its token. Return False if it was preempted instead."""
@@ -329,12 +400,24 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
-        """Free a sequence's blocks. It resumes from blocks that are swapped out or still cached."""
-        builder.remove_decode(sequence)
-        self.block_manager.swap_out(sequence, builder)
-        self._requeue(sequence)
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
+        """Free the blocks of a sequence and of all beams of its group.
+
+        They resume from blocks that are swapped out or still cached.
+        """
+        group = sequence.beam_group
+        # The first beam comes last: it then shares the prompt with no other, so its blocks can be swapped out.
+        beams = [sequence] if group is None else sorted(group.sequences, key=lambda beam: beam.sort_key, reverse=True)
+        for beam in beams:
+            if beam.status is SequenceStatus.RUNNING:
+                builder.remove_decode(beam)
+                if group is not None:
+                    self.block_manager.cancel_copy(beam, builder)
+                self.block_manager.swap_out(beam, builder)
+                self._requeue(beam)
+                beam.num_preemptions += 1
+                self.num_preemptions += 1
+        if group is not None:
+            self._beams.share_prompt_blocks(group)
 
     def _requeue(self, sequence: Sequence) -> None:
         """Move a running sequence, without blocks, back to the waiting queue."""
@@ -346,7 +429,11 @@ class Scheduler:
     def _schedule_prefills(self, builder: StepPlanBuilder, partial_prefills: list[Sequence], now: float) -> None:
         """Spend the token budget on prompts, most urgent first: partial prefills, and waiting sequences that fit."""
         partial_prefills.reverse()
-        for sequence in self._waiting.snapshot():
+        waiting = self._waiting.snapshot()
+        if self._beams.num_unused_places:
+            # Nothing may delay a beam of a group that runs: until it resumes, the group only occupies blocks.
+            waiting.sort(key=lambda sequence: not sequence.resumes_beam_group)
+        for sequence in waiting:
             self._continue_prefills(builder, partial_prefills, sequence.sort_key)
             if not self._admit(sequence, builder, now):
                 break
@@ -362,16 +449,22 @@ class Scheduler:
         while partial_prefills and builder.token_budget and partial_prefills[-1].sort_key < before_sort_key:
             sequence = partial_prefills.pop()
             if sequence.status is SequenceStatus.RUNNING:
-                remaining = sequence.num_tokens - sequence.num_computed_tokens
+                remaining = sequence.num_prefill_tokens - sequence.num_computed_tokens
                 builder.add_prefill(self._make_span(sequence, min(remaining, builder.token_budget)))
 
     def _admit(self, sequence: Sequence, builder: StepPlanBuilder, now: float) -> bool:
         """Start a waiting sequence, or skip it. Return False if the sequences behind it must wait too."""
         if builder.token_budget == 0 and builder.prefills:
             return False
-        if not self._capacity.has_free_seq(builder) and sequence.priority >= self._running.least_urgent.priority:
+        if (
+            not self._capacity.has_free_seq(sequence, builder)
+            and sequence.priority >= self._running.least_urgent.priority
+        ):
             return False
         if parent := sequence.awaited_parent:
+            # The place of a beam is reserved already.
+            if sequence.beam_group is not None:
+                return True
             if parent.status is SequenceStatus.RUNNING or parent.id in builder.pending_forks:
                 builder.pending_forks.add(sequence.id)
             return True
@@ -379,7 +472,7 @@ class Scheduler:
             return True
         if (prefix := self._usable_prefix(sequence, builder)) is None:
             return False
-        length = self._chunk_length(sequence.num_tokens - prefix.num_tokens, builder.token_budget)
+        length = self._chunk_length(sequence.num_prefill_tokens - prefix.num_tokens, builder.token_budget)
         if length == 0:
             return False
         self._waiting.remove(sequence)
@@ -433,7 +526,9 @@ class Scheduler:
             self._async_deferred = True
             return False
         for victim in victims:
-            self._preempt(victim, builder)
+            # The beams of a group are preempted together.
+            if victim.status is SequenceStatus.RUNNING:
+                self._preempt(victim, builder)
         return True
 
     def _make_span(self, sequence: Sequence, length: int) -> ScheduledSpan:
@@ -460,12 +555,18 @@ class Scheduler:
             return SpanOutput(span_output.token_ids[:count], logprobs)
         return span_output
 
+    def _finish_beams(self, group: BeamGroup, reason: FinishReason) -> None:
+        """Finish all beams of a search."""
+        self._beams.remove(group)
+        for beam in group.sequences:
+            self._finish_sequence(beam, reason)
+
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """Finish a sequence. Release its resources now if no step is in flight, otherwise later."""
         del self._sequences[sequence.id]
         was_running = sequence.status is SequenceStatus.RUNNING
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
-        if self.draft_planner is not None:
+        if self.draft_planner is not None and sequence.beam_group is None:
             self.draft_planner.finish(sequence)
         if was_running:
             self._running.remove(sequence)

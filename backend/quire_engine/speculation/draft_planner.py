@@ -54,6 +54,9 @@ class DraftPlanner:
         rows_left -= len(builder.decodes) + len(builder.prefills)
         for index, span in enumerate(builder.decodes):
             sequence = span.sequence
+            # The next token of a beam depends on the other beams.
+            if sequence.beam_group is not None:
+                continue
             self._proposer.observe(sequence)
             max_tokens = min(
                 rows_left,

@@ -99,14 +99,32 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamCandidate:
+    """A token that may follow a beam."""
+
+    token_id: int
+    score: float
+    """Sum of the log probabilities of all output tokens, this one included."""
+    logprobs: list[Logprob] | None = None
+    """This token, then the most likely ones; None unless the request requires them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpanOutput:
-    """Output of one span: no token if it ends within the prompt, otherwise one, and one per accepted draft token."""
+    """Output of one span: no token if it ends within the prompt, otherwise one, and one per accepted draft token.
+
+    The output of a beam has candidates instead of a token.
+    """
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None
     """Per token: the sampled token, then the most likely ones. None unless the request requires them."""
     prompt_logprobs: list[list[Logprob]] | None = None
     """The same for the prompt token after each of `ScheduledSpan.prompt_logprob_positions`."""
+    candidates: list[BeamCandidate] | None = None
+    """Of a beam: those of the best continuations of its group that continue this beam, best first."""
+    cumulative_logprob: float | None = None
+    """Of a finished output of a beam search: the sum over its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class AdmissionController:
         params = SamplingParams.from_mapping(request.params)
         check_text_parameters(params, self._has_tokenizer)
         self.parser_names.check_thinking_budget(params.thinking_token_budget)
-        if request.stream and params.num_sequences > params.n:
+        if request.stream and params.num_results > params.n:
             raise InvalidArgument(
                 f"sampling parameter 'best_of': the best {params.n} of {params.best_of} outputs are only known at the "
                 "end; do not stream, or leave it out"

@@ -30,7 +30,7 @@ from quire_engine.tokenization.completion import CompletionState
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
-from quire_spec.errors import Code, Internal, QuireError, Unavailable
+from quire_spec.errors import Code, Internal, InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.messages import (
     AbortSequences,
     GenerateRequest,
@@ -109,7 +109,8 @@ class RequestManager:
             self._reject(frontend, request.id, error)
             return
         request_state = RequestState(self._next_sequence_id, request, admitted_request, self._clock())
-        self._next_sequence_id = request_state.sequence_ids.stop
+        # With beam search, the core uses one id per beam, also if it returns fewer outputs.
+        self._next_sequence_id += request_state.params.num_sequences
         self._metrics.adapter_metrics.record_admitted(request_state.adapter_name)
         self._rate_limiter.acquire(request_state.adapter_name)
         self._by_sequence |= dict.fromkeys(request_state.sequence_ids, (request_state, frontend))
@@ -245,7 +246,11 @@ class RequestManager:
             logger.exception("grammar of a request cannot be built, ending it")
             self._fail(request_state, Internal("tools: no grammar can be built; see the log of the text process"))
             return
-        if constraint is None:
+        if constraint is not None and request_state.params.use_beam_search:
+            # Those of the request itself are rejected before.
+            reason = "tools: not possible with use_beam_search; leave out one of them"
+            self._fail(request_state, InvalidArgument(reason))
+        elif constraint is None:
             self._submit_to_core(request_state, tokenized, None)
         else:
             assert self._grammar_checker is not None, "admission rejects constraints without a tokenizer"

@@ -26,7 +26,7 @@ class RequestState:
         self, first_sequence_id: int, request: GenerateRequest, admitted_request: AdmittedRequest, arrival_time: float
     ) -> None:
         self.params = admitted_request.params
-        self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_sequences)
+        self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_results)
         """Ids of its sequences in the engine core, one for each output."""
         self.client_request_id = request.id
         """Id of the request on its frontend's connection."""
@@ -138,7 +138,7 @@ class RequestState:
             return [self._to_output_delta(index, *buffer.take())] if is_due or is_finished else []
         if not is_finished:
             return []
-        if self.params.num_sequences == self.params.n:
+        if self.params.num_results == self.params.n:
             return [self._to_output_delta(index, *buffer.take())]
         return self._best_outputs() if self._all_finished() else []
 
@@ -165,7 +165,7 @@ class RequestState:
             delta.token_ids,
             completion.finish_reason,
             logprobs=[self._logprobs_by_token(entries) for entries in delta.logprobs or []] if has_logprobs else None,
-            cumulative_logprob=completion.cumulative_logprob if has_logprobs else None,
+            cumulative_logprob=completion.cumulative_logprob if has_logprobs or self.params.use_beam_search else None,
             num_input_tokens=self.num_input_tokens,
             num_output_tokens=completion.num_tokens,
             prompt_logprobs=prompt_logprobs,

@@ -43,9 +43,10 @@ class CompletionState:
         self.stop_reason: int | str | None = None
         """The stop string or stop token that ended the output; None for a token in `eos_token_ids`."""
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
-        """Sum over the tokens so far; None unless the core returns log probabilities."""
+        """Sum over the tokens so far; None unless the core returns log probabilities, or the output is a beam."""
         self.last_token_time: float | None = None
         """Arrival of the last tokens in monotonic seconds; set by the request manager."""
+        self._has_logprobs = params.logprobs is not None
         self._ignore_eos = params.ignore_eos
         self._eos_token_ids = eos_token_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
@@ -62,14 +63,20 @@ class CompletionState:
         elif stop_token and (self._ignore_eos or token_ids[-1] not in self._eos_token_ids):
             self.stop_reason = token_ids[-1]
         logprobs = None
-        if self.cumulative_logprob is not None:
+        if self._has_logprobs:
+            assert self.cumulative_logprob is not None
             logprobs = (result.logprobs or [])[: text_delta.num_tokens]
             self.cumulative_logprob += sum(max(MIN_LOGPROB, entries[0][1]) for entries in logprobs)
+        if result.cumulative_logprob is not None:
+            self.cumulative_logprob = result.cumulative_logprob
         return CompletionDelta(text_delta.text, token_ids, logprobs)
 
 
 def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
-    """Return a core request per output. Ids count up from `base_request`; all others are forks of the first."""
+    """Return a core request per output. Ids count up from `base_request`; all others are forks of the first.
+
+    A beam search is one request, whose outputs have the ids that count up from it.
+    """
     return [
         replace(
             base_request,
@@ -77,7 +84,7 @@ def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[Seque
             params=params.child_params(index).to_mapping(),
             parent_id=base_request.id if index else None,
         )
-        for index in range(params.num_sequences)
+        for index in range(1 if params.use_beam_search else params.num_sequences)
     ]
 
 

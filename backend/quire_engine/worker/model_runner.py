@@ -118,7 +118,9 @@ class DeviceModelRunner(ModelRunner):
             step_input, order = self._build_input(plan)
             spans = [plan.spans[i] for i in order]
             # Filled by another thread while the forward pass runs.
-            bitmask = self._sampler.grammar_bitmask.fill_async([span for span in spans if span.samples])
+            bitmask = self._sampler.grammar_bitmask.fill_async(
+                [span for span in spans if span.samples and span.sequence.beam_group is None]
+            )
             with self._broadcast_step(step_input):
                 outputs = (
                     self._run_graph(step_input, spans, bitmask)

@@ -32,8 +32,6 @@ BOOKKEEPING_FIELDS = frozenset(
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "prompt_embeds": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -127,7 +125,8 @@ def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[Samplin
     values, copies = dict(values), 1
     try:
         values = dict(merge_former_names(values))
-        if values.get("temperature", 1) == 0 and type(values.get("n")) is int and "best_of" not in values:
+        is_greedy = values.get("temperature", 1) == 0 and not values.get("use_beam_search")
+        if is_greedy and type(values.get("n")) is int and "best_of" not in values:
             copies = SamplingParams(n=values.pop("n")).n
         params = SamplingParams(**values)
     except InvalidArgument as error:

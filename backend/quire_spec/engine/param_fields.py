@@ -47,7 +47,7 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
         return value
     try:
-        parsed = float(value) if kind == "float" else json.loads(value.lower() if kind == "bool" else value)
+        parsed = float(value) if kind == "float" else json.loads(value.lower() if kind.startswith("bool") else value)
     except (ValueError, RecursionError):
         if kind.startswith("tuple[str") and _LIST_OF_STRINGS.match(value):
             raise InvalidArgument(
@@ -141,6 +141,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("an integer", _is_int),
     "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "bool | str": ('true, false or "never"', lambda value: isinstance(value, bool) or value == "never"),
     "tuple[str, ...]": (
         "a string or a list of strings",
         lambda value: isinstance(value, tuple) and all(isinstance(v, str) for v in value),

@@ -128,6 +128,16 @@ class SamplingParams:
     best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
     """Outputs to generate (default n). The request returns those n that have the highest cumulative log probability."""
 
+    use_beam_search: bool = False
+    """Search for the outputs with the highest scores instead of sampling: best_of beams, n of which are returned."""
+
+    length_penalty: float = field(default=1.0, metadata=in_range(-10.0, 10.0))
+    """Of beam search: a score is the sum of log probabilities divided by the length to the power of this value."""
+
+    early_stopping: bool | str = False
+    """Of beam search: True ends it when best_of outputs are complete, False when no beam is likely to become better,
+    "never" when none can."""
+
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the output, such as a JSON schema; None allows any text."""
 
@@ -169,15 +179,25 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences to generate."""
+        """Number of sequences to generate; with beam search, the number of beams."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_results(self) -> int:
+        """Number of outputs that the engine core returns."""
+        return self.n if self.use_beam_search else self.num_sequences
 
     def clone(self) -> Self:
         """Return an independent copy."""
         return deepcopy(self)
 
     def child_params(self, index: int) -> Self:
-        """Return the parameters of output `index`, which is a separate sequence for the engine core."""
+        """Return the parameters of output `index`, which is a separate sequence for the engine core.
+
+        The outputs of a beam search are one sequence.
+        """
+        if self.use_beam_search:
+            return replace(self)
         selects_best = self.num_sequences > self.n
         return replace(
             self,
@@ -232,11 +252,12 @@ class SamplingParams:
         if self.best_of is not None:
             check_range("best_of", self.best_of, self.n, MAX_OUTPUTS)
         for name, count in (("n", self.n), ("best_of", self.best_of or 1)):
-            if count > 1 and self.greedy:
+            if count > 1 and self.greedy and not self.use_beam_search:
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: must be 1 with temperature 0, where all outputs are equal, got "
                     f"{count}; use 1, or set a temperature"
                 )
+        self._check_beam_search()
         if self.truncate_prompt_tokens == 0:
             raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': must be -1 or at least 1, got 0")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -249,6 +270,21 @@ class SamplingParams:
             raise InvalidArgument("sampling parameter 'logprob_token_ids': must not be empty; leave it out")
         if self.stop and not self.detokenize:
             raise InvalidArgument("sampling parameter 'stop': requires detokenize; omit 'stop', or set detokenize")
+
+    def _check_beam_search(self) -> None:
+        if self.use_beam_search:
+            for name in ("structured_outputs", "prompt_logprobs", "logprob_token_ids", "thinking_token_budget"):
+                if getattr(self, name) is not None:
+                    raise InvalidArgument(
+                        f"sampling parameter {name!r}: not possible with use_beam_search; omit one of them"
+                    )
+            return
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            if (value := getattr(self, name)) != default:
+                raise InvalidArgument(
+                    f"sampling parameter {name!r}: requires use_beam_search, got {value!r}; omit it, or set "
+                    "use_beam_search"
+                )
 
 
 def _to_json(value: Any) -> Any:

@@ -189,6 +189,8 @@ class SequenceDelta:
     """The same for the prompt's tokens but the first; sent with the first token, if the request has the option."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; sent with the first token."""
+    cumulative_logprob: float | None = None
+    """Sum over all tokens of an output of beam search, which is one delta."""
 
 
 @dataclass(frozen=True, slots=True)

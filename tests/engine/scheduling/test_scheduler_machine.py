@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """For any order of events, outputs are correct and no block is lost."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.fake_runner import VOCAB, expected_output
+from support.fake_runner import VOCAB, expected_beam_outputs, expected_output
 from support.scheduler_harness import SchedulerHarness
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
-from quire_engine.sequence import SequenceStatus
+from quire_engine.sequence import BeamGroup, SequenceStatus
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.speculative_config import SpeculativeConfig
+from quire_spec.errors import InvalidArgument
 
 STOPS = frozenset(range(0, VOCAB, 8))
 
@@ -62,6 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             config, 48 // block_size + num_spare_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts
         )
         self.requests: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
+        self.num_drafts = num_drafts
+        self.searches: dict[int, BeamGroup] = {}
+        self.expected_beams: dict[int, list[list[int]]] = {}
         self.open_ids: set[int] = set()
 
     @rule(
@@ -92,10 +97,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[sequence.id] = (sequence.prompt_token_ids, num_output, adapter_digest, stops)
         self.open_ids.add(sequence.id)
 
-    @precondition(lambda self: self.open_ids)
+    @rule(
+        length=st.integers(1, 20),
+        num_output=st.integers(1, 16),
+        adapter_letter=st.sampled_from("0a"),
+        priority=st.integers(-1, 1),
+        stops=st.sampled_from([frozenset[int](), STOPS]),
+        width=st.integers(1, 4),
+        length_penalty=st.sampled_from([0.0, 1.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    )
+    def search(
+        self,
+        length: int,
+        num_output: int,
+        adapter_letter: str,
+        priority: int,
+        stops: frozenset[int],
+        width: int,
+        length_penalty: float,
+        early_stopping: bool | str,
+    ) -> None:
+        params = {"use_beam_search": True, "n": width}
+        params |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
+        fields: dict[str, Any] = {"stop_token_ids": stops, "params": params}
+        fields |= {"adapter_digest": None if adapter_letter == "0" else adapter_letter}
+        fields |= {"priority": priority} if self.harness.config.scheduling_policy == "priority" else {}
+        with contextlib.suppress(InvalidArgument):
+            sequence = self.harness.add([7] * length, num_output, **fields)
+            assert sequence.beam_group is not None
+            self.searches[sequence.id] = sequence.beam_group
+            self.expected_beams[sequence.id] = expected_beam_outputs(sequence)
+            self.open_ids.add(sequence.id)
+
+    @precondition(lambda self: self.open_ids & self.requests.keys())
     @rule(data=st.data(), num_output=st.integers(1, 23))
     def fork(self, data: st.DataObject, num_output: int) -> None:
-        prompt, _, adapter_digest, stops = self.requests[parent_id := data.draw(st.sampled_from(sorted(self.open_ids)))]
+        prompt, _, adapter_digest, stops = self.requests[parent_id := self.draw_request(data)]
         priority = data.draw(st.integers(-1, 1)) if self.harness.config.scheduling_policy == "priority" else 0
         fields: dict[str, Any] = {"adapter_digest": adapter_digest, "priority": priority, "stop_token_ids": stops}
         sequence = self.harness.add(prompt, num_output, parent_id=parent_id, **fields)
@@ -134,22 +172,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.complete(in_flight)
         self.collect()
 
+    def draw_request(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.open_ids & self.requests.keys())))
+
     def collect(self) -> None:
-        for i in [i for i in self.open_ids if self.harness.sequences[i].status is SequenceStatus.FINISHED]:
+        for i in [i for i in self.open_ids & self.searches.keys() if i in self.harness.outputs]:
+            expected = self.expected_beams[i]
+            assert [self.harness.outputs[i + index] for index in range(len(expected))] == expected
+            self.open_ids.remove(i)
+        open_requests = self.open_ids & self.requests.keys()
+        for i in [i for i in open_requests if self.harness.sequences[i].status is SequenceStatus.FINISHED]:
             assert self.harness.outputs[i] == expected_output(*self.requests[i])
             self.open_ids.remove(i)
 
     @invariant()
     def state_is_consistent(self) -> None:
         self.harness.scheduler.check_integrity()
-        assert self.harness.scheduler.num_running + self.harness.scheduler.num_waiting == len(self.open_ids)
-        for sequence in self.harness.sequences.values():
-            # Each sequence wastes less than one block at any time.
+        beams = [beam for i in self.open_ids & self.searches.keys() for beam in self.searches[i].sequences]
+        num_unfinished = len(self.open_ids & self.requests.keys()) + len(beams)
+        assert self.harness.scheduler.num_running + self.harness.scheduler.num_waiting == num_unfinished
+        assert self.harness.scheduler.num_running <= self.harness.config.max_num_seqs
+        for sequence in [*self.harness.sequences.values(), *beams]:
+            # Each sequence wastes less than one block at any time, beside those of a rejected draft.
             allocated = len(sequence.block_table) * self.harness.config.block_size
-            assert allocated < sequence.num_tokens + self.harness.config.block_size
+            assert allocated < sequence.num_tokens + self.num_drafts + self.harness.config.block_size
 
     def teardown(self) -> None:
-        for _ in range(24 * (len(self.open_ids) + 1) * 2):
+        for _ in range(24 * (len(self.open_ids) + 1) * 8):
             self.harness.now += 1.0
             self.harness.step()
             self.collect()

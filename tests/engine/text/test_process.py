@@ -156,6 +156,23 @@ def test_output_i_of_n_has_seed_plus_i(client: IpcClient):
     assert [event.cumulative_logprob for event in best] == pytest.approx(sums[:2], abs=1e-4)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_beam_search_returns_each_output_in_one_part(client: IpcClient, stream: bool):
+    params = {"use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 8, "ignore_eos": True}
+    events = client.generate("the fox", stream=stream, **params)
+    assert [(event.index, len(event.token_ids), event.other_outputs_pending) for event in events] == [
+        (0, 8, True),
+        (1, 8, False),
+    ]
+    sums = [event.cumulative_logprob for event in events]
+    assert sums == sorted(sums, reverse=True) and len({event.text for event in events}) == 2
+    # A stop string in the best output ends its beam, and is found by both processes.
+    stop = events[0].text[2:4]
+    stopped = client.generate("the fox", stream=stream, stop=[stop], **params)
+    assert {event.stop_reason for event in stopped if len(event.token_ids) < 8} <= {stop}
+    assert not any(stop in event.text for event in stopped)
+
+
 def test_logprobs_have_the_shape_of_vllm(client: IpcClient):
     streamed = client.generate("fox", temperature=0, max_tokens=6, logprobs=2)
     whole = client.generate("fox", temperature=0, max_tokens=6, logprobs=2, stream=False)
@@ -207,6 +224,7 @@ def test_requests_end_when_their_frontend_disconnects(pod: EngineProcesses):
         ("fox", {"temperature": -1}, "temperature"),
         ("fox", {"n": 2, "best_of": 3}, "'best_of': the best 2 of 3 outputs are only known at the end"),
         ("fox", {"stop_token_ids": [384]}, "'stop_token_ids': 384"),
+        ("fox", {"use_beam_search": True, "n": 128}, "'n': 128 beams are more than max_num_seqs"),
         ("fox", {"bad_words": [" "]}, "'bad_words'"),
         ([5] * LONG_CONTEXT, {}, f"{LONG_CONTEXT} tokens"),
         ("xy " * 150_000, {}, "tokens and max_model_len"),

@@ -51,7 +51,7 @@ def gpu_like_kernels(monkeypatch):
     monkeypatch.setitem(apply_penalties.dispatch_table, "cpu", _penalize)
     monkeypatch.setitem(sample.dispatch_table, "cpu", lambda logits, *_: logits.argmax(-1))
     monkeypatch.setitem(paged_attention.dispatch_table, "cpu", lambda queries, *_: queries.clone())
-    monkeypatch.setattr("quire_engine.worker.sampling.sampler._CHUNK_BYTES", 1 << 40)
+    monkeypatch.setattr("quire_engine.worker.sampling.sampler.CPU_CHUNK_BYTES", 1 << 40)
     monkeypatch.setattr(logprobs, "_MAX_CHUNK_BYTES", 4 * 4 * VOCAB)
     monkeypatch.setattr(device_cache, "_MAX_COPY_BYTES", 1 << 15)
 

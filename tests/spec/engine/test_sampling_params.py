@@ -106,6 +106,8 @@ def test_clone_is_independent():
 def test_defaults_match_vllm():
     others = {"best_of": None, "truncate_prompt_tokens": None, "truncation_side": "left", "thinking_token_budget": None}
     others["logprob_token_ids"] = None
+    # In vLLM they are fields of BeamSearchParams and of the OpenAI API.
+    others |= {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
     assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS | others
     assert SamplingParams().to_mapping() == {}
 
@@ -153,6 +155,9 @@ INVALID_VALUES = {
     "logprob_token_ids": ([], [5], "7", ["a"], [1.5], 7, [0] * 129),
     "n": (0, 129, 10**400, 1.5, None, True),
     "best_of": (0, 129, 1.5, "x", True),
+    "use_beam_search": (1, "yes", None),
+    "length_penalty": (-11, 11, "x", None, math.nan),
+    "early_stopping": ("always", 1, None),
     "structured_outputs": (
         *(7, "x", [], {}, {"x": 1}, {"regex": ""}, {"regex": "\ud800"}, {"choice": []}, {"choice": [1]}),
         *({"json": 1}, {"json": "{"}, {"json": {}, "regex": "a"}, {"regex": "a", "begin_after_token_ids": [-1]}),
@@ -228,6 +233,21 @@ def test_rejects_inconsistent_parameters():
             SamplingParams(temperature=0, **{name: 2})
     assert SamplingParams(max_tokens=None, min_tokens=4000).min_tokens == 4000
     assert SamplingParams(seed=-1).seed is None
+
+
+def test_beam_search_parameters():
+    params = SamplingParams.from_mapping({"use_beam_search": "true", "n": 2, "best_of": 4, "early_stopping": "never"})
+    assert (params.num_sequences, params.num_results, params.early_stopping) == (4, 2, "never")
+    assert params.child_params(0) == params
+    assert SamplingParams.from_mapping(params.to_mapping()) == params
+    # Beams are not sampled, so temperature 0 is allowed.
+    assert SamplingParams(use_beam_search=True, n=3, temperature=0).num_results == 3
+    for name, value in (("length_penalty", 2.0), ("early_stopping", True)):
+        with pytest.raises(InvalidArgument, match=f"'{name}': requires use_beam_search"):
+            SamplingParams(**{name: value})
+    for name, value in (("prompt_logprobs", 1), ("structured_outputs", {"regex": "a"}), ("thinking_token_budget", 5)):
+        with pytest.raises(InvalidArgument, match=f"'{name}': not possible with use_beam_search"):
+            SamplingParams(use_beam_search=True, **{name: value})
 
 
 def test_child_params():

@@ -39,6 +39,12 @@ class TokenCounts:
         (in this step) can lose their rows."""
         return [self._row_for(sequence, running) for sequence in sequences]
 
+    def forget(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Free the rows of sequences; their tokens are counted again when they need rows."""
+        for sequence in sequences:
+            if (row := self._row_by_sequence.pop(sequence, None)) is not None:
+                self._free_rows.append(row)
+
     def token_ids(self, rows: list[int]) -> Tensor | None:
         """Return the tokens of the rows, [len(rows), max_tokens] int64 with duplicates; None on a GPU."""
         if self._token_ids is None:

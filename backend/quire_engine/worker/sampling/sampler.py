@@ -30,7 +30,7 @@ from quire_kernels import argmax_first, sample, to_device_async
 
 # float32 logits per chunk on a CPU: they fit into a core's share of the cache, and stay below the size at which the C
 # library returns memory after each use (64 rows of 151,936 at once: softmax 18 ms instead of 4 ms, one Zen 5 core).
-_CHUNK_BYTES = 8 << 20
+CPU_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,19 @@ class Sampler:
                 logprob_chunks.append(([chunk.start + i for i in tensors.logprobs], logprobs))
         return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
+    def token_counts(self, logits: Tensor) -> TokenCounts:
+        """Return the token counts of penalized sequences; `logits` [any, vocab_size] determine size and device."""
+        if self._token_counts is None:
+            self._token_counts = TokenCounts(self._max_rows, logits.shape[1], logits.device)
+        return self._token_counts
+
     def _sample_chunks(
         self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
         """Sample chunk by chunk; yield the rows of a chunk, its tensors and its token ids."""
         # Chunks help only the caches of a CPU.
         on_cpu = logits.device.type == "cpu"
-        chunk_size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
+        chunk_size = max(1, CPU_CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
         for start in range(0, len(rows), chunk_size):
             chunk = slice(start, start + chunk_size)
             tensors = self._tensors_for(start, logits, rows[chunk], rows)
@@ -135,11 +141,9 @@ class Sampler:
             self._sampling_tensors.pop(start, None)
             tensors = None
             vocab_size, device = logits.shape[1], logits.device
-            if self._token_counts is None:
-                self._token_counts = TokenCounts(self._max_rows, vocab_size, device)
             running = [row.sequence for row in rows]
             logits_processors = LogitsProcessors.from_sequences(
-                sequences, vocab_size, device, self._token_counts, running
+                sequences, vocab_size, device, self.token_counts(logits), running
             )
             tensors = self._sampling_tensors[start] = SamplingTensors(sequences, logits_processors, device)
         return tensors

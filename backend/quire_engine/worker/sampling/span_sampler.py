@@ -12,9 +12,11 @@ from torch import Tensor
 
 from quire_engine.step.plan import ScheduledSpan, SpanOutput
 from quire_engine.worker.future_tokens import FutureTokens
+from quire_engine.worker.sampling.beam_candidates import BeamCandidates
 from quire_engine.worker.sampling.draft_verification import sample_spans
 from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture, GrammarBitmask
 from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow
+from quire_kernels import to_device_async
 
 
 class PostponedSampling:
@@ -45,6 +47,7 @@ class SpanSampler:
         """`max_num_seqs` is the maximum of a step. Async steps store their tokens in `future_tokens`."""
         self.grammar_bitmask = GrammarBitmask(vocab_size, device)
         self._sampler = Sampler(max_num_seqs)
+        self._beam_candidates = BeamCandidates(self._sampler)
         self._device = device
         self._future_tokens = future_tokens
         self._postponed: PostponedSampling | None = None
@@ -52,12 +55,38 @@ class SpanSampler:
     def sample(
         self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Sample the spans that reach the end of their sequences, from the first chunk; one output per span."""
+        """Sample the spans that reach the end of their sequences, from the first chunk; one output per span.
+
+        Beams get candidates instead of a token. The bitmask has no rows for them.
+        """
         sampling_spans = [span for span in spans if span.samples]
         if not sampling_spans:
             return [SpanOutput([]) for _ in spans]
-        sampled_outputs = iter(sample_spans(self._sampler, sampling_spans, next(logit_chunks), bitmask()))
+        logits = next(logit_chunks)
+        if all(span.sequence.beam_group is None for span in sampling_spans):
+            sampled_outputs = iter(sample_spans(self._sampler, sampling_spans, logits, bitmask()))
+        else:
+            sampled_outputs = iter(self._sample_with_beams(sampling_spans, logits, bitmask))
         return [next(sampled_outputs) if span.samples else SpanOutput([]) for span in spans]
+
+    def _sample_with_beams(
+        self, spans: Sequence[ScheduledSpan], logits: Tensor, bitmask: BitmaskFuture
+    ) -> list[SpanOutput]:
+        """Sample spans of which some are beams, [num_rows, vocab_size]; beams have one row each."""
+        beam_rows: list[int] = []
+        other_rows: list[int] = []
+        num_rows = 0
+        for span in spans:
+            rows = beam_rows if span.sequence.beam_group is not None else other_rows
+            rows += range(num_rows, num_rows + span.num_sampled_rows)
+            num_rows += span.num_sampled_rows
+        beams = [span.sequence for span in spans if span.sequence.beam_group is not None]
+        others = [span for span in spans if span.sequence.beam_group is None]
+        beam_outputs = iter(self._beam_candidates.choose(_select_rows(logits, beam_rows), beams))
+        other_outputs = iter(
+            sample_spans(self._sampler, others, _select_rows(logits, other_rows), bitmask()) if others else ()
+        )
+        return [next(other_outputs if span.sequence.beam_group is None else beam_outputs) for span in spans]
 
     def sample_async(
         self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
@@ -102,3 +131,10 @@ class SpanSampler:
             return [outputs.get(i, SpanOutput([])) for i in range(len(spans))]
 
         return get_outputs
+
+
+def _select_rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows of logits; without a copy if they are all."""
+    if len(rows) == len(logits):
+        return logits
+    return torch.index_select(logits, 0, to_device_async(rows, logits.device))

@@ -27,6 +27,7 @@ _CHAT_ONLY_FIELDS: Mapping[str, str] = {
     "reasoning_effort": "use reasoning.effort",
     "logprobs": "use include and top_logprobs",
     **dict.fromkeys(("n", "best_of", "echo", "prompt_logprobs", "return_token_ids"), "use chat completions"),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "use chat completions"),
     **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "use chat completions"),
     **dict.fromkeys(("return_tokens_as_token_ids", "separate_reasoning"), "use chat completions"),
 }

@@ -95,7 +95,7 @@ def test_sample_depends_on_its_own_row_only(monkeypatch):
     assert together == [_tokens(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
     assert _tokens(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
-    monkeypatch.setattr(sampler_module, "_CHUNK_BYTES", 3 * 4 * 700)
+    monkeypatch.setattr(sampler_module, "CPU_CHUNK_BYTES", 3 * 4 * 700)
     assert _tokens(logits, rows) == together
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and results of `LLM.beam_search` as values, with vLLM's names."""
+
+from dataclasses import dataclass
+
+from quire_engine.api.outputs import LoRARequest
+from quire_spec.engine.param_fields import check_range
+from quire_spec.engine.sampling_params import MAX_OUTPUTS, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`.
+
+    Raises:
+        InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
+    """
+
+    beam_width: int
+    """Number of beams, and of outputs."""
+    max_tokens: int
+    """Maximum number of output tokens."""
+    ignore_eos: bool = False
+    """Continue after the end-of-sequence token."""
+    temperature: float = 0.0
+    """Divides the logits; 0 and 1 leave them as they are."""
+    length_penalty: float = 1.0
+    """See SamplingParams, also for the following field."""
+    early_stopping: bool | str = False
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token in the text."""
+
+    def __post_init__(self) -> None:
+        self.to_sampling_params()
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Return the parameters for `LLM.generate`."""
+        if type(self.beam_width) is int:
+            check_range("beam_width", self.beam_width, 1, MAX_OUTPUTS)
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One output of a beam search."""
+
+    tokens: list[int]
+    """Prompt and output."""
+    cum_logprob: float
+    """Sum of the log probabilities of the output tokens."""
+    text: str | None
+    """Prompt and output; None for a model without a tokenizer."""
+    finish_reason: str | None
+    """stop or length."""
+    stop_reason: int | str | None
+    """The stop token id that ended the output; None for length and end-of-sequence."""
+    lora_request: LoRARequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The outputs of a prompt."""
+
+    sequences: list[BeamSearchSequence]
+    """Best first."""

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam scheduler: the beam searches of a scheduler, and the sequences that are their beams.
+
+A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token; it
+runs when all beams have computed the tokens before it. Then beams that were not chosen end and free their KV blocks,
+and those that were chosen several times fork: the forks share all blocks, and copy the last one before they write it.
+
+A preempted group loses the blocks of all its beams. They resume one after the other, like other sequences, and share
+the blocks of the prompt again. The scheduler calls this module; it decides which sequences exist, not which ones run.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from quire_engine.kv_cache.block_manager import BlockManager
+from quire_engine.scheduling.beam_search import BeamSearch, Continuation, num_candidates
+from quire_engine.sequence import BeamGroup, FinishReason, Sequence, SequenceStatus
+from quire_engine.step.plan import SpanOutput
+from quire_spec.errors import Internal, InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class BeamUpdate:
+    """What a step of a search changes."""
+
+    group: BeamGroup
+    dropped: list[Sequence] = field(default_factory=list)
+    """Beams that end without an output."""
+    forks: list[Sequence] = field(default_factory=list)
+    """New beams, which run at once."""
+    outputs: list[tuple[Sequence, SpanOutput]] = field(default_factory=list)
+    """If the search is finished, its outputs, best first; then all its beams are dropped."""
+
+
+class BeamScheduler:
+    """The open beam searches."""
+
+    def __init__(self, block_manager: BlockManager, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+        self._block_manager = block_manager
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._searches: dict[int, tuple[BeamGroup, BeamSearch]] = {}
+        """By the id of the group."""
+
+    @property
+    def num_unused_places(self) -> int:
+        """Sequences that the running groups can add."""
+        return sum(group.num_unused_places for group, _ in self._searches.values())
+
+    def check_request(self, sequence: Sequence) -> None:
+        """Check a new sequence with beam search.
+
+        Raises:
+            InvalidArgument: the beams exceed max_num_seqs, or cannot have enough KV blocks even if nothing else runs.
+        """
+        width = sequence.params.num_sequences
+        name = "n" if sequence.params.best_of is None else "best_of"
+        if width > self._max_num_seqs:
+            raise InvalidArgument(
+                f"sampling parameter {name!r}: {width} beams are more than max_num_seqs {self._max_num_seqs}; "
+                "use fewer, or raise max_num_seqs"
+            )
+        # Blocks that all beams share. A beam that resumes computes at least one token, also of the prompt, again.
+        num_prompt_blocks = (len(sequence.prompt_token_ids) - 1) // self._block_size
+        num_tokens = len(sequence.prompt_token_ids) + sequence.max_output_tokens
+        num_needed = num_prompt_blocks + width * (self._block_manager.num_blocks(num_tokens) - num_prompt_blocks)
+        if num_needed > self._num_blocks:
+            raise InvalidArgument(
+                f"sampling parameter {name!r}: {width} beams of {num_tokens} tokens need {num_needed} KV blocks, but "
+                f"the cache has {self._num_blocks}; use fewer beams, or lower max_tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Start a search with a new sequence."""
+        params = sequence.params
+        group = BeamGroup(
+            sequence.id, params.num_sequences, num_candidates(params, len(sequence.stop_token_ids)), [sequence]
+        )
+        sequence.beam_group = group
+        self._searches[group.id] = (group, BeamSearch(sequence))
+
+    def remove(self, group: BeamGroup) -> None:
+        """End a search."""
+        self._searches.pop(group.id, None)
+
+    def find(self, group_id: int) -> BeamGroup | None:
+        """Return the group of an open search."""
+        entry = self._searches.get(group_id)
+        return None if entry is None else entry[0]
+
+    def extend(self, outputs: dict[Sequence, SpanOutput]) -> list[BeamUpdate]:
+        """Extend the beams that a step computed. `outputs` contains all beams of each of their groups."""
+        continuations: defaultdict[int, list[Continuation]] = defaultdict(list)
+        for beam, output in outputs.items():
+            assert beam.beam_group is not None and output.candidates is not None
+            continuations[beam.beam_group.id] += [Continuation(beam, candidate) for candidate in output.candidates]
+        return [self._extend_group(*self._searches[group_id], entries) for group_id, entries in continuations.items()]
+
+    def share_prompt_blocks(self, group: BeamGroup) -> None:
+        """Make the beams of a group, which has lost its blocks, wait for the prompt of the first one and share it."""
+        first_beam = min(group.sequences, key=lambda beam: beam.sort_key)
+        for beam in group.sequences:
+            beam.parent = None if beam is first_beam else first_beam
+
+    def check_integrity(self, sequences: dict[int, Sequence]) -> None:
+        """Raise Internal unless the beams of the open searches are exactly the beams among all `sequences`."""
+        beams = {beam.id: beam for group, _ in self._searches.values() for beam in group.sequences}
+        expected = {i: sequence for i, sequence in sequences.items() if sequence.beam_group is not None}
+        lengths = [{beam.num_tokens for beam in group.sequences} for group, _ in self._searches.values()]
+        if beams != expected or any(len(values) != 1 for values in lengths):
+            raise Internal(
+                f"beam search: {len(self._searches)} groups contain the sequences {sorted(beams)} with {lengths} "
+                f"tokens, but the beams are {sorted(expected)}"
+            )
+
+    def _extend_group(self, group: BeamGroup, search: BeamSearch, continuations: list[Continuation]) -> BeamUpdate:
+        chosen = search.extend(continuations)
+        if search.is_finished:
+            return BeamUpdate(group, dropped=list(group.sequences), outputs=_to_outputs(group, search))
+        kept = {continuation.beam for continuation in chosen}
+        dropped = [beam for beam in group.sequences if beam not in kept]
+        used_ids = {beam.id for beam in kept}
+        free_ids = (i for i in range(group.id, group.id + group.width) if i not in used_ids)
+        # All forks first: they copy their beam before it is extended.
+        beams = []
+        forks = []
+        for continuation in chosen:
+            if continuation.beam in kept:
+                kept.remove(continuation.beam)
+                beams.append(continuation.beam)
+            else:
+                forks.append(self._fork(continuation.beam, group, next(free_ids)))
+                beams.append(forks[-1])
+        for beam, continuation in zip(beams, chosen, strict=True):
+            beam.output_token_ids.append(continuation.candidate.token_id)
+            if continuation.candidate.logprobs is not None:
+                beam.output_logprobs.append(continuation.candidate.logprobs)
+        group.sequences = beams
+        group.scores = [continuation.candidate.score for continuation in chosen]
+        return BeamUpdate(group, dropped, forks)
+
+    def _fork(self, beam: Sequence, group: BeamGroup, sequence_id: int) -> Sequence:
+        """Return a new beam with the tokens and the blocks of `beam`."""
+        self._block_manager.share(beam)
+        priority, arrival, _ = beam.sort_key
+        return replace(
+            beam,
+            id=sequence_id,
+            sort_key=(priority, arrival, sequence_id - group.id),
+            output_token_ids=list(beam.output_token_ids),
+            output_logprobs=list(beam.output_logprobs),
+            block_table=list(beam.block_table),
+            block_hashes=list(beam.block_hashes),
+        )
+
+
+def _to_outputs(group: BeamGroup, search: BeamSearch) -> list[tuple[Sequence, SpanOutput]]:
+    """Return the best outputs as finished sequences, whose ids count up from that of the request; else one error."""
+    beam, hypotheses = group.sequences[0], search.best_outputs()
+    if not hypotheses:
+        failed = replace(beam, id=group.id, status=SequenceStatus.FINISHED, finish_reason=FinishReason.ERROR)
+        return [(failed, SpanOutput([]))]
+    return [
+        (
+            replace(
+                beam,
+                id=group.id + index,
+                status=SequenceStatus.FINISHED,
+                finish_reason=output.finish_reason,
+                output_token_ids=output.token_ids,
+                block_table=[],
+            ),
+            SpanOutput(output.token_ids, output.logprobs, cumulative_logprob=output.cumulative_logprob),
+        )
+        for index, output in enumerate(hypotheses)
+    ]

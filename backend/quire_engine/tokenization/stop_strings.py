@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop strings of one request, as bytes: whether a token ends an output, without the text of the whole output.
+
+The beam search of the scheduler uses them, because it must know at once which beams end. All other outputs are searched
+by the detokenizer of the text process.
+"""
+
+from collections.abc import Sequence
+
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.sampling_params import SamplingParams
+
+
+class StopStrings:
+    """Finds stop strings at the end of an output. It keeps no state, so that beams can share it."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        """`params.stop` contains the strings."""
+        self._bytes_of = tokenizer.token_bytes.bytes_of
+        self._skipped_token_ids = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
+        self._stop_strings = [stop.encode() for stop in params.stop]
+        self._min_tokens = params.min_tokens
+        self._tail_length = max(map(len, self._stop_strings), default=1) - 1
+
+    def tail(self, output_token_ids: Sequence[int]) -> bytes:
+        """Return the last bytes of an output: all that can be the beginning of a stop string."""
+        chunks: list[bytes] = []
+        num_missing = self._tail_length
+        for token_id in reversed(output_token_ids):
+            if num_missing <= 0:
+                break
+            chunks.append(self._text_bytes(token_id))
+            num_missing -= len(chunks[-1])
+        return b"".join(reversed(chunks))
+
+    def is_completed_by(self, token_id: int, tail: bytes, num_tokens: int) -> bool:
+        """Return whether a stop string ends in the text of a token.
+
+        Args:
+            token_id: the next token.
+            tail: of the output before it.
+            num_tokens: tokens of the output with it; the first `min_tokens` end no output.
+        """
+        if num_tokens <= self._min_tokens or not (new_bytes := self._text_bytes(token_id)):
+            return False
+        return any(stop in tail[max(0, len(tail) - len(stop) + 1) :] + new_bytes for stop in self._stop_strings)
+
+    def _text_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._skipped_token_ids else self._bytes_of(token_id)
