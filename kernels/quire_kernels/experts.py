@@ -57,6 +57,13 @@ class ExpertWeights:
         """The activation as a function of gate and up, [num_rows, 2 * intermediate_size]."""
         return get_gated_op(self.activation) if isinstance(self.activation, str) else self.activation
 
+    @property
+    def activation_name(self) -> str:
+        """Name of the activation in compiled kernels: "silu", "relu", "gelu", "gelu_tanh" or "swiglu"."""
+        if isinstance(self.activation, SwiGLU):
+            return "swiglu"
+        return get_gated_op(self.activation).name.removesuffix("_mul")
+
 
 @Op
 def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -97,6 +104,9 @@ def fused_experts(
             y = _compute_expert(x[tokens], expert, experts)
             out.index_add_(0, tokens, y.to(out.dtype) * weights[tokens, choices, None])
     return out.to(x.dtype) if residual is None else residual.add_(out)
+
+
+fused_experts.register_lazy("cuda", "own", "quire_kernels.gpu.experts")
 
 
 @fused_experts.register("cpu")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of tokens to adapters on the device: tiles of tokens with the same adapter slot, rebuilt in each step.
+"""Routing of tokens to adapters or experts on the device: tiles of tokens with the same slot, rebuilt in each step.
 
 The host neither sorts the tokens nor knows their slots, so a captured step can be replayed with other adapters. The
 maximum number of tiles follows from the sizes alone: launches have one program per tile, and programs without tokens
@@ -15,35 +15,36 @@ from torch import Tensor
 from quire_kernels.dispatch import Op
 
 ROWS_PER_TILE = 16
-"""Maximum tokens of a tile. A GPU's matrix instructions take no fewer rows."""
+"""Maximum tokens of a tile of one adapter. A GPU's matrix instructions take no fewer rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRouting:
-    """Tokens by adapter slot, in buffers that every step overwrites."""
+    """Tokens by slot, of an adapter or the index of an expert, in buffers that every step overwrites."""
 
     tile_slots: Tensor
     """[max_tiles] int32: the slot of each tile, ascending; -1 if this tile and all after it have no tokens."""
     tile_rows: Tensor
-    """[max_tiles, 16] int32: the tokens of each tile, ascending, padded with -1; undefined in a tile without tokens."""
+    """[max_tiles, rows_per_tile] int32: the tokens of each tile, ascending, padded with -1; undefined in a tile without
+    tokens."""
     slot_counts: Tensor
     """[num_slots] int32: number of tokens of each slot."""
 
     @classmethod
-    def empty(cls, num_tokens: int, num_slots: int, device: torch.device) -> Self:
+    def empty(cls, num_tokens: int, num_slots: int, device: torch.device, rows_per_tile: int = ROWS_PER_TILE) -> Self:
         """Allocate buffers for any step of at most `num_tokens` tokens."""
-        num_tiles = max_tiles(num_tokens, num_slots)
+        num_tiles = max_tiles(num_tokens, num_slots, rows_per_tile)
         like = {"dtype": torch.int32, "device": device}
         return cls(
             torch.empty(num_tiles, **like),
-            torch.empty(num_tiles, ROWS_PER_TILE, **like),
+            torch.empty(num_tiles, rows_per_tile, **like),
             torch.empty(num_slots, **like),
         )
 
 
-def max_tiles(num_tokens: int, num_slots: int) -> int:
+def max_tiles(num_tokens: int, num_slots: int, rows_per_tile: int = ROWS_PER_TILE) -> int:
     """Return the largest number of tiles of a step: each slot with tokens can have one tile with a single row."""
-    return (num_tokens + (ROWS_PER_TILE - 1) * min(num_tokens, num_slots)) // ROWS_PER_TILE
+    return (num_tokens + (rows_per_tile - 1) * min(num_tokens, num_slots)) // rows_per_tile
 
 
 @Op
@@ -55,7 +56,8 @@ def route_tokens(slots: Tensor, out: TokenRouting) -> None:
         out: output, large enough for the tokens and for all slots.
     """
     counts = torch.bincount(slots[slots >= 0], minlength=len(out.slot_counts))
-    tiles = -(-counts // ROWS_PER_TILE)
+    rows_per_tile = out.tile_rows.shape[1]
+    tiles = -(-counts // rows_per_tile)
     out.slot_counts.copy_(counts)
     out.tile_slots.fill_(-1)
     out.tile_slots[: tiles.sum()] = torch.repeat_interleave(tiles).to(torch.int32)
@@ -64,7 +66,7 @@ def route_tokens(slots: Tensor, out: TokenRouting) -> None:
     # Index of each token among the tokens of its slot. Tiles are not shared between slots.
     index_in_slot = torch.arange(len(tokens), device=slots.device) - (counts.cumsum(0) - counts)[token_slots]
     out.tile_rows.fill_(-1)
-    out.tile_rows.view(-1)[(tiles.cumsum(0) - tiles)[token_slots] * ROWS_PER_TILE + index_in_slot] = tokens.to(
+    out.tile_rows.view(-1)[(tiles.cumsum(0) - tiles)[token_slots] * rows_per_tile + index_in_slot] = tokens.to(
         torch.int32
     )
 

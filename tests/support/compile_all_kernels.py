@@ -98,6 +98,7 @@ def _call_all() -> None:
     for num_tokens in (1, 8):
         _call_small_batch_linears(num_tokens)
     _call_lora(kernel_of)
+    _call_experts(kernel_of)
 
 
 def _fp8_caches(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,6 +159,21 @@ def _call_lora(kernel_of: Any) -> None:
             if max_rank == 16:
                 kernel_of(ops.route_tokens)(slots, batch.routing)
                 kernel_of(ops.add_lora_embedding)(x, slots, of_rows, batch)
+
+
+def _call_experts(kernel_of: Any) -> None:
+    """Experts as in Qwen3-30B-A3B and in gpt-oss, in steps of several sizes."""
+    gate_up, down = torch.empty(16, 1536, 2048, dtype=BF16), torch.empty(16, 2048, 768, dtype=BF16)
+    biases = torch.empty(16, 1536, dtype=BF16), torch.empty(16, 2048, dtype=BF16)
+    ops.route_tokens.dispatch_table["cpu"] = kernel_of(ops.route_tokens)
+    for num_tokens in (1, 5, 16, 500):
+        x, weights = torch.empty(num_tokens, 2048, dtype=BF16), torch.empty(num_tokens, 8)
+        ids = torch.zeros(num_tokens, 8, dtype=torch.int64)
+        for experts in (
+            ops.ExpertWeights(gate_up, down, None, None, "silu"),
+            ops.ExpertWeights(gate_up, down, *biases, ops.SwiGLU(1.702, 7.0)),
+        ):
+            kernel_of(ops.fused_experts)(x, ids, weights, experts)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,13 @@ def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr)
     mask = columns < width
     gate = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0)
     up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0)
-    x = gate.to(tl.float32)
+    # Rounds at the same points as the reference.
+    tl.store(out + row * width + columns, activate(gate.to(tl.float32), NAME).to(up.dtype) * up, mask=mask)
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr):
+    """Return the activation of float32 numbers; NAME is "silu", "relu", "gelu" or "gelu_tanh"."""
     if NAME == "silu":
         y = x * tl.sigmoid(x)
     elif NAME == "relu":
@@ -58,5 +64,4 @@ def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr)
     else:
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    # Rounds at the same points as the reference.
-    tl.store(out + row * width + columns, y.to(up.dtype) * up, mask=mask)
+    return y

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
+from quire_kernels.lora_routing import TokenRouting
 
 _TOKENS_PER_ROUND = 1024
 """Tokens that a program reads per iteration: a decoding step is one iteration, a prompt of 8,192 tokens eight."""
@@ -30,7 +30,7 @@ def route_tokens(slots: Tensor, out: TokenRouting) -> None:
         num_tokens,
         num_slots,
         len(out.tile_slots),
-        ROWS=ROWS_PER_TILE,
+        ROWS=out.tile_rows.shape[1],
         TOKENS=_TOKENS_PER_ROUND,
         SLOTS=_SLOTS_PER_ROUND,
         num_warps=4,

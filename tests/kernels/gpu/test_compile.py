@@ -36,7 +36,7 @@ def test_all_compile(kernels):
         "_split_kv_decode", "_prefill", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
         "_write_kv", "_sample", "_argmax_first",
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
-        "_shrink", "_expand", "_small_batch_linear", "_part_maxima", "_filter", "_draw",
+        "_shrink", "_expand", "_small_batch_linear", "_part_maxima", "_filter", "_draw", "_gate_up", "_down",
     }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     # Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms: alone and with the
     # sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31 elements
     # adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and with a residual.
-    # Filters: by stage.
+    # Filters: by stage. Experts: two activations, tiles of few rows and of many.
     assert several == {
         "_split_kv_decode": 2,
         "_rope_and_cache": 2,
@@ -84,6 +84,9 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_expand": 4,
         "_small_batch_linear": 3,
         "_filter": 6,
+        "_gate_up": 4,
+        "_down": 4,
+        "_fill_tiles": 2,
     }
 
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts in interpreted Triton: equals the reference for sizes that do not fill a tile."""
+
+import pytest
+import torch
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
+
+from quire_kernels import ExpertWeights, SwiGLU, fused_experts, route_tokens, topk_softmax
+
+pytestmark = requires_interpreter
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "sizes", "activation"),
+    [
+        (1, 2, (4, 64, 64), "silu"),
+        (5, 1, (3, 40, 72), "gelu_new"),
+        (23, 3, (5, 72, 40), SwiGLU(1.702, 1.5)),
+        # Tiles of 64 rows; a token more than two of them hold.
+        (129, 2, (2, 24, 136), "silu"),
+    ],
+    ids=["decode", "gelu", "swiglu", "prompt"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_fused_experts(num_tokens, top_k, sizes, activation, dtype, monkeypatch):
+    torch.manual_seed(42)
+    num_experts, hidden, inner = sizes
+    tensors = [torch.randn(num_experts, 2 * inner, hidden) * hidden**-0.5]
+    tensors += [torch.randn(num_experts, hidden, inner) * inner**-0.5]
+    tensors += [torch.randn(num_experts, 2 * inner), torch.randn(num_experts, hidden)]
+    biases = top_k > 1
+    experts = ExpertWeights(*(t.to(dtype) if i < 2 or biases else None for i, t in enumerate(tensors)), activation)
+    x = torch.randn(num_tokens, 2 * hidden).to(dtype)[:, :hidden]
+    # The last expert has no tokens, unless each token has all.
+    logits = torch.randn(num_tokens, num_experts)
+    logits[:, -1] -= 100
+    inputs = x, *topk_softmax(logits, top_k, True), experts
+    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", interpreted_kernel(route_tokens))
+    expected, tolerance = fused_experts.reference(*inputs), 1e-5 if dtype is torch.float32 else 8e-3
+    found = interpreted_kernel(fused_experts)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    residual = torch.randn_like(expected)
+    added = interpreted_kernel(fused_experts)(*inputs, residual.clone())
+    torch.testing.assert_close(added, residual + found, rtol=tolerance, atol=tolerance)
