@@ -242,6 +242,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each span over its own context.
 
@@ -253,6 +254,8 @@ def paged_attention(
         scale: factor of the scores, above 0, usually 1 / sqrt(head_dim).
         window: a token at position p attends to positions above p - window only; None: no limit. At least 1.
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: no soft cap.
+        sinks: [num_heads], dtype of the queries: a score of each head that every token attends to in addition, and
+            whose value is 0; None: no sinks.
 
     Returns:
         [num_tokens, num_heads, head_dim], dtype of the queries.
@@ -268,7 +271,10 @@ def paged_attention(
             scores = softcap * (scores / softcap).tanh()
         query_positions, key_positions = torch.arange(context - (end - start), context)[:, None], torch.arange(context)
         is_masked = (key_positions > query_positions) | (key_positions <= query_positions - (window or context))
-        weights = scores.masked_fill(is_masked.to(scores.device), float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(is_masked.to(scores.device), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, end - start, -1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, kv[1]).to(out.dtype)
     return out
 
@@ -281,12 +287,13 @@ def _paged_attention_cpu(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Read keys and values in place, without a gather; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
     if reads_whole_blocks(cache, num_heads) or queries.dtype != cache.dtype:
-        return _paged_attention_gathered(queries, cache, batch, scale, window, softcap)
+        return _paged_attention_gathered(queries, cache, batch, scale, window, softcap, sinks)
     if queries.stride(1) != head_dim or queries.stride(2) != 1:
         queries = queries.contiguous()
     out = queries.new_empty(num_tokens, num_heads, head_dim)
@@ -308,6 +315,7 @@ def _paged_attention_cpu(
         scale,
         window or 0,
         softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
     )
     return out
 
@@ -324,6 +332,7 @@ def _paged_attention_gathered(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Gather each group's blocks, then run one batched attention per group: no per-token Python."""
     out = torch.empty_like(queries)
@@ -331,12 +340,12 @@ def _paged_attention_gathered(
         effective_window = window if window is not None and window < group.num_keys else None
         keys, values = _gather_kv(cache, group, effective_window, queries.dtype)
         q = queries[group.rows].view(group.num_spans, group.length, *queries.shape[1:])
-        if softcap is None and effective_window is None and group.is_prompts:
+        if softcap is None and sinks is None and effective_window is None and group.is_prompts:
             output = _prefill_attention(q, keys, values, None, scale)
         else:
             mask = group.get_mask(effective_window, cache.shape[2], q.dtype)
-            if softcap is not None:
-                output = _softcapped_attention(q, keys, values, mask, scale, softcap)
+            if softcap is not None or sinks is not None:
+                output = _unfused_attention(q, keys, values, mask, scale, softcap, sinks)
             elif group.length > 1:
                 output = _prefill_attention(q, keys, values, mask, scale)
             elif _prefers_single_gemm(q, keys):
@@ -361,15 +370,28 @@ def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
 
-def _softcapped_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float
+def _unfused_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """torch's fused attention has no soft cap, so the scores are materialized, in float32."""
+    """torch's fused attention has no soft cap and no sinks, so the scores are materialized, in float32."""
     num_spans, length, _, head_dim = q.shape
     heads = q.view(num_spans, length, keys.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
-    scores = heads.flatten(2, 3).float() @ (keys.float().transpose(2, 3) * (scale / softcap))
-    scores = scores.tanh_().mul_(softcap).view(*heads.shape[:4], -1).add_(mask[:, None])
-    output = scores.softmax(dim=-1).flatten(2, 3) @ values.float()
+    scores = heads.flatten(2, 3).float() @ (keys.float().transpose(2, 3) * (scale / (softcap or 1.0)))
+    if softcap is not None:
+        scores = scores.tanh_().mul_(softcap)
+    scores = scores.view(*heads.shape[:4], -1).add_(mask[:, None])
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        column = sinks.float().view(1, *heads.shape[1:3], 1, 1).expand(num_spans, -1, -1, length, -1)
+        weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+    output = weights.flatten(2, 3) @ values.float()
     return output.view(heads.shape).permute(0, 3, 1, 2, 4).to(q.dtype)
 
 

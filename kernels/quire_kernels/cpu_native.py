@@ -174,7 +174,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n),
         ("quire_argmax", p, p, n, n),
         ("quire_apply_bitmask", p, n, p, n, p, n, n),
-        ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f),
+        ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f, p),
         ("quire_decode", p, p, p, p, p),
     ):
         function = getattr(library, name)

@@ -49,6 +49,15 @@ def test_windows_and_soft_caps(window, softcap, dtype):
     _check(queries, cache, batch, tolerance=TOLERANCE[dtype], window=window, softcap=softcap)
 
 
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_sinks(window, softcap, dtype):
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], dtype=dtype)
+    sinks = torch.randn(queries.shape[1]).to(dtype)
+    _check(queries, cache, batch, tolerance=TOLERANCE[dtype], window=window, softcap=softcap, sinks=sinks)
+
+
 @pytest.mark.parametrize("spans", [[(700, 1)], [(700, 20)], [(700, 1), (690, 1)]], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=str)
 def test_blocks_outside_the_window_are_not_read(spans, softcap):
@@ -86,16 +95,18 @@ def test_layers_of_different_windows_share_a_plan():
 
 @pytest.mark.parametrize("window", [None, 22, 4, 1])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_reference_is_causal_attention(window, softcap):
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-0.5, 0.5])], ids=["no sinks", "sinks"])
+def test_reference_is_causal_attention(window, softcap, sinks):
     queries, cache, batch = make_batch([(20, 3)], heads=(2, 1), head_dim=8)
-    found = paged_attention.reference(queries, cache, batch, SCALE, window, softcap)
+    found = paged_attention.reference(queries, cache, batch, SCALE, window, softcap, sinks)
     keys, values = cache[:, batch.block_tables[0]].flatten(1, 2)[:, :23, 0].double()
     for i in range(3):
         seen = slice(0 if window is None else max(0, 21 + i - window), 21 + i)
         scores = queries[i].double() @ keys[seen].T * SCALE
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        torch.testing.assert_close(found[i].double(), scores.softmax(-1) @ values[seen], rtol=1e-5, atol=1e-6)
+        weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None]))
+        torch.testing.assert_close(found[i].double(), weights @ values[seen], rtol=1e-5, atol=1e-6)
 
 
 def test_each_span_is_in_one_group():

@@ -262,9 +262,10 @@ def test_attention(
     # Queries are a view of the merged projection.
     queries = _random(sum(lengths), heads + 2 * kv_heads, head_dim)[:, :heads]
     batch = build_attention_metadata(starts, lengths, tables, cache, torch.device("cpu"))
-    found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap)
+    sinks = None if window is None else _random(heads, scale=3)
+    found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap, sinks)
     assert "groups" not in batch.__dict__, "the gathering implementation ran"
-    wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap)
+    wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap, sinks)
     # Probabilities are rounded to bfloat16 before the multiplication with values, which are at most 6 here.
     _close(found, wanted, EPS * cache.abs().max().item())
 

@@ -19,6 +19,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -79,6 +80,17 @@ LONG_ROPE = {
 }
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GPT_OSS = {
+    "head_dim": 24,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    # Low enough to clamp what these weights make.
+    "swiglu_limit": 2.0,
+    "rope_parameters": YARN_ROPE | {"truncate": False},
+}
 OPT = {"ffn_dim": 128, "pad_token_id": 1}
 PHI3 = {"pad_token_id": 0}
 GEMMA2 = {
@@ -157,6 +169,7 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {**QWEN3_MOE, **QWEN_WINDOWS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "tie_word_embeddings": True, "sliding_window": 24}),
+    "gpt_oss": (GptOssConfig, GPT_OSS),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 48}),
     "opt-galactica": (
@@ -213,9 +226,9 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
     return folder
 
 
-def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The checkpoint in transformers, on the CPU."""
-    return _auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype).eval()
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, **load: Any) -> Any:
+    """The checkpoint in transformers, on the CPU; `load` goes to its from_pretrained."""
+    return _auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype, **load).eval()
 
 
 def _auto_class(config: Any) -> Any:

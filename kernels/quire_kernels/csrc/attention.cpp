@@ -39,6 +39,7 @@ struct Shape {
   int64_t heads, kv_heads, head_dim, block_size;
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
+  const bf16* sinks;     // [heads], or null
 };
 
 // 16 x 16 transpose of 32-bit lanes.
@@ -366,8 +367,9 @@ void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
     const int64_t token = item.begin + r % per_head / group, head = (item.head + r / per_head) * group + r % group;
     w.queries[r] = s.queries + token * s.ldq + head * s.head_dim;
     outs[r] = s.out + (token * s.heads + head) * s.head_dim;
-    w.highest[r] = kLowest;
-    w.total[r] = 0;
+    // A sink is a score without a value.
+    w.highest[r] = s.sinks ? _mm512_cvtss_f32(widen(_mm256_set1_epi16((short)s.sinks[head]))) * kLog2E : kLowest;
+    w.total[r] = s.sinks ? 1 : 0;
     for (int64_t d = 0; d < s.head_dim; d += kLanes) _mm512_store_ps(&w.sums[r][d], _mm512_setzero_ps());
   }
   const Keys all = seen(s, item);
@@ -388,9 +390,9 @@ extern "C" {
 void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const bf16* values, const int64_t* tables,
                      int64_t max_blocks, const int32_t* starts, const int32_t* contexts, bf16* out, int64_t spans,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                     int64_t window, float softcap) {
+                     int64_t window, float softcap, const bf16* sinks) {
   const Shape s = {queries, ldq,   keys,     values,   tables,     max_blocks, starts, contexts,
-                   out,     heads, kv_heads, head_dim, block_size, scale,      softcap, window};
+                   out,     heads, kv_heads, head_dim, block_size, scale,      softcap, window, sinks};
   const int64_t group = heads / kv_heads, step = std::max<int64_t>(1, kMaxRows / group);
   // The last tiles of a prompt are first, because they have the most keys.
   std::vector<Item> work;

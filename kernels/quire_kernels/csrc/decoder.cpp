@@ -132,7 +132,7 @@ void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, b
                          s.addresses + at, part.count, a.heads, a.kv_heads, a.head_dim, s.rotary_dim);
     }
     quire_attention(qkv, ldq, keys, values, s.tables, s.max_blocks, s.starts, s.contexts, attended, s.spans, a.heads,
-                    a.kv_heads, a.head_dim, s.block_size, a.scale, l.window, a.softcap);
+                    a.kv_heads, a.head_dim, s.block_size, a.scale, l.window, a.softcap, nullptr);
     for (const Part& part : parts) {
       bf16* const rows = hidden + part.begin * a.hidden;
       multiply(l.output, part, attended + part.begin * width, width, rows, true);

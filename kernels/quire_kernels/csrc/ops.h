@@ -62,7 +62,7 @@ void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin
 void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const bf16* values, const int64_t* tables,
                      int64_t max_blocks, const int32_t* starts, const int32_t* contexts, bf16* out, int64_t spans,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                     int64_t window, float softcap);
+                     int64_t window, float softcap, const bf16* sinks);
 
 }  // extern "C"
 }  // namespace quire

@@ -80,6 +80,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See attention.paged_attention.
 
@@ -100,7 +101,7 @@ def paged_attention(
     out = queries.new_empty(num_tokens, num_heads, head_dim)
     arguments = (
         *(queries, cache, out, batch.query_starts, batch.context_lengths, batch.block_tables, work, num_spans),
-        *(batch.block_tables.shape[1], queries.stride(0), cache.stride(0), scale, window or 0, softcap or 1.0),
+        *(batch.block_tables.shape[1], queries.stride(0), cache.stride(0), scale, window or 0, softcap or 1.0, sinks),
     )
     sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
     sizes |= {"DIM": max(next_power_of_2(head_dim), 16)}
@@ -314,7 +315,7 @@ def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_spans", "table_width"])
 def _split_kv_decode(
     queries, cache, out, query_starts, context_lengths, tables, work, num_spans,
-    table_width, query_stride, kind_stride: tl.int64, scale, window, softcap, partials, stats,
+    table_width, query_stride, kind_stride: tl.int64, scale, window, softcap, sinks, partials, stats,
     WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     MIN_SHARE: tl.constexpr, EARLY: tl.constexpr,
@@ -353,8 +354,7 @@ def _split_kv_decode(
         if WINDOWED:
             skipped = tl.maximum(context - length - window + 1, 0) // KEYS
         acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        row_sum = tl.zeros([ROWS], dtype=tl.float32)
+        row_max, row_sum = _start_softmax(sinks, head * GROUP + rows % GROUP, tile == 0, ROWS)
         acc, row_max, row_sum = _accumulate(
             acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, tables + span.to(tl.int64) * table_width,
             skipped + tile, skipped + last, context, kind_stride, scale, window, softcap,
@@ -385,7 +385,7 @@ def _split_kv_decode(
 @triton.jit(do_not_specialize=["num_spans", "table_width"])
 def _prefill(
     queries, cache, out, query_starts, context_lengths, tables, work, num_spans,
-    table_width, query_stride, kind_stride: tl.int64, scale, window, softcap,
+    table_width, query_stride, kind_stride: tl.int64, scale, window, softcap, sinks,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -415,8 +415,7 @@ def _prefill(
         q = tl.load(queries + (token * query_stride + head_offset)[:, None] + dims[None, :], mask=mask, other=0.0)
         table = tables + span.to(tl.int64) * table_width
         acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        row_sum = tl.zeros([ROWS], dtype=tl.float32)
+        row_max, row_sum = _start_softmax(sinks, head * GROUP + rows % GROUP, True, ROWS)
         masked_from = 0
         if WINDOWED:
             masked_from = tl.maximum(first_position - window + 1, 0) // KEYS
@@ -436,6 +435,18 @@ def _prefill(
         )  # fmt: skip
         out_ptrs = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_offset)[:, None] + dims[None, :]
         tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _start_softmax(sinks, heads, has_sink, ROWS: tl.constexpr):
+    """Return maximum and sum of an online softmax before the first key of each row: of the sink of the row's head, if
+    there are sinks and this part of the keys has it."""
+    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    if sinks is not None:
+        row_max = tl.where(has_sink, tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, row_max)
+        row_sum = tl.where(has_sink, 1.0, row_sum)
+    return row_max, row_sum
 
 
 @triton.jit

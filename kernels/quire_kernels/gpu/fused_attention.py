@@ -32,6 +32,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See attention.paged_attention.
 
@@ -40,9 +41,9 @@ def paged_attention(
     TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
-    is_unsupported = softcap is not None or (window is not None and window < batch.max_query_len)
+    is_unsupported = softcap is not None or sinks is not None or (window is not None and window < batch.max_query_len)
     if not sdpa_spans or is_unsupported:
-        return triton_paged_attention(queries, cache, batch, scale, window, softcap)
+        return triton_paged_attention(queries, cache, batch, scale, window, softcap, sinks)
     if len(sdpa_spans) < len(batch.context_lengths):
         out = triton_paged_attention(
             queries, cache, replace(batch, separate_prefill_min_tokens=MIN_TOKENS), scale, window, softcap

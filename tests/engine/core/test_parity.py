@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import quantized_checkpoints
-from support.quantized_checkpoints import write_dequantized
+from support.quantized_checkpoints import FOLDER, write_dequantized
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+from transformers import Mxfp4Config
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
@@ -185,6 +186,14 @@ def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     assert (engine.stats().num_swapped_in_blocks > 0) == ("swapped" in scenario)
 
 
+def test_outputs_equal_transformers_with_mxfp4_experts():
+    """transformers dequantizes the experts, too."""
+    folder, prompts = FOLDER / "mxfp4", [[token % 128 for token in prompt] for prompt in _prompts(8, seed=7)]
+    oracle = load_oracle(folder, quantization_config=Mxfp4Config(dequantize=True))
+    engine = Engine.from_config(_config(folder))
+    _check(_generate(engine, prompts), _reference(oracle, prompts))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_request_at_a_time(cases, name):
     case = cases(name)
@@ -333,7 +342,7 @@ def test_each_adapter_changes_the_output(adapter_cases):
     ("name", "target_modules"),
     [
         *((name, r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)") for name in ("gemma3-vision", "mistral3")),
-        *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral")),
+        *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
     ],
 )
 def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_path):

@@ -74,6 +74,15 @@ def test_soft_caps(window):
     _check(4 * queries, cache, batch, window=window, softcap=2.0)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("workers", [1, 40])
+def test_sinks(workers, window, monkeypatch):
+    """Of parts of a pair, only the first counts the sink."""
+    monkeypatch.setattr(gpu, "num_workers", lambda *_: workers)
+    queries, cache, batch = make_batch(RAGGED_SPANS["mixed"], heads=(4, 2))
+    _check(queries, cache, batch, window=window, sinks=2 * torch.randn(4))
+
+
 @pytest.mark.parametrize("workers", [1, 40])
 def test_any_number_of_workers(workers, monkeypatch):
     """One worker splits no pair; forty split most, some into more parts than are merged at once."""

@@ -27,6 +27,7 @@ class Attention(Module):
         self.scale = shape.attention_scale
         self.window = shape.sliding_windows[index]
         self.softcap = shape.attention_softcap
+        self.sinks: Tensor | None = None
         self.qkv_proj = build_linear(shape, [f"self_attn.{name}" for name in self.QKV], factory, shape.attention_bias)
         self.o_proj = build_linear(shape, [f"self_attn.{self.OUTPUT}"], factory, shape.output_bias)
 
@@ -39,7 +40,9 @@ class Attention(Module):
 
         If `residual` is given, add the output to it in place.
         """
-        attention_output = paged_attention(queries, kv_cache, batch.attention, self.scale, self.window, self.softcap)
+        attention_output = paged_attention(
+            queries, kv_cache, batch.attention, self.scale, self.window, self.softcap, self.sinks
+        )
         return self.o_proj(attention_output.view(queries.shape[0], -1), batch, residual)
 
 

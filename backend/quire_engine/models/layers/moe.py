@@ -2,6 +2,7 @@
 """Mixture of experts in place of an MLP. Adapters cannot change it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -42,6 +43,7 @@ class MoE(Module):
             )
         self.config, hidden, inner = shape.moe, shape.hidden_size, shape.moe.intermediate_size
         self.router = factory.empty(self.config.num_experts, hidden)
+        self.router_bias: Tensor | None = None
         self.experts = ExpertWeights(
             gate_up=factory.empty(self.config.num_experts, 2 * inner, hidden),
             down=factory.empty(self.config.num_experts, hidden, inner),
@@ -49,14 +51,16 @@ class MoE(Module):
             down_bias=None,
             activation=shape.activation,
         )
-        self._communicator = factory.communicator
+        self.communicator = factory.communicator
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Return the output for [num_tokens, hidden_size]; if `residual` is given, add it to that in place."""
-        ids, weights = topk_softmax(linear(x, self.router, None), self.config.top_k, self.config.normalize)
-        if self._communicator is None:
+        ids, weights = topk_softmax(linear(x, self.router, self.router_bias), self.config.top_k, self.config.normalize)
+        if self.communicator is None:
             return fused_experts(x, ids, weights, self.experts, residual)
-        out = self._communicator.all_reduce(fused_experts(x, ids, weights, self.experts))
+        # The output bias is added once.
+        experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
+        out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts))
         return out if residual is None else residual.add_(out)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
@@ -77,9 +81,9 @@ class MoE(Module):
 
     def _shard(self, weight: Tensor, *, is_down: bool) -> LoadTarget:
         """Return the part of a projection in the checkpoint that fills this rank's weight."""
-        if self._communicator is None:
+        if self.communicator is None:
             return weight
-        shard = self._communicator.shard
+        shard = self.communicator.shard
         assert shard.model_config.moe is not None
         hidden, inner = shard.model_config.hidden_size, shard.model_config.moe.intermediate_size
         if is_down:

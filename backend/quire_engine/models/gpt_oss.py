@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss: Llama with a mixture of experts, attention sinks, and a sliding window in every other layer."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from quire_engine.models.layers.attention import RotaryAttention
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.moe import MoE
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from quire_engine.weights.param_shard import LoadTarget, ParamShard
+from quire_kernels import SwiGLU
+from quire_spec.model.model_config import ModelConfig
+
+
+class GptOssAttention(RotaryAttention):
+    """Attention with a learned sink for each head, see `paged_attention`."""
+
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        super().__init__(shape, index, factory)
+        self.sinks = factory.empty(shape.num_heads)
+        self.communicator = factory.communicator
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See Module.tensors."""
+        for name, target in super().tensors(prefix):
+            if target is self.sinks and self.communicator is not None:
+                shard = self.communicator.shard
+                heads = range(shard.rank * self.num_heads, (shard.rank + 1) * self.num_heads)
+                yield name, ParamShard(target, (shard.model_config.num_heads,), (heads,))
+            else:
+                yield name, target
+
+
+class GptOssMoE(MoE):
+    """Experts with biases and a clamped activation. The checkpoint has one tensor for all experts, whose gate and up
+    features alternate. A matrix is [in_features, out_features], but [out_features, in_features] in mxfp4."""
+
+    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
+        super().__init__(shape, factory)
+        num_experts, inner = self.config.num_experts, self.config.intermediate_size
+        self.router_bias: Tensor = factory.empty(num_experts)
+        self.experts = replace(
+            self.experts,
+            gate_up_bias=factory.empty(num_experts, 2 * inner),
+            down_bias=factory.empty(num_experts, shape.hidden_size),
+            activation=SwiGLU(shape.factors["swiglu_alpha"], shape.factors["swiglu_limit"]),
+        )
+        self._is_transposed = shape.quantization is None or shape.quantization.method != "mxfp4"
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See Module.tensors."""
+        experts, shard = self.experts, None if self.communicator is None else self.communicator.shard
+        assert experts.gate_up_bias is not None and experts.down_bias is not None
+        num_experts, hidden, inner = experts.down.shape
+        part = range(inner) if shard is None else shard.expert_range
+        inner *= 1 if shard is None else shard.size
+        # The ranges of a matrix: of its output features, then of its input features.
+        gate_up = range(2 * part.start, 2 * part.stop), range(hidden)
+        yield f"{prefix}router.weight", self.router
+        yield f"{prefix}router.bias", self.router_bias
+        yield f"{prefix}experts.gate_up_proj", self._matrices(experts.gate_up, (2 * inner, hidden), *gate_up)
+        yield (
+            f"{prefix}experts.gate_up_proj_bias",
+            ParamShard(experts.gate_up_bias, (num_experts, 2 * inner), (range(num_experts),), gate_up[0]),
+        )
+        yield f"{prefix}experts.down_proj", self._matrices(experts.down, (hidden, inner), range(hidden), part)
+        yield f"{prefix}experts.down_proj_bias", experts.down_bias
+
+    def _matrices(self, weight: Tensor, size: tuple[int, int], rows: range, columns: range) -> ParamShard:
+        """Return the ranges of matrices of `size` that fill a weight [num_experts, len(rows), len(columns)]."""
+        if self._is_transposed:
+            weight, size, rows, columns = weight.transpose(1, 2), size[::-1], columns, rows
+        return ParamShard(weight, (len(weight), *size), (rows,), columns)
+
+
+class GptOssDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with sinks and experts."""
+
+    ATTENTION = GptOssAttention
+
+    @classmethod
+    def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> MoE:
+        """See LlamaDecoderLayer.build_mlp."""
+        return GptOssMoE(shape, factory)
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """See LlamaForCausalLM."""
+
+    LAYER = GptOssDecoderLayer
