@@ -149,6 +149,8 @@ def test_accepted_streams_mean_the_same_to_h11(
         ("A: b\r\n folded", "", "the name is not valid"),
         ("A: b\rContent-Length: 3", "", "control characters"),
         ("A: " + "b" * 70_000, "", "more than 64 KiB"),
+        ("content-encoding: gzip", "", "only identity is supported"),
+        ("Content-Encoding: identity" + " " * 200 + ", gzip", "", "only identity is supported"),
     ],
 )
 def test_ambiguous_requests_are_rejected(scanner_library: ctypes.CDLL, head: str, body: str, error: str) -> None:
