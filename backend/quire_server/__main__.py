@@ -17,6 +17,8 @@ from quire_server.supervisor.app import run
 from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec import constants
+from quire_spec.documents.model_repository import find_vllm_model
+from quire_spec.documents.server_arguments import ALLOWED
 from quire_spec.errors import QuireError
 from quire_spec.model.capabilities import DEVICES
 from quire_spec.net.addresses import ANY_ADDRESS, POD_IP_VARIABLE, listen_address
@@ -61,6 +63,12 @@ _SERVED_MODEL_NAME_HELP = "name of the base model in the OpenAI API; can be repe
 _FRONT_COUNT_HELP = "processes that serve the OpenAI API on one port (default: 1)"
 _RUNTIME_LORA_HELP = "let the OpenAI API load and unload adapters, with the admin key"
 _LORA_PATH_HELP = "folder from which it can load them; requires --allow-path-sources"
+_MODEL_REPOSITORY_HELP = (
+    "folder of further Triton models (Python, ensembles); their code runs as this user; load and unload: health port"
+)
+_MODEL_ENV_HELP = "environment variable that their code gets in addition to those of libraries; can be repeated"
+_SERVER_ARG_HELP = f"argument of the server; can be repeated; allowed: {', '.join(ALLOWED)}"
+_REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _PVCS: dict[str, Any] = {"dest": "pvcs", "action": "append", "default": []}
 _DRAIN_HELP = "seconds for open requests to finish after the first signal (default: %(default)s)"
 _EXIT_CODES = """\
@@ -120,7 +128,9 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         args.openai_served_model_name = [*args.openai_served_model_name, *read_served_model_names(args.vllm_repository)]
         # multi_lora.json may contain local folders.
         values["allow_path_sources"] = values["require_adapters"] = True
+        values["own_model_folder"] = find_vllm_model(args.vllm_repository).path
     values["allowed_local_lora_paths"] = tuple(args.allowed_local_lora_path)
+    values["model_env"], values["server_args"] = frozenset(args.model_env), tuple(args.server_args)
     values["openai_flags"] = tuple(_openai_flags(args))
     return SupervisorSettings(**{f.name: values[f.name] for f in fields(SupervisorSettings) if f.name in values})
 
@@ -189,6 +199,11 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--vllm-repository", "DIR", Path, _VLLM_REPOSITORY_HELP, {}),
         ("--device", None, str, "used if model.json contains no device (default: cuda)", {"choices": DEVICES}),
         ("--served-name", "NAME", str, "model name of the base model", {"required": True}),
+    ),
+    "further models": (
+        ("--model-repository", "DIR", _absolute_path, _MODEL_REPOSITORY_HELP, {}),
+        ("--model-env", "NAME", str, _MODEL_ENV_HELP, _REPEATED),
+        ("--server-arg", "NAME=VALUE", str, _SERVER_ARG_HELP, {"dest": "server_args", **_REPEATED}),
     ),
     "folders": (
         ("--run-dir", "DIR", _absolute_path, "sockets; used by one supervisor at a time", {"required": True}),

@@ -10,14 +10,12 @@ import re
 import sys
 
 NAME_WIDTH = 6
-_NOISE = re.compile(r"I\d{4} |[+|]|\s*$")
+_NOISE = re.compile(r"I\d{4} |\d{4}-\d\d-\d\dT\S+ I |[+|]|\s*$")
 _HARMLESS_MESSAGES = (
     # Logged on every machine without a GPU.
     "pinned_memory_manager",
     "cuda_memory_manager",
     "CudaDriverHelper",
-    # Logged for every model without a folder, such as the adapters' models.
-    "Failed to set config modification time",
     # Logged for every error that a gRPC client gets with its real status.
     "HandleCancellation called even when the context was not cancelled",
     "Signal (15) received",

@@ -70,7 +70,7 @@ def test_an_older_checkpoint_passes_each_check_of_the_guide(repository: Path, tm
         for name in ("doll", "sheep"):
             path = f"/v2/models/{name}/ready"
             service.wait(lambda path=path: service.request("http", path).status == 200, 30, "ready")
-        assert run_checks(service) == 9
+        assert run_checks(service) == 10
         text = service.text("vllm_model", PROMPT, temperature=0, max_tokens=12, ignore_eos=True)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "opt-125m", dtype=torch.float32)
     ids = reference.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -88,4 +88,4 @@ def test_the_service_of_the_guide_reads_its_claim_with_volume(tmp_path: Path) ->
     document["spec"]["device"] = "CPU"
     document["spec"]["engine"] |= {"dtype": "float32", "maxModelLen": 512}
     with running_service(document, tmp_path, f"--volume=weights={weights}") as service:
-        assert run_checks(service) == 9
+        assert run_checks(service) == 10

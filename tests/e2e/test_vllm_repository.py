@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.other_models import write_plain
 from support.quire_serve import EXAMPLES, QuireServeProcess, running_service
 
 pytestmark = pytest.mark.server
@@ -37,7 +38,7 @@ def repository(tmp_path: Path) -> Path:
     (folder / "loras").symlink_to(EXAMPLES / "adapters")
     write_adapters(folder.parent, {"pirate": "loras/pirate", "sql": "./loras/sql"})
     (folder.parent / "config.pbtxt").write_text('backend: "vllm"\ninstance_group [{count: 1 kind: KIND_MODEL}]\n')
-    (tmp_path / "repository/embedder/1").mkdir(parents=True)
+    write_plain(tmp_path / "repository", "embedder")
     return tmp_path / "repository"
 
 
@@ -46,7 +47,8 @@ def write_adapters(model: Path, adapters: dict[str, Any]) -> None:
 
 
 def test_repository_answers_for_every_adapter_without_an_edit(repository: Path, tmp_path: Path) -> None:
-    with running_service(repository, tmp_path, ready_port="http") as service:
+    others = f"--model-repository={repository}"
+    with running_service(repository, tmp_path, others, ready_port="http") as service:
         # The server reports ready when the first request would be answered, and each adapter's model likewise.
         base = service.text("llama", PROMPT, temperature=0)
         for name in ("pirate", "sql"):
@@ -55,6 +57,11 @@ def test_repository_answers_for_every_adapter_without_an_edit(repository: Path, 
         for name in ("pirate", "sql"):
             by_name = service.text(name, PROMPT, temperature=0)
             assert by_name == service.text("llama", PROMPT, temperature=0, lora_name=name) != base
+        # The other model of the repository runs beside it, the vllm_backend model only once.
+        body = {"inputs": [{"name": "x", "shape": [1], "datatype": "BYTES", "data": ["hi"]}]}
+        answer = service.request("http", "/v2/models/embedder/infer", body).body
+        assert answer["outputs"][0]["data"] == ["HI"]
+        assert [model["name"] for model in service.status()["other_models"]] == ["embedder"]
         log = service.log.read_text()
         cards = service.request("openai", "/v1/models").body["data"]
         assert [(card["id"], card["parent"]) for card in cards[:3]] == [
@@ -64,7 +71,7 @@ def test_repository_answers_for_every_adapter_without_an_edit(repository: Path, 
             body = {"model": name, "prompt": PROMPT, "temperature": 0, "max_tokens": 4}
             answer = service.request("openai", "/v1/completions", body).body
             assert answer["model"] == (name or "llama-chat") and answer["choices"][0]["text"] in base
-    assert "distributed_executor_backend='ray'" in log and "not served: embedder" in log
+    assert "distributed_executor_backend='ray'" in log and "served only with --model-repository: embedder" in log
 
 
 def test_adapter_that_fails_fails_the_start(repository: Path, tmp_path: Path) -> None:

@@ -201,6 +201,12 @@ CEL_RULE_CASES = [
         "spec.engine.speculativeConfig.promptLookupMax",
     ),
     (
+        "models must have exactly one of pvc and path",
+        {"spec.runtime.models": {"path": "/opt/models"}},
+        {"spec.runtime.models": {"path": "/opt/models", **PVC_SOURCE}},
+        "spec.runtime.models",
+    ),
+    (
         "chatTemplate must have exactly one of text and configMapKeyRef",
         {"spec.openai.chatTemplate": {"text": "a"}},
         {"spec.openai.chatTemplate": {"text": "a", "configMapKeyRef": {"name": "a"}}},

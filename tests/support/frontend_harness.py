@@ -30,15 +30,15 @@ class FrontendHarness(QuireServeProcess):
     It does not call the constructor of QuireServeProcess, which starts `quire serve`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, other_repository: Path | None = None) -> None:
+        self.folder, self.other_repository = folder, other_repository
         self.log = folder / "server.log"
         self.journal = folder / "text.log"
         self.socket = folder / "text.sock"
         self.ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
         self.seen_processes: set[psutil.Process] = set()
         self.key, self.shm_prefix = launch.new_key(), launch.new_shm_prefix()
-        repository.write_base_model(folder / "models", BASE, self.socket)
+        repository.write_model(folder / "models", BASE, BASE, self.socket)
         self.text_process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -54,6 +54,7 @@ class FrontendHarness(QuireServeProcess):
             grpc_port=self.ports["grpc"],
             metrics_port=self.ports["metrics"],
             exit_timeout_s=5,
+            other_repository=self.other_repository,
         )
         argv, env = launch.server_command(install, python, options)
         with self.log.open("wb") as log:
@@ -85,14 +86,21 @@ class FrontendHarness(QuireServeProcess):
     def client(self) -> ModelServerClient:
         return ModelServerClient(("127.0.0.1", self.ports["http"]), ("127.0.0.1", self.ports["grpc"]), self.key)
 
+    def write_model(self, name: str, program: str = repository.MODEL_PY) -> str:
+        """Write the folder of a model of ours, and return its name."""
+        repository.write_model(self.folder / "models", name, BASE, self.socket, program)
+        return name
+
     def add_model(self, name: str) -> None:
-        """Load an adapter's model through the repository API."""
+        """Load an adapter's model."""
+        self.load_model(self.write_model(name))
+
+    def load_model(self, name: str) -> None:
+        """Load a model that has a folder."""
 
         async def load() -> None:
             async with self.client() as client:
-                await client.load_model(
-                    name, repository.model_config(name, BASE, self.socket), repository.model_files()
-                )
+                await client.load_model(name)
 
         asyncio.run(load())
 
@@ -127,13 +135,12 @@ class FrontendHarness(QuireServeProcess):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         launch.clear_shared_memory(self.shm_prefix)
-        repository.remove_stale_copies(self.socket)
 
 
 @contextlib.contextmanager
-def running_frontend(folder: Path) -> Iterator[FrontendHarness]:
+def running_frontend(folder: Path, other_repository: Path | None = None) -> Iterator[FrontendHarness]:
     """Start a server with a fake text process; stop it at the end and check that nothing is left behind."""
-    harness = FrontendHarness(folder)
+    harness = FrontendHarness(folder, other_repository)
     try:
         harness.start_text()
         harness.start()

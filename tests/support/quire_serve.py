@@ -148,10 +148,6 @@ class QuireServeProcess:
         if (self.folder / "run").is_dir():
             run_dir.clean(self.folder / "run")
 
-    def model_copies(self) -> list[Path]:
-        """Return the folders in which its server stores models that were loaded through the repository API."""
-        return model_copies_of(self.folder / "run/text.sock")
-
     def assert_nothing_left(self, seconds: float = 20.0) -> None:
         """Check that all processes ever seen have ended."""
         deadline = time.monotonic() + seconds
@@ -295,16 +291,6 @@ class QuireServeProcess:
         finally:
             stop.set()
             thread.join()
-
-
-def model_copies_of(text_socket: Path) -> list[Path]:
-    """Return the folders in which servers store models with this socket."""
-    folders = []
-    for config in Path("/tmp").glob("folder??????/config.pbtxt"):
-        with contextlib.suppress(OSError):  # those of other servers can disappear
-            if f'"{text_socket}"' in config.read_text():
-                folders.append(config.parent)
-    return folders
 
 
 def command_line(process: psutil.Process) -> list[str]:

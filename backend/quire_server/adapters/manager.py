@@ -13,7 +13,7 @@ own, and a broken adapter does not delay another. The manager knows neither sour
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -74,6 +74,8 @@ class AdapterManager:
         self._model_load_semaphore = asyncio.Semaphore(_MAX_MODEL_LOADS)
         self.on_change: Callable[[], None] = lambda: None
         """Called when the catalog changes, and when an adapter begins or ceases to serve."""
+        self.other_models: Set[str] = frozenset()
+        """Names that models of others have on the server."""
         self._gating_names: set[str] = set()
         self._gate_deadline = 0.0
         self._unload_requested = asyncio.Event()
@@ -95,10 +97,15 @@ class AdapterManager:
         """Reject an invalid catalog; `replaces` is the digest of a catalog that it replaces even if that one is newer.
 
         Raises:
-            ConfigError: an adapter has the base model's name. StaleCatalog: the current catalog is newer.
+            ConfigError: an adapter has the name of the base model or of another model.
+            StaleCatalog: the current catalog is newer.
         """
         if any(adapter.name == self._served_name for adapter in catalog.adapters):
             raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
+        if taken := sorted(self.other_models & {adapter.name for adapter in catalog.adapters}):
+            raise ConfigError(
+                f"adapters: {taken[0]!r} is a model of the model repository; give the adapter another name"
+            )
         is_replacement = replaces != "" and replaces == self._catalog_version.digest
         if self._catalog is not None and catalog.generation < self._catalog_version.generation and not is_replacement:
             raise StaleCatalog(

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire_server.clients.control_client import ConnectionLost, ControlClient
 from quire_server.model_server.client import ModelServerClient
-from quire_server.model_server.repository import model_config, model_files
+from quire_server.model_server.repository import remove_model, write_model
 from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import AdapterLimits
@@ -148,6 +148,7 @@ class ServerHandle:
         self,
         client: ModelServerClient,
         base: str,
+        repository: Path,
         text_socket: Path,
         scan_stubs: Callable[[], None],
         on_unload: Callable[[str], None],
@@ -158,6 +159,7 @@ class ServerHandle:
         """Loaded adapter models."""
         self._client = client
         self._base = base
+        self._repository = repository
         self._text_socket = text_socket
         self._scan_stubs = scan_stubs
         self._on_unload = on_unload
@@ -175,6 +177,7 @@ class ServerHandle:
         async with self._locks[name]:
             if name in self.models:
                 await self._unload_model(name)
+                remove_model(self._repository, name)
                 self.models.discard(name)
                 self._on_unload(name)
 
@@ -193,18 +196,39 @@ class ServerHandle:
                 await self._unload_model(name)
                 await self._load_model(name)
 
+    async def repository_index(self) -> list[dict[str, str]]:
+        """Return the server's index of models; raises ConnectionLost, or Internal."""
+        with _translate_unavailable():
+            return await self._client.repository_index()
+
+    async def load_other_model(self, name: str) -> None:
+        """Load a model of the repository, or reload it if its files have changed.
+
+        Raises:
+            ConnectionLost: the server has ended. Internal: it rejected the model.
+        """
+        async with self._locks[name]:
+            with _translate_unavailable():
+                await self._client.load_model(name)
+            self._scan_stubs()
+
+    async def unload_other_model(self, name: str) -> None:
+        """Unload a model of the repository; raises the same errors as `load_other_model`."""
+        async with self._locks[name]:
+            await self._unload_model(name)
+
     async def _reload_base_model(self) -> None:
         self.base_ready = False
         await self._unload_model(self._base)
         with _translate_unavailable():
-            await self._client.load_from_disk(self._base)
+            await self._client.load_model(self._base)
         self._scan_stubs()
         self.base_ready = True
 
     async def _load_model(self, name: str) -> None:
-        config = model_config(name, self._base, self._text_socket)
+        write_model(self._repository, name, self._base, self._text_socket)
         with _translate_unavailable():
-            await self._client.load_model(name, config, model_files())
+            await self._client.load_model(name)
         self._scan_stubs()
 
     async def _unload_model(self, name: str) -> None:

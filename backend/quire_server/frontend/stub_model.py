@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import re
 import select
 import threading
 import time
@@ -66,6 +67,8 @@ class TritonPythonModel:
         self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
         """Acquired streams with the time at which each may send its error."""
         self._closing = threading.Event()
+        headers = os.environ.get(model_interface.FORWARDED_HEADERS_VARIABLE)
+        self._forwarded_headers = re.compile(headers) if headers else None
         socket = Path(parameters[model_interface.PARAM_SOCKET]["string_value"])
         self._open_requests = OpenRequestCounter(socket.parent)
         self._text_client = TextClient(socket, self._model_name, self._on_delta)
@@ -97,7 +100,8 @@ class TritonPythonModel:
         try:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             generate_request, options = tensors.parse_request(
-                request_id, self._model_name, self._base_model_name, inputs, request.parameters()
+                *(request_id, self._model_name, self._base_model_name, inputs, request.parameters()),
+                self._forwarded_headers,
             )
             self._streams[request_id] = ResponseStream(request_id, options, sender, now)
             self._text_client.submit(generate_request)

@@ -11,6 +11,7 @@ Source: https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from quire_server.model_server.model_interface import INPUTS
 from quire_spec import constants
 from quire_spec.constants import AdapterName
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.structured_outputs import FORMER_NAMES
 from quire_spec.errors import Code, InvalidArgument, QuireError, truncated_repr
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_deltas
 
@@ -43,6 +45,8 @@ _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start"
 
 _NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
 """Other names at the same level as sampling parameters in a generate request."""
+
+_KNOWN_NAMES = frozenset((*(f.name for f in dataclasses.fields(SamplingParams)), *_NON_SAMPLING_NAMES, *FORMER_NAMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,12 @@ class OutputOptions:
 
 
 def parse_request(
-    request_id: int, model: str, base: str, inputs: Mapping[str, Array], parameters: str
+    request_id: int,
+    model: str,
+    base: str,
+    inputs: Mapping[str, Array],
+    parameters: str,
+    forwarded_headers: re.Pattern[str] | None = None,
 ) -> tuple[GenerateRequest, OutputOptions]:
     """Parse and validate a client's request.
 
@@ -76,13 +85,14 @@ def parse_request(
         base: name of the base model.
         inputs: the request's tensors by name.
         parameters: the request parameters as JSON text from the server.
+        forwarded_headers: names of headers that the server adds to them; a header that is not a parameter is ignored.
 
     Raises:
         InvalidArgument: the message names the tensor or parameter, its value, and the valid values.
     """
     stream = _flag(inputs, constants.STREAM, False)
     prompt, token_ids = _prompt(inputs)
-    values = _parameters(inputs, parameters)
+    values = _parameters(inputs, parameters, forwarded_headers)
     adapter_name = _pop_string(values, constants.LORA_NAME)
     cache_salt = _pop_string(values, CACHE_SALT)
     priority = _pop_int(values, PRIORITY)
@@ -220,11 +230,15 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
     return bool(array.reshape(-1)[0])
 
 
-def _parameters(inputs: Mapping[str, Array], parameters: str) -> dict[str, Any]:
+def _parameters(
+    inputs: Mapping[str, Array], parameters: str, forwarded_headers: re.Pattern[str] | None
+) -> dict[str, Any]:
     """Return the parameters of both sources by name, without the server's own and without nulls (the defaults)."""
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }
+    if forwarded_headers is not None:
+        merged = {k: v for k, v in merged.items() if k in _KNOWN_NAMES or not forwarded_headers.fullmatch(k)}
     if constants.SAMPLING_PARAMETERS in inputs:
         merged |= _parse_object(_string_value(inputs, constants.SAMPLING_PARAMETERS), constants.SAMPLING_PARAMETERS)
     return {key: value for key, value in merged.items() if value is not None}

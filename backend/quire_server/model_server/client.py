@@ -6,12 +6,15 @@ connections on one thread, so that their streams would stall for the duration.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Mapping
+import socket
+import ssl
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
+from grpc import ssl_channel_credentials
 from grpc.aio import UsageError
 from tritonclient.grpc import aio as grpc
 from tritonclient.utils import InferenceServerException
@@ -27,15 +30,23 @@ _NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED",
 """Statuses of gRPC itself, not responses of the server."""
 _NOT_OPEN = "ModelServerClient must be used as an async context manager"
 _CONNECTION_CLOSED = "server: ended, its connection is closed"
-_CHANNEL_ARGS = [("grpc.enable_http_proxy", 0)]
+_CHANNEL_ARGS: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
 """A pod's proxy is for destinations outside the cluster; gRPC would use it for loopback, too."""
 
 
 class ModelServerClient(AsyncExitStack):
     """Client of one server, by the hosts and ports of HTTP and gRPC. Use it as an async context manager."""
 
-    def __init__(self, http_address: tuple[str, int], grpc_address: tuple[str, int], key: str) -> None:
+    def __init__(
+        self,
+        http_address: tuple[str, int],
+        grpc_address: tuple[str, int],
+        key: str,
+        grpc_certificate: Path | None = None,
+    ) -> None:
+        """`grpc_certificate` is the server's own certificate chain; None: gRPC without TLS."""
         super().__init__()
+        self._grpc_host_and_port, self._grpc_certificate = grpc_address, grpc_certificate
         self._url = f"http://{format_for_url(http_address[0])}:{http_address[1]}/v2"
         self._grpc_address = f"{format_for_url(grpc_address[0])}:{grpc_address[1]}"
         self._headers = {GRPC_KEY_HEADER: key}
@@ -44,26 +55,39 @@ class ModelServerClient(AsyncExitStack):
 
     async def __aenter__(self) -> Self:
         self._session = await self.enter_async_context(aiohttp.ClientSession())
-        self._grpc_client = grpc.InferenceServerClient(self._grpc_address, channel_args=_CHANNEL_ARGS)
-        self.push_async_callback(self._grpc_client.close)
+        if self._grpc_certificate is None:
+            self._set_grpc_client()
         return self
 
-    async def load_model(self, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Load or reload a model without a folder; return when it is ready.
+    async def connect_tls(self) -> None:
+        """Connect to gRPC with TLS, once the server listens; do nothing without TLS.
 
-        `files` maps paths such as "1/model.py" to their content.
+        Raises:
+            Unavailable: the server does not answer with its certificate.
+        """
+        if self._grpc_certificate is None or self._grpc_client is not None:
+            return
+        try:
+            pem = await asyncio.to_thread(self._grpc_certificate.read_bytes)
+            name = await asyncio.to_thread(_certificate_name, self._grpc_host_and_port, self._grpc_certificate)
+        except OSError as error:
+            raise Unavailable(f"server: no TLS connection to the gRPC port: {error}") from error
+        options = [*_CHANNEL_ARGS, ("grpc.ssl_target_name_override", name)]
+        self._set_grpc_client(creds=ssl_channel_credentials(pem), channel_args=options)
+
+    def _set_grpc_client(self, creds: Any = None, channel_args: list[tuple[str, Any]] = _CHANNEL_ARGS) -> None:
+        self._grpc_client = grpc.InferenceServerClient(self._grpc_address, creds=creds, channel_args=channel_args)
+        self.push_async_callback(self._grpc_client.close)
+
+    async def load_model(self, name: str) -> None:
+        """Load a model from its folder in a repository; return when it is ready.
+
+        A loaded model is loaded again only if its files have changed.
 
         Raises:
             Internal: the server rejected it; the message is the server's.
             Unavailable: the server does not respond.
         """
-        file_parameters = {f"file:{path}": data for path, data in files.items()}
-        await self._call(
-            self._client().load_model(name, self._headers, json.dumps(config), file_parameters, _LOAD_TIMEOUT_S)
-        )
-
-    async def load_from_disk(self, name: str) -> None:
-        """Load a model from its folder in the repository. Raises the same errors as `load_model`."""
         await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def unload_model(self, name: str) -> None:
@@ -74,6 +98,16 @@ class ModelServerClient(AsyncExitStack):
             Unavailable: the server does not respond.
         """
         await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
+
+    async def repository_index(self) -> list[dict[str, str]]:
+        """Return name, version, state and reason of every model; a model that was never loaded has only a name.
+
+        Raises the same errors as `unload_model`.
+        """
+        index: dict[str, Any] = await self._call(
+            self._client().get_model_repository_index(self._headers, as_json=True, client_timeout=_PROBE_TIMEOUT_S)
+        )
+        return list(index.get("models", []))
 
     async def is_loaded(self, name: str) -> bool:
         """Return True if the server has this model. The result stays True after the model's stub died.
@@ -86,9 +120,9 @@ class ModelServerClient(AsyncExitStack):
         """Return True if the server responds."""
         return await self._probe("/health/live")
 
-    async def _call(self, call: Awaitable[None]) -> None:
+    async def _call(self, call: Awaitable[Any]) -> Any:
         try:
-            await call
+            return await call
         except InferenceServerException as error:
             if error.status() in _NO_ANSWER_STATUSES:
                 raise Unavailable(f"server: {error.message()}") from error
@@ -113,3 +147,17 @@ class ModelServerClient(AsyncExitStack):
     def _client(self) -> grpc.InferenceServerClient:
         assert self._grpc_client is not None, _NOT_OPEN
         return self._grpc_client
+
+
+def _certificate_name(address: tuple[str, int], certificate: Path) -> str:
+    """Return a name in the server's certificate, which need not contain the address of this machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted
+    context.load_verify_locations(certificate)
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(address, _PROBE_TIMEOUT_S) as plain, context.wrap_socket(plain) as connection:
+        found: Any = connection.getpeercert() or {}
+    names = [value for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    names += [value for part in found.get("subject", ()) for key, value in part if key == "commonName"]
+    return names[0].replace("*", "any") if names else address[0]

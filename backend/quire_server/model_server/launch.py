@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from quire_server.model_server import readiness_file
+from quire_server.model_server.model_interface import FORWARDED_HEADERS_VARIABLE
 from quire_server.model_server.preload import preload
 from quire_spec import constants
 from quire_spec.errors import ConfigError
@@ -43,6 +44,13 @@ _FIRST_FIXED_VERSION = (2, 59)
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
+
+_MODEL_VARIABLES = re.compile(
+    r"PATH|LD_LIBRARY_PATH|LD_PRELOAD|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|SSL_CERT_(FILE|DIR)"
+    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
+    r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
+)
+"""Environment variables that the code of other models gets: those of libraries, none that usually contains a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,12 @@ class ServerOptions:
     """Time for requests in flight to finish after SIGTERM."""
     stub_timeout_s: int = 120
     """Timeout of a stub's startup; the server's default of 30 s is too short on a busy machine."""
+    other_repository: Path | None = None
+    """Repository of models beside those of Quire; None: there are none."""
+    model_env: frozenset[str] = frozenset()
+    """Further environment variables that those models get."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the user, as `parse_server_arguments` accepts them."""
 
 
 def needs_guard(install: ServerInstall) -> bool:
@@ -199,7 +213,8 @@ def server_command(
     install: ServerInstall, python: Interpreter, options: ServerOptions
 ) -> tuple[list[str], dict[str, str]]:
     """Return the server's command line and environment; create its backend folder in `options.run_dir`."""
-    backends = _link_backends(install, python, options.run_dir)
+    serves_others = options.other_repository is not None
+    backends = _link_backends(install, python, options.run_dir, all_backends=serves_others)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
     flags = {
         "model-repository": options.repository,
@@ -217,15 +232,20 @@ def server_command(
         "http-restricted-api": closed,
         "grpc-restricted-protocol": closed,
     }
-    backend_config = {
+    backend_config: dict[str, object] = {
         "shm-region-prefix-name": options.shm_prefix,
-        # The default is 32 threads per stub. stub_model responds from its own threads and needs hardly any.
-        "thread-pool-size": 2,
         "stub-timeout-seconds": options.stub_timeout_s,
     }
-    # Without this flag, which has no value, the server starts a second stub per model only to generate its config.
-    argv = [str(install.binary), "--disable-auto-complete-config"]
+    argv = [str(install.binary)]
+    if serves_others:
+        argv.append(f"--model-repository={options.other_repository}")
+    else:
+        # Without this flag, which has no value, the server starts a second stub per model only to generate its config.
+        argv.append("--disable-auto-complete-config")
+        # The default is 32 threads per stub. stub_model responds from its own threads and needs hardly any.
+        backend_config["thread-pool-size"] = 2
     argv += [f"--{name}={value}" for name, value in flags.items()]
+    argv += [f"--{argument}" for argument in options.arguments]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
     env = _environment(python)
     if library := preload.find_or_build_library(backends):
@@ -233,9 +253,18 @@ def server_command(
         env.setdefault(_GUARD_VARIABLE, "1" if needs_guard(install) else "0")
         if options.readiness_file is not None:
             env[readiness_file.VARIABLE] = str(options.readiness_file)
+            # The file decides. Otherwise the server is not ready while it loads any model, or after one has failed.
+            argv.append("--strict-readiness=false")
+    for argument in options.arguments:
+        name, _, value = argument.partition("=")
+        if name == "grpc-header-forward-pattern":
+            env[FORWARDED_HEADERS_VARIABLE] = value
     if not options.gpu_metrics:
         # The server does not use GPUs, but would allocate memory on each visible one.
         env["CUDA_VISIBLE_DEVICES"] = ""
+    if serves_others:
+        # Stubs inherit the server's environment.
+        env = {k: v for k, v in env.items() if _MODEL_VARIABLES.fullmatch(k) or k in options.model_env}
     return argv, env
 
 
@@ -286,12 +315,19 @@ def _check_shm(num_models: int) -> None:
         )
 
 
-def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path) -> Path:
-    """Create a backend folder of links. The wheel's own folder has no stub, and the server searches only there."""
+def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, all_backends: bool) -> Path:
+    """Create a backend folder of links. The wheel's own folder has no stub, and the server searches only there.
+
+    `all_backends`: also link the other backends of the installation.
+    """
     folder = run_dir / "backends" / "python"
     folder.mkdir(parents=True, exist_ok=True)
-    for source in (*(install.backend / f for f in _BACKEND_FILES), install.stubs[python.version]):
-        link = folder / source.name
+    links = {
+        folder / s.name: s for s in (*(install.backend / f for f in _BACKEND_FILES), install.stubs[python.version])
+    }
+    if all_backends:
+        links |= {folder.parent / b.name: b for b in install.backend.parent.iterdir() if b != install.backend}
+    for link, source in links.items():
         link.unlink(missing_ok=True)
         link.symlink_to(source)
     return folder.parent

@@ -43,6 +43,10 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
 )
 """Name, type and single dimension of each output."""
 
+FORWARDED_HEADERS_VARIABLE = "QUIRE_FORWARDED_HEADERS"
+"""Environment variable of the stubs: pattern of the headers that the server passes as request parameters over gRPC.
+Over HTTP it passes none to our models."""
+
 PARAM_SOCKET = "quire_text_socket"
 """Config parameter: path of the text process's socket."""
 PARAM_BASE = "quire_base_model"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering of the server's models: config and program, and the base model's folder in the model repository.
+"""Rendering of the server's models: config and program, and their folders in the model repository.
 
-Only `write_base_model` and `remove_stale_copies` access the disk. Base and adapters are the same one-line program,
+Only `write_model` and `remove_model` access the disk. Base and adapters are the same one-line program,
 which the server runs under different model names. The supervisor calls this module.
 """
 
-import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ MODEL_PY = "from quire_server.frontend.stub_model import TritonPythonModel  # no
 
 
 def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
-    """Return the config of model `name` in the JSON form of the repository API.
+    """Return the config of model `name` in its JSON form.
 
     `base` is the served name of the base model; `name` is the same or an adapter name. `text_socket` is absolute.
 
@@ -45,39 +44,25 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
     }
 
 
-def model_files() -> dict[str, bytes]:
-    """Return the files of a model for the repository API, by path."""
-    return {MODEL_FILE: MODEL_PY.encode()}
+def write_model(repository: Path, name: str, base: str, text_socket: Path, program: str = MODEL_PY) -> Path:
+    """Write a model's folder into `repository`, replacing an older one; return the folder.
 
-
-def write_base_model(repository: Path, base: str, text_socket: Path) -> Path:
-    """Write the base model's folder into `repository`, replacing an older one; return the folder.
+    Ensembles can call only models that have a folder, so the repository API's models without one are not used.
 
     Raises:
-        InvalidArgument: `base` is not a model name.
+        InvalidArgument: `name` or `base` is not a model name.
     """
-    config = model_config(base, base, text_socket)
-    folder = repository / base
+    config = model_config(name, base, text_socket)
+    folder = repository / name
     (folder / MODEL_FILE).parent.mkdir(parents=True, exist_ok=True)
-    (folder / MODEL_FILE).write_text(MODEL_PY)
+    (folder / MODEL_FILE).write_text(program)
     (folder / "config.pbtxt").write_text(to_pbtxt(config))
     return folder
 
 
-def remove_stale_copies(text_socket: Path, temporary: Path = Path("/tmp")) -> int:
-    """Remove model copies of a server that has ended; return their number.
-
-    The server stores each model of the repository API in a separate folder in /tmp, regardless of TMPDIR. The socket in
-    its config identifies the server. In a pod, /tmp outlives the container.
-    """
-    marker, num_removed = json.dumps(str(text_socket)).encode(), 0
-    for config in temporary.glob("folder??????/config.pbtxt"):
-        # Folders of other servers can be unreadable or disappear.
-        with contextlib.suppress(OSError):
-            if marker in config.read_bytes():
-                shutil.rmtree(config.parent)
-                num_removed += 1
-    return num_removed
+def remove_model(repository: Path, name: str) -> None:
+    """Remove the folder of a model that was unloaded."""
+    shutil.rmtree(repository / name, ignore_errors=True)
 
 
 def to_pbtxt(config: Mapping[str, Any]) -> str:

@@ -140,7 +140,7 @@ def _log_ignored(model: VllmModelFolder) -> None:
             *(model.name, model.version, ",".join(map(str, model.other_versions))),
         )
     if model.other_models:
-        logger.warning("models of the repository not served: %s", ", ".join(model.other_models))
+        logger.warning("other models, served only with --model-repository: %s", ", ".join(model.other_models))
     path = model.path / CONFIG_FILE
     if path.is_file() and (settings := _config_settings(path)):
         logger.warning("%s: settings without effect: %s", path, ", ".join(settings))

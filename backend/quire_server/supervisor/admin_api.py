@@ -58,6 +58,9 @@ class AdminAPI:
                 web.get("/metrics/vllm_backend", self._vllm_backend_metrics),
                 web.get("/status", self._status),
                 web.put("/adapters", self._put_adapters),
+                web.get("/v2/repository/index", self._index),
+                web.post("/v2/repository/index", self._index),
+                web.post("/v2/repository/models/{name}/{action:load|unload}", self._load_or_unload),
             ]
         )
         return app
@@ -92,6 +95,31 @@ class AdminAPI:
         logger.info("catalog accepted generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
         # 202: the catalog is applied in the background. GET /status reports the progress.
         return web.json_response({"generation": catalog.generation}, status=202)
+
+    async def _index(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        return web.json_response(await self._supervisor.other_models.index())
+
+    async def _load_or_unload(self, request: web.Request) -> web.Response:
+        """Like the server's own API, but by name only: its parameters `config` and `file:` would run other code."""
+        self._authorize(request)
+        name, action = request.match_info["name"], request.match_info["action"]
+        try:
+            document = json.loads(await request.read() or b"{}")
+            parameters = dict(document.get("parameters") or {})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{action}: the body is not a JSON object: {error}") from error
+        # Triton's clients always send this parameter.
+        if parameters.pop("unload_dependents", False) is not False:
+            raise ConfigError("unload_dependents: must be false; unload each model by its name")
+        if parameters:
+            raise ConfigError(
+                f"parameters: {next(iter(parameters))[:80]!r} is not supported; a model is loaded by name only"
+            )
+        models = self._supervisor.other_models
+        await (models.load(name) if action == "load" else models.unload(name))
+        logger.info("model %sed name=%s", action, name)
+        return web.json_response({})
 
     def _authorize(self, request: web.Request) -> None:
         """Reject a request without the admin key, or from another machine if there is no key file."""

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from pathlib import Path
 
 import aiohttp
@@ -24,12 +24,14 @@ from quire_server.supervisor import run_dir
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_server.supervisor.child_process import become_subreaper
 from quire_server.supervisor.control_server import ControlServer
+from quire_server.supervisor.other_models import OtherModels
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.supervisor import Supervisor
 from quire_sources.factory import SourceOptions
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.server_arguments import check_server_files, parse_server_arguments
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import format_for_url, is_ipv6
@@ -48,6 +50,7 @@ async def run(settings: SupervisorSettings) -> None:
     """
     config, catalog = EngineConfig.load(settings.engine), AdapterCatalog.load(settings.adapters)
     constants.check_model_name(settings.served_name, "--served-name")
+    check_server_files(parse_server_arguments(settings.server_args, "--server-arg"), "--server-arg")
     install, python = launch.find_server(), launch.current_interpreter()
     launch.preflight(install, python, 1 + len(catalog.exposed_names()))
     become_subreaper()
@@ -59,13 +62,14 @@ async def run(settings: SupervisorSettings) -> None:
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         process_manager = ProcessManager(
-            settings, run_folder, (install, python), config.device == "cuda", LogRelay(settings.verbose)
+            settings, run_folder, (install, python), config.device == "cuda", LogRelay(settings.shows_server_log)
         )
         adapter_manager = AdapterManager(settings.served_name, fetcher, process_manager.handles)
         stack.push_async_callback(adapter_manager.close)
         adapter_manager.check(catalog)
+        other_models = _find_other_models(settings, run_folder, process_manager, adapter_manager, catalog)
         _check_ports(settings)
-        supervisor = Supervisor(settings, process_manager, adapter_manager, session)
+        supervisor = Supervisor(settings, process_manager, adapter_manager, other_models, session)
         await stack.enter_async_context(_admin_server(supervisor, settings))
         if settings.allow_runtime_lora_updating:
             runtime_adapters = RuntimeAdapters(adapter_manager, settings.allowed_local_lora_paths)
@@ -73,6 +77,32 @@ async def run(settings: SupervisorSettings) -> None:
             await stack.enter_async_context(ControlServer(methods).listen(run_folder / constants.SUPERVISOR_SOCKET))
         adapter_manager.set_catalog(catalog)
         await supervisor.run(_install_signal_handlers(process_manager, run_folder))
+
+
+def _find_other_models(
+    settings: SupervisorSettings,
+    run_folder: Path,
+    process_manager: ProcessManager,
+    adapter_manager: AdapterManager,
+    catalog: AdapterCatalog,
+) -> OtherModels:
+    """Return the models of --model-repository.
+
+    Raises:
+        ConfigError: the folder cannot be read, or one of its names is not valid or taken.
+    """
+
+    def own_names() -> Set[str]:
+        current = adapter_manager.catalog if adapter_manager.catalog_version.digest else catalog
+        return {settings.served_name, *(adapter.name for adapter in current.adapters)}
+
+    try:
+        return OtherModels(
+            *(settings.model_repository, run_folder / run_dir.OTHER_REPOSITORY, process_manager.handles, own_names),
+            settings.own_model_folder,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--model-repository {error}") from error
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,8 @@
     server dies   connections end; server restarts, adapter models are loaded again
     openai dies   its connections end; it restarts
     stub dies     without open requests: its model is loaded again. With open requests: the server is killed and
-                  restarted, because their clients would otherwise hang forever
+                  restarted, because their clients would otherwise hang forever. A model that is not Quire's is only
+                  loaded again (other_models.py)
 
 Owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and shutdown.
 """
@@ -14,6 +15,7 @@ Owns the processes and their handles. adapters/manager.py reloads adapters; supe
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,8 @@ from quire_server.supervisor import engine_process
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
 from quire_server.supervisor.openai_front import OpenAIFront, openai_process_name
-from quire_server.supervisor.run_dir import REPOSITORY, write_shm_prefix
+from quire_server.supervisor.other_models import OtherModels
+from quire_server.supervisor.run_dir import OTHER_REPOSITORY, REPOSITORY, write_shm_prefix
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
@@ -76,7 +79,12 @@ class ProcessManager:
             gpu_metrics=has_gpu,
             readiness_file=self._readiness_file.path,
             exit_timeout_s=_EXIT_TIMEOUT_S,
+            other_repository=run_dir / OTHER_REPOSITORY if settings.model_repository is not None else None,
+            model_env=settings.model_env,
+            arguments=settings.server_args,
         )
+        self.other_models: OtherModels | None = None
+        """Set before `run`: the models that are not Quire's."""
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
@@ -109,7 +117,14 @@ class ProcessManager:
         """Let the server report what is ready; `adapters` contains each adapter with a model, and if it serves."""
         is_ready = self.engine_is_ready() and not is_draining
         models = {name: is_ready and is_serving for name, is_serving in adapters.items()}
-        self._readiness_file.write(is_ready, {self._settings.served_name: is_ready, **models})
+        models[self._settings.served_name] = is_ready
+        others = self._require_other_models()
+        models |= {name: can_answer and not is_draining for name, can_answer in others.readiness(models).items()}
+        self._readiness_file.write(is_ready and not others.gating(), models)
+
+    def _require_other_models(self) -> OtherModels:
+        assert self.other_models is not None, "the supervisor has not set the other models"
+        return self.other_models
 
     async def run(self) -> None:
         """Keep all processes running until cancelled; raises StartupFailed if a process does not start."""
@@ -163,8 +178,9 @@ class ProcessManager:
     async def _start_server(self) -> ChildProcess:
         socket = self._run_dir / constants.TEXT_SOCKET
         launch.clear_shared_memory(self._options.shm_prefix)
-        repository.remove_stale_copies(socket)
-        repository.write_base_model(self._options.repository, self._settings.served_name, socket)
+        shutil.rmtree(self._options.repository, ignore_errors=True)
+        base = self._settings.served_name
+        repository.write_model(self._options.repository, base, base, socket)
         argv, env = launch.server_command(*self._server_runtime, self._options)
         return await ChildProcess.start("server", argv, self._relay, env)
 
@@ -186,14 +202,20 @@ class ProcessManager:
         settings = self._settings
         http = settings.client_host("http"), settings.http_port
         grpc = settings.client_host("grpc"), settings.grpc_port
-        async with ModelServerClient(http, grpc, self._options.key) as client:
+        async with ModelServerClient(http, grpc, self._options.key, settings.grpc_certificate) as client:
             async with asyncio.timeout(SERVER_START_TIMEOUT_S):
                 while not await client.is_loaded(settings.served_name):
                     await asyncio.sleep(_PROBE_INTERVAL_S)
-            stubs = StubWatcher(child.pid, lambda stub: self._spawn(self._on_stub_death(child, stubs, stub)))
+            await client.connect_tls()
+            stubs = StubWatcher(
+                child.pid,
+                lambda stub: self._spawn(self._on_stub_death(child, stubs, stub)),
+                self._options.other_repository,
+            )
             self.handles.server = ServerHandle(
                 client,
                 settings.served_name,
+                self._options.repository,
                 self._run_dir / constants.TEXT_SOCKET,
                 stubs.scan,
                 lambda model: self._spawn(self._reap_unloaded_stubs(stubs, stubs.pids_of(model))),
@@ -231,6 +253,13 @@ class ProcessManager:
 
     async def _on_stub_death(self, server: ChildProcess, stubs: StubWatcher, stub: StubProcess) -> None:
         """Reload the model of a dead stub, or kill the server if the stub had open requests."""
+        others = self._require_other_models()
+        if stub.model in others.names:
+            await others.reload_dead(stub.model)
+            return
+        if not stub.model and others.is_loading():
+            logger.warning("stub of an unknown model died while a model of the repository was loading pid=%d", stub.pid)
+            return
         num_open = open_requests.read_open_requests(self._run_dir, stub.pid)
         open_requests.remove(self._run_dir, stub.pid)
         if num_open == 0 and stub.model and self.handles.server is not None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire_server.supervisor.settings import SupervisorSettings
-from quire_spec.documents.pod_status import AdapterState, PodStatus
+from quire_spec.documents.pod_status import AdapterState, OtherModelState, PodStatus
 from quire_spec.net.addresses import format_for_url
 
 _MAX_NAMES = 5
@@ -20,7 +20,9 @@ def summarize_names(names: Sequence[str]) -> str:
 def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: float) -> str:
     """Return the text that is printed once when the pod is ready."""
     host = format_for_url(settings.host)
-    failed = [a for a in status.adapters if a.state is AdapterState.FAILED]
+    failed = [(a.name, a.error) for a in status.adapters if a.state is AdapterState.FAILED]
+    failed += [(m.name, m.error) for m in status.other_models if m.state is OtherModelState.FAILED]
+    others = [m.name for m in status.other_models if m.state is OtherModelState.READY]
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
     scheme = "https" if any(flag.startswith("--ssl-certfile") for flag in settings.openai_flags) else "http"
     openai = [] if settings.openai_port is None else [f"  OpenAI    {scheme}://{host}:{settings.openai_port}/v1"]
@@ -39,7 +41,9 @@ def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: flo
     ]
     if parameter_only:
         lines.append(f"  adapters  {', '.join(parameter_only)} (lora_name on {status.served_name})")
-    lines += [f"  failed    {a.name}: {a.error}" for a in failed]
+    if others:
+        lines.append(f"  others    {', '.join(others)}")
+    lines += [f"  failed    {name}: {error}" for name, error in failed]
     return "\n".join(lines)
 
 

@@ -9,18 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire_server.frontend import open_requests
-from quire_server.model_server import launch, readiness_file, repository
+from quire_server.model_server import launch, readiness_file
 from quire_spec import constants
 from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
+OTHER_REPOSITORY = "other-models"
+"""Links to the models of others."""
 _SHM_PREFIX = "shm-prefix"
 _SOCKETS = (
     *(constants.TEXT_SOCKET, constants.CORE_SOCKET, constants.SUPERVISOR_SOCKET),
     *map(constants.openai_probe_socket, range(constants.MAX_OPENAI_FRONTS)),
 )
 _OWNED_NAMES = (
-    *(*_SOCKETS, REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX),
+    *(*_SOCKETS, REPOSITORY, OTHER_REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX),
     *(readiness_file.NAME, constants.CLOSING_FILE),
 )
 
@@ -72,12 +74,11 @@ def write_shm_prefix(run_dir: Path, prefix: str) -> None:
 
 
 def clean(run_dir: Path) -> None:
-    """Remove the supervisor's files, shared memory and model copies. Its server must not be running."""
+    """Remove the supervisor's files, and shared memory. Its server must not be running."""
     with contextlib.suppress(FileNotFoundError):
         # A truncated prefix would match regions of others.
         if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):
             launch.clear_shared_memory(prefix)
-    repository.remove_stale_copies(run_dir / constants.TEXT_SOCKET)
     for name in _OWNED_NAMES:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():

@@ -48,6 +48,14 @@ class SupervisorSettings:
     pvcs: Mapping[str, Path] = field(default_factory=dict)
     """Mount point of each PersistentVolumeClaim."""
     allow_path_sources: bool = False
+    model_repository: Path | None = None
+    """Folder of further models that the server runs; None: there are none."""
+    own_model_folder: Path | None = None
+    """A model in it that Quire serves itself: that of --vllm-repository."""
+    model_env: frozenset[str] = frozenset()
+    """Environment variables that the code of those models gets in addition to those of libraries."""
+    server_args: tuple[str, ...] = ()
+    """Arguments of the server; parse_server_arguments has accepted them."""
     require_adapters: bool = False
     """An adapter of the initial catalog that cannot be loaded fails the start, as in vllm_backend."""
     max_adapter_bytes: int = 4 * 2**30
@@ -67,6 +75,19 @@ class SupervisorSettings:
             "--health-port": self.health_port,
             **openai_port,
         }
+
+    @property
+    def shows_server_log(self) -> bool:
+        """Whether informational lines of the server are shown: with --verbose, or if the user set its log level."""
+        return self.verbose or any(arg.startswith("log-verbose=") and arg[-1] != "0" for arg in self.server_args)
+
+    @property
+    def grpc_certificate(self) -> Path | None:
+        """Certificate chain of the gRPC port; None: no TLS."""
+        files = (
+            argument.partition("=")[2] for argument in self.server_args if argument.startswith("grpc-server-cert=")
+        )
+        return next(map(Path, files), None)
 
     def server_host(self, protocol: str) -> str:
         """Address that a protocol of the server listens on."""

@@ -48,8 +48,12 @@ class StubProcess:
 class StubWatcher:
     """Watches the stubs of one server process; calls `on_death` once for each that died. Create it in the loop."""
 
-    def __init__(self, server_pid: int, on_death: Callable[[StubProcess], None]) -> None:
+    def __init__(
+        self, server_pid: int, on_death: Callable[[StubProcess], None], other_repository: Path | None = None
+    ) -> None:
+        """`other_repository` is the folder of the models that are not Quire's, whose instances can have any name."""
         self._server_pid = server_pid
+        self._other_repository = other_repository
         self._on_death = on_death
         self._ignored_pids: set[int] = set()
         """Processes that are not stubs of the server; a scan skips them."""
@@ -107,7 +111,7 @@ class StubWatcher:
             name, state, parent, start_ticks = _read_stat(pid)
             if parent != self._server_pid:
                 self._ignored_pids.add(pid)
-            elif model := _read_model_name(pid):
+            elif model := _read_model_name(pid, self._other_repository):
                 self._watch(StubProcess(pid, model, start_ticks))
             elif state == "Z" and name == _STUB_COMM:
                 self._watch(StubProcess(pid, "", start_ticks))
@@ -160,7 +164,7 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
     return name, fields[0], int(fields[1]), int(fields[19])
 
 
-def _read_model_name(pid: int) -> str | None:
+def _read_model_name(pid: int, other_repository: Path | None) -> str | None:
     """Return the model of a stub, empty for a stub without a model, None if the process is not (yet) a stub."""
     try:
         argv = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -168,5 +172,8 @@ def _read_model_name(pid: int) -> str | None:
         return None
     if not argv[0].endswith(_STUB_PROGRAM):
         return None
+    if other_repository is not None and len(argv) > 1 and Path(argv[1]).is_relative_to(other_repository):
+        # REPOSITORY/MODEL/VERSION/model.py
+        return Path(argv[1]).relative_to(other_repository).parts[0]
     models = [match[1] for word in argv if (match := _INSTANCE_NAME.fullmatch(word))]
     return models[-1] if models else ""

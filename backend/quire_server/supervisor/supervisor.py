@@ -17,6 +17,7 @@ import aiohttp
 from quire_server.adapters.manager import AdapterManager
 from quire_server.supervisor import reporting
 from quire_server.supervisor.managed_process import StartupFailed
+from quire_server.supervisor.other_models import OtherModels
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec.documents.adapter_catalog import AdapterCatalog
@@ -41,17 +42,22 @@ class Supervisor:
         settings: SupervisorSettings,
         process_manager: ProcessManager,
         adapter_manager: AdapterManager,
+        other_models: OtherModels,
         session: aiohttp.ClientSession,
     ) -> None:
         self._settings = settings
         self._process_manager = process_manager
         self._adapter_manager = adapter_manager
+        self.other_models = other_models
         self._session = session
         self._all_were_up = False
         self.draining = False
         """True after a stop signal; the pod never becomes ready again."""
         process_manager.on_change = self.on_process_change
-        adapter_manager.on_change = self._publish_readiness_soon
+        process_manager.other_models = other_models
+        adapter_manager.on_change = self._on_adapter_change
+        adapter_manager.other_models = other_models.names
+        other_models.on_change = self._publish_readiness
         self._readiness_timer: asyncio.TimerHandle | None = None
 
     # Used by the health port
@@ -70,6 +76,8 @@ class Supervisor:
             return "text is connecting to core"
         if gating := self._adapter_manager.gating():
             return f"adapters are loading: {reporting.summarize_names(gating)}"
+        if gating := self.other_models.gating():
+            return f"models of the repository are loading: {reporting.summarize_names(gating)}"
         return ""
 
     def status(self) -> PodStatus:
@@ -88,6 +96,7 @@ class Supervisor:
             memory=core.memory if core else None,
             models=self._served_models(),
             adapters=adapters,
+            other_models=self.other_models.statuses(),
             catalogue=self._adapter_manager.catalog_version.digest,
             tool_call_parser=text.tool_call_parser if text else None,
             reasoning_parser=text.reasoning_parser if text else None,
@@ -140,6 +149,11 @@ class Supervisor:
         self._all_were_up = all_up
         self._publish_readiness()
         self._adapter_manager.resync()
+        self.other_models.resync()
+
+    def _on_adapter_change(self) -> None:
+        self._publish_readiness_soon()
+        self.other_models.resync()  # an ensemble can depend on an adapter
 
     def _publish_readiness_soon(self) -> None:
         """Publish after a change of an adapter. Changes that come together share one update, which visits them all."""
@@ -160,7 +174,9 @@ class Supervisor:
         self._publish_readiness()
         run_task = asyncio.create_task(self._process_manager.run(), name="pod")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
-        background_tasks = [asyncio.create_task(self._log_progress()), asyncio.create_task(self._prune_cache())]
+        background_tasks = [
+            asyncio.create_task(coro) for coro in (self._log_progress(), self._prune_cache(), self.other_models.run())
+        ]
         drained = False
         try:
             await _wait_for_first(run_task, stop_task, *background_tasks)

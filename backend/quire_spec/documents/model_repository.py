@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of a model repository with a model of NVIDIA's vllm_backend: model folders and their version folders.
+"""Layout of model repositories: of NVIDIA's vllm_backend, and of other models that are served beside ours.
 
-Reads names only, no file contents. Callers: the reader of such repositories, and `quire serve`.
+Reads names only, no file contents. Callers: the reader of vllm_backend repositories, the supervisor, `quire serve`.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_spec.errors import ConfigError
+from quire_spec import constants
+from quire_spec.errors import ConfigError, InvalidArgument
 
 MODEL_FILE = "model.json"
 """vLLM's engine arguments, in a version folder."""
@@ -59,6 +61,34 @@ def find_vllm_model(folder: Path) -> VllmModelFolder:
     return VllmModelFolder(path, versions[-1], versions[:-1], other_models)
 
 
+def find_other_models(folder: Path, own_names: Set[str], own_folder: Path | None = None) -> tuple[str, ...]:
+    """Return the names of the models in the repository `folder`, ascending.
+
+    `own_names` are the names of the base model and the adapters. `own_folder` is the folder of a vllm_backend model
+    that Quire serves itself; it is left out.
+
+    Raises:
+        ConfigError: `folder` cannot be read, or the name of a model is not valid or one of `own_names`.
+    """
+    try:
+        children = sorted(child for child in folder.iterdir() if child.is_dir() and _is_model(child))
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r}: not a model repository: {error.strerror}; give a folder") from error
+    if own_folder is not None:
+        children = [child for child in children if child.resolve() != own_folder.resolve()]
+    for child in children:
+        try:
+            constants.check_model_name(child.name, str(folder))
+        except InvalidArgument as error:
+            raise ConfigError(f"{error}; rename the folder") from error
+        if child.name in own_names:
+            raise ConfigError(
+                f"{str(child)!r}: {child.name!r} is the name of the base model or of an adapter; rename the folder or "
+                "that model"
+            )
+    return tuple(child.name for child in children)
+
+
 def _versions(folder: Path) -> tuple[int, ...]:
     """Return the version folders with a model.json, ascending. The server ignores names that begin with 0."""
     names = (file.parent.name for file in folder.glob(f"[1-9]*/{MODEL_FILE}"))
@@ -66,4 +96,7 @@ def _versions(folder: Path) -> tuple[int, ...]:
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).is_file() or any(child.name.isdecimal() for child in folder.iterdir())
+    try:
+        return (folder / CONFIG_FILE).is_file() or any(child.name.isdecimal() for child in folder.iterdir())
+    except OSError:  # lost+found of a volume is readable by root only
+        return False

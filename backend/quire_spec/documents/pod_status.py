@@ -15,6 +15,15 @@ class AdapterState(StrEnum):
     FAILED = "Failed"
 
 
+class OtherModelState(StrEnum):
+    """State of a model that is served beside those of Quire."""
+
+    LOADING = "Loading"
+    READY = "Ready"
+    FAILED = "Failed"
+    UNLOADED = "Unloaded"
+
+
 class ProcessState(StrEnum):
     """State of a process of the pod."""
 
@@ -35,6 +44,15 @@ class AdapterStatus:
     """sha256:... of the adapter's content, once fetched."""
     model: str | None = None
     """The adapter's server model; None if it is reachable only through lora_name."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModelStatus:
+    """One model of the model repository on this pod."""
+
+    name: str
+    state: OtherModelState
     error: str = ""
 
 
@@ -91,6 +109,8 @@ class PodStatus:
     """Format of tool calls in chat outputs; None: unknown, calls stay in the text."""
     reasoning_parser: str | None = None
     """Format of the reasoning in chat outputs; None: unknown, it stays in the text."""
+    other_models: list[OtherModelStatus] = field(default_factory=list)
+    """Models of --model-repository."""
 
 
 def utc_now() -> str:

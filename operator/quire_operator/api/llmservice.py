@@ -14,7 +14,14 @@ from typing import Any, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, HuggingFaceSource, SecretRef, Source
+from quire_spec.documents.adapter_catalog import (
+    AdapterCatalog,
+    AdapterSpec,
+    HuggingFaceSource,
+    PvcSource,
+    SecretRef,
+    Source,
+)
 
 
 class Device(StrEnum):
@@ -182,6 +189,19 @@ class PortsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelsSpec:
+    """spec.runtime.models; exactly one field is set."""
+
+    pvc: PvcSource | None = None
+    path: str | None = None
+
+    @property
+    def source(self) -> Source:
+        """The folder as a source."""
+        return Source(pvc=self.pvc, path=self.path)
+
+
+@dataclass(frozen=True, slots=True)
 class RuntimeSpec:
     """spec.runtime"""
 
@@ -190,6 +210,8 @@ class RuntimeSpec:
     image: str | None = None
     imagePullSecrets: tuple[dict[str, str], ...] = ()
     env: tuple[EnvVar, ...] = ()
+    models: ModelsSpec | None = None
+    serverArgs: tuple[str, ...] = ()
     cpu: str | None = None
     memory: str | None = None
     sharedMemory: str | None = None
@@ -336,6 +358,11 @@ class LLMService:
         """Value of the supervisor's option --expose; None for its default, so that an upgrade replaces no pods."""
         expose = [name for name in constants.SERVER_PROTOCOLS if name in self.spec.runtime.expose]
         return None if len(expose) == len(constants.SERVER_PROTOCOLS) else ",".join(expose) or "none"
+
+    @property
+    def grpc_uses_tls(self) -> bool:
+        """Whether the gRPC port speaks TLS."""
+        return "grpc-use-ssl=true" in self.spec.runtime.serverArgs
 
     def without_openai(self) -> Self:
         """Return the service with the OpenAI API turned off."""

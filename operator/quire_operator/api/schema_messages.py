@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
+from quire_spec.documents import server_arguments
 
 Schema = Mapping[str, Any]
 
@@ -91,6 +92,11 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     r"^[A-Za-z_][A-Za-z0-9_]*$": (
         "must be the name of a variable: letters, digits and '_', not beginning with a digit",
         "write it like NCCL_DEBUG",
+    ),
+    r"^/[^\s]*$": ("must be an absolute path", "begin it with /"),
+    server_arguments.PATTERN: (
+        "must be an argument that can be set, in the form NAME=VALUE, with a valid value",
+        f"use one of {', '.join(server_arguments.ALLOWED)}",
     ),
     r"^[0-9a-fA-F.:]+/[0-9]{1,3}$": (_CIDR_RULE, "write it like 10.0.0.0/8"),
 }

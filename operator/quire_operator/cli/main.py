@@ -58,6 +58,7 @@ examples:
 
   quire serve -f llmservice.yaml --volume models=/srv/models       spec.model.source.pvc.claimName: models
   quire serve --vllm-repository model_repository/vllm_model        an unchanged vllm_backend model
+  quire serve -f llmservice.yaml --model-repository ./models       further Triton models beside the LLM
   quire serve -f llmservice.yaml --host 0.0.0.0                    accept other machines; connections are unencrypted
 
 Press Ctrl-C to stop. Running requests then have spec.rollout.drainSeconds to finish.
@@ -148,6 +149,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
             help=f"{purpose} (default: spec.runtime.ports.{name})",
         )
     options.add_expose_option(parser)
+    options.add_model_repository_options(parser)
     options.add_openai_options(parser)
     options.add_chat_options(parser)
     options.add_folder_options(parser)

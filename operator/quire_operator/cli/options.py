@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire_operator.render.context import OPTIONAL_KINDS
 from quire_spec import constants
+from quire_spec.documents.server_arguments import ALLOWED
 from quire_spec.model import capabilities
 from quire_spec.net.addresses import ANY_ADDRESS
 
@@ -310,6 +311,25 @@ def add_expose_option(parser: argparse.ArgumentParser) -> None:
         metavar="PROTOCOLS",
         help="protocols of the server that clients can reach: http, grpc, http,grpc or none; the others listen on "
         "loopback (default: spec.runtime.expose, else both)",
+    )
+
+
+def add_model_repository_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of further models and of the server's own arguments."""
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        metavar="DIR",
+        help="further Triton models to serve; their code runs as your user (default: spec.runtime.models)",
+    )
+    parser.add_argument(
+        "--server-arg",
+        dest="server_args",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"argument of Triton Inference Server; can be repeated; replaces spec.runtime.serverArgs; allowed: "
+        f"{', '.join(ALLOWED)}",
     )
 
 

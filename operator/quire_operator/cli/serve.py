@@ -26,6 +26,7 @@ from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.openai_arguments import openai_arguments
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
+from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -50,6 +51,10 @@ class ServeOptions:
     """None: the port of spec.runtime.ports."""
     expose: str | None = None
     """Protocols of the server that clients can reach, separated by commas, or none; None: spec.runtime.expose."""
+    model_repository: Path | None = None
+    """Folder of further models; None: spec.runtime.models."""
+    server_args: Sequence[str] = ()
+    """Arguments of the server; empty: spec.runtime.serverArgs."""
     openai_port: int | None = None
     """0: the OpenAI API is not served; None: spec.openai decides."""
     openai_api_keys_dir: Path | None = None
@@ -79,7 +84,11 @@ class ServeOptions:
     """Also print the log of Triton Inference Server."""
 
     def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
-        """Yield the supervisor's options of the admin key and of loading adapters; None for a flag without a value."""
+        """Yield the options of the supervisor that mean the same for every kind of service; None: without a value."""
+        if self.model_repository is not None:
+            yield "--model-repository", self.model_repository.absolute()
+        for argument in self.server_args:
+            yield "--server-arg", argument
         if self.admin_key_file is not None:
             yield "--admin-key-file", self.admin_key_file.absolute()
         for name in ("ssl_certfile", "ssl_keyfile") if serves_openai else ():
@@ -122,11 +131,12 @@ def prepare(
 
     Raises:
         InvalidService: the service cannot run here; every reason is listed, with the line of its field.
-        ConfigError: the token of the model's Secret cannot be read.
+        ConfigError: the token of the model's Secret cannot be read, or an argument of the server is not allowed.
     """
     local_sources = LocalSources(manifest.folder, dict(options.volumes), options.secrets_dir)
     if problems := list(_iter_problems(service, options, local_sources, dev_dir)):
         raise InvalidService(problems, manifest.location)
+    options = _with_spec_models(service, options, local_sources)
     model = local_sources.localize(service.spec.model.source)
     run_dir = options.run_dir or default_run_dir(service.name, environment)
     catalog, template = service.build_catalog(), service.spec.openai.chatTemplate
@@ -146,6 +156,16 @@ def prepare(
         | {e.name: e.value for e in service.spec.runtime.env}
         | _hub_token_env(local_sources, model),
     )
+
+
+def _with_spec_models(service: LLMService, options: ServeOptions, local_sources: LocalSources) -> ServeOptions:
+    """Take further models and arguments of the server from the spec where no option is given; raises ConfigError."""
+    runtime = service.spec.runtime
+    if options.model_repository is None and runtime.models is not None:
+        options = replace(options, model_repository=local_sources.resolve(runtime.models.source))
+    parse_server_arguments(options.server_args, "--server-arg")
+    parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
+    return replace(options, server_args=options.server_args or runtime.serverArgs)
 
 
 def write_run_dir(launch_plan: LaunchPlan) -> None:
@@ -234,6 +254,8 @@ def _iter_problems(
     yield from local_sources.iter_problems(service.spec.model.source, model_path, MODEL_FILES)
     for i, adapter in enumerate(service.spec.adapters):
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
+    if service.spec.runtime.models is not None and options.model_repository is None:
+        yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())
     if openai_port(service, options) is not None:
         for field, ref in _openai_secrets(service, options).items():
             yield from local_sources.secret_problems(ref, ("spec", "openai", field))
@@ -289,6 +311,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
         ("--health-port", options.health_port or ports.health),
         *(("--expose", value) for value in (options.expose or service.expose_option,) if value),
         ("--drain-timeout", service.spec.rollout.drainSeconds),
+        *(("--model-env", variable.name) for variable in service.spec.runtime.env if options.model_repository),
         *((("--secrets-dir", options.secrets_dir),) if options.secrets_dir else ()),
         *(("--pvc", f"{claim}={folder.absolute()}") for claim, folder in options.volumes),
     ]

@@ -112,6 +112,8 @@ def inference_pool(service: LLMService) -> Manifest:
 
 def _service_manifest(service: LLMService, name: str, options: Manifest) -> Manifest:
     protocols = _PROTOCOLS | {"openai": "http" if service.spec.openai.tlsSecretRef is None else "https"}
+    if service.grpc_uses_tls:
+        protocols["grpc"] = "https"
     spec = {
         **options,
         "selector": object_names.selector_labels(service, object_names.SERVER),

@@ -6,7 +6,7 @@ objects.py and workload.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -19,6 +19,7 @@ from quire_operator.render.manifests import Manifest
 from quire_operator.render.openai_arguments import openai_arguments
 from quire_operator.render.strategic_merge import merge
 from quire_spec import constants
+from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import ANY_ADDRESS
 
@@ -35,7 +36,7 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest
     """Return the pod template, with spec.podTemplate merged last. `engine_configmap` is the name of a ConfigMap.
 
     Raises:
-        ConfigError: spec.podTemplate cannot be merged.
+        ConfigError: spec.podTemplate cannot be merged, or spec.runtime.serverArgs is wrong.
     """
     rendered = {
         "metadata": {
@@ -179,8 +180,21 @@ def server_arguments(service: LLMService) -> list[str]:
         f"--secrets-dir={object_names.SECRETS_DIR}",
         *(f"--pvc={claim}={object_names.CLAIMS_DIR}/{claim}" for claim in _claim_names(service)),
         f"--drain-timeout={service.spec.rollout.drainSeconds}",
+        *_other_model_arguments(service),
         *openai_arguments(service, service.openai_port, paths.get("api-keys"), paths.get("tls")),
     ]
+
+
+def _other_model_arguments(service: LLMService) -> Iterator[str]:
+    """Yield the options of further models and of the server's own arguments; raises ConfigError."""
+    runtime = service.spec.runtime
+    parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
+    yield from (f"--server-arg={argument}" for argument in runtime.serverArgs)
+    if runtime.models is not None:
+        pvc = runtime.models.pvc
+        folder = runtime.models.path if pvc is None else f"{object_names.CLAIMS_DIR}/{pvc.claimName}/{pvc.path}"
+        yield f"--model-repository={folder}"
+        yield from (f"--model-env={variable.name}" for variable in runtime.env)
 
 
 def _resources(service: LLMService, plan: Plan) -> Manifest:
@@ -197,8 +211,10 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
 
 
 def _claim_names(service: LLMService) -> list[str]:
-    """Return the names of the claims of the model and the adapters."""
+    """Return the names of the claims of the model, the adapters and further models."""
     sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
+    if service.spec.runtime.models is not None:
+        sources.append(service.spec.runtime.models.source)
     return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
 
 

@@ -77,6 +77,8 @@ runtime:
   env: [{name: A, value: b}]
   ports: {http: 8000, grpc: 8001, metrics: 8002, health: 8003}
   expose: [http]
+  models: {pvc: {claimName: m, path: a}}
+  serverArgs: [http-thread-count=4]
   cpu: "4"
   memory: 64Gi
   sharedMemory: 2Gi
@@ -127,7 +129,7 @@ def bases():
     yield body(COMMON, sources[0], device="CPU", openai={"chatTemplate": {"text": "{{ messages }}"}})
     yield body(GPU, sources[0], cache={"mode": "PVC"}, rollout={"maxUnavailable": 1, "updatePolicy": "OnSpecChange"})
     # Without an endpoint picker, which needs HTTP here.
-    yield body(GPU, sources[0], runtime={"expose": ["http"]})
+    yield body(GPU, sources[0], runtime={"expose": ["http"], "models": {"path": "/opt/models"}})
 
 
 def outputs(document):
@@ -157,9 +159,11 @@ TEXTS = {
     "swapSpace": ["1Gi"], "maxCachedMemory": ["9Gi"],
     "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], "uri": ["s3://bucket/other"], "endpoint": ["https://other"],
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
-    "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"], "path": ["other"],
+    "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"],
+    "path": ["other", "/other"],
     "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
     "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
+    "serverArgs": ["http-thread-count=5"],
 }  # fmt: skip
 
 

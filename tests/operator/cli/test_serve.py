@@ -109,6 +109,44 @@ def test_the_option_overrides_the_protocols_of_the_spec(folder, spec, option, ex
     assert quire_server.__main__._settings(args).expose == expected
 
 
+@pytest.mark.parametrize(
+    ("spec", "options", "repository", "arguments"),
+    [
+        ("", {}, None, ()),
+        ("{models: {path: ROOT/models}, serverArgs: [log-info=true]}", {}, "models", ("log-info=true",)),
+        ("{models: {pvc: {claimName: c, path: tiny}}}", {"volumes": (("c", "models"),)}, "models/tiny", ()),
+        (
+            "{models: {path: ROOT/models}, serverArgs: [log-info=true]}",
+            {"model_repository": "adapters", "server_args": ("rate-limit=off",)},
+            "adapters",
+            ("rate-limit=off",),
+        ),
+    ],
+)
+def test_other_models_of_the_spec_and_the_options(folder, spec, options, repository, arguments):
+    options = dict(options)
+    if "model_repository" in options:
+        options["model_repository"] = folder / options["model_repository"]
+    if "volumes" in options:
+        options["volumes"] = tuple((claim, folder / path) for claim, path in options["volumes"])
+    text = f"{TALES}  runtime: {spec}".replace("ROOT", str(folder)) if spec else TALES
+    launched = launch(folder, text, **options)
+    settings = quire_server.__main__._settings(quire_server.__main__._parse_args(launched.argv[3:]))
+    assert settings.model_repository == (None if repository is None else folder / repository)
+    assert settings.server_args == arguments
+
+
+def test_other_models_that_this_machine_lacks_are_problems(folder):
+    for models, problem in (
+        ("{pvc: {claimName: c}}", "claims are not available on this machine"),
+        ("{path: /no/such}", "/no/such is not a folder"),
+    ):
+        with pytest.raises(InvalidService, match=problem):
+            launch(folder, f"{TALES}  runtime: {{models: {models}}}")
+    with pytest.raises(ConfigError, match="--server-arg: 'http-port=1': not allowed: it names a port"):
+        launch(folder, TALES, server_args=("http-port=1",))
+
+
 def test_chat_options_reach_the_engine_config(folder):
     (folder / "chat.jinja").write_text("{{ messages }}")
     chat = {"chat_template": folder / "chat.jinja", "tool_call_parser": "mistral", "reasoning_parser": "none"}

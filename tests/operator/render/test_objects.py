@@ -250,6 +250,41 @@ def test_model_folder_and_volume():
     assert config["model"] == "/mnt/claims/c/m/n"
 
 
+@pytest.mark.parametrize(
+    ("models", "folder"),
+    [
+        ("{pvc: {claimName: m, path: a/b}}", "/mnt/claims/m/a/b"),
+        ("{pvc: {claimName: m}}", "/mnt/claims/m/"),
+        ("{path: /opt/models}", "/opt/models"),
+    ],
+)
+def test_other_models_are_mounted_read_only(models, folder):
+    runtime = f"env: [{{name: A, value: b}}], serverArgs: [log-verbose=1, rate-limit=off], models: {models}"
+    objects = rendered_objects(llm_service(f"{GPU}runtime: {{{runtime}}}"))
+    template, container = server_container(objects.values())
+    settings = quire_server.__main__._settings(quire_server.__main__._parse_args(container["args"]))
+    assert settings.model_repository == Path(folder) and settings.model_env == {"A"}
+    assert settings.server_args == ("log-verbose=1", "rate-limit=off")
+    claims = [v["persistentVolumeClaim"] for v in template["volumes"] if "persistentVolumeClaim" in v]
+    mounts = [m for m in container["volumeMounts"] if m["mountPath"].startswith("/mnt/claims")]
+    assert ({"claimName": "m", "readOnly": True} in claims) == ("pvc" in models)
+    assert [m["mountPath"] for m in mounts if m["readOnly"]] == (["/mnt/claims/m"] if "pvc" in models else [])
+    # Nothing else changes: other models get no port and no peer.
+    plain = rendered_objects(llm_service(GPU))
+    for kind in ("NetworkPolicy", "Service"):
+        assert objects[kind, "s"] == plain[kind, "s"]
+
+
+def test_tls_of_the_grpc_port():
+    arguments = "grpc-use-ssl=true, grpc-server-cert=/etc/tls/tls.crt, grpc-server-key=/etc/tls/tls.key"
+    objects = rendered_objects(llm_service(f"{GPU}runtime: {{serverArgs: [{arguments}]}}"))
+    protocols = {port["name"]: port["appProtocol"] for port in objects["Service", "s"]["spec"]["ports"]}
+    assert protocols["grpc"] == "https" and protocols["http"] == "http"
+    service = llm_service(f"{GPU}runtime: {{serverArgs: [grpc-use-ssl=true]}}")
+    with pytest.raises(ConfigError, match=r"spec.runtime.serverArgs: grpc-use-ssl=true requires grpc-server-cert"):
+        render_objects(service, plan_of_service(service), RENDER_CONTEXT)
+
+
 def test_download_parses_the_arguments_of_the_job(monkeypatch):
     service = llm_service(
         f"{GPU}model: {{source: {{s3: {{uri: s3://bucket/m, credentialsSecretRef: {{name: store}}}}}}}}"

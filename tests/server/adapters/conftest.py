@@ -40,7 +40,7 @@ class Process:
             raise self.errors[method]
         return {}
 
-    async def load_model(self, name, config, files):
+    async def load_model(self, name):
         await self.call("load_model", name, timeout_s=1)
 
     async def unload_model(self, name):
@@ -70,7 +70,8 @@ class PodHarness:
                 case "text":
                     self.handles.text = TextHandle(process, {})
                 case "server":
-                    self.handles.server = ServerHandle(process, "tales", self.folder / "text.sock", lambda: None, print)
+                    folders = self.folder / "repository", self.folder / "text.sock"
+                    self.handles.server = ServerHandle(process, "tales", *folders, lambda: None, print)
         self.manager.resync()
 
     def down(self, name):

@@ -59,7 +59,7 @@ class Process:
             del self.adapters[args["digest"]]
         await self.pause()
 
-    async def load_model(self, name: str, config: object, files: object) -> None:
+    async def load_model(self, name: str) -> None:
         await self.pause()
         self.models.add(name)
 
@@ -75,8 +75,8 @@ class PodHarness:
     text: Process
     server: Process
 
-    def __init__(self, draw: random.Random) -> None:
-        self.draw = draw
+    def __init__(self, draw: random.Random, repository: Path) -> None:
+        self.draw, self.repository = draw, repository
         self.contents = {place: draw.choice(CONTENTS) for place in PATHS}
         self.handles = ProcessHandles()
         self.manager = AdapterManager("tales", self, self.handles)  # type: ignore[arg-type]
@@ -94,7 +94,9 @@ class PodHarness:
             factories = {
                 "core": lambda: CoreHandle(process, {}),
                 "text": lambda: TextHandle(process, {}),
-                "server": lambda: ServerHandle(process, "tales", Path("text.sock"), lambda: None, lambda name: None),
+                "server": lambda: ServerHandle(
+                    *(process, "tales", self.repository, Path("text.sock")), lambda: None, lambda name: None
+                ),
             }
             setattr(self.handles, name, factories[name]())
         self.manager.resync()
@@ -179,17 +181,17 @@ class PodHarness:
 
 
 @pytest.mark.parametrize("first", range(0, 800, 100))
-def test_actual_state_matches_the_last_catalog(first: int) -> None:
+def test_actual_state_matches_the_last_catalog(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 100):
         try:
-            run_in_virtual_time(_run(random.Random(seed)))
+            run_in_virtual_time(_run(random.Random(seed), tmp_path))
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
 
 
-async def _run(draw: random.Random) -> None:
-    pod = PodHarness(draw)
+async def _run(draw: random.Random, repository: Path) -> None:
+    pod = PodHarness(draw, repository)
     last = await pod.run_random_events()
     # Longer than every retry delay.
     await asyncio.sleep(2000)

@@ -313,9 +313,7 @@ def test_streams_continue_while_models_load(running):
         async with running.client() as client:
             for name in ("first", "second", "third"):
                 before = [len(stream.text.split()) for stream in streams]
-                await client.load_model(
-                    name, repository.model_config(name, BASE, running.socket), repository.model_files()
-                )
+                await client.load_model(running.write_model(name))
                 loads.append([len(stream.text.split()) - n for stream, n in zip(streams, before, strict=True)])
         assert not any(task.done() for task in tasks), [stream.error for stream in streams]
         for task in tasks:
@@ -382,8 +380,7 @@ def test_stub_imports_and_memory_are_small(running):
 
     async def load(name, program):
         async with running.client() as client:
-            config = repository.model_config(name, BASE, running.socket)
-            await client.load_model(name, config, {repository.MODEL_FILE: program.encode()})
+            await client.load_model(running.write_model(name, program))
 
     def memory(name):
         return running.stub(name).memory_full_info()

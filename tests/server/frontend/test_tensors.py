@@ -2,6 +2,7 @@
 """Conversion of requests to GenerateRequest and of OutputDelta to tensors, with vllm_backend's semantics."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -336,6 +337,15 @@ class TestMerge:
         deltas = [OutputDelta(7, prompt_logprobs=[None, {"5": {}}]), OutputDelta(7, "b", [2])]
         assert merge_deltas(deltas).prompt_logprobs == [None, {"5": {}}]
         assert merge_deltas([deltas[1], deltas[0]]).prompt_logprobs == [None, {"5": {}}]
+
+
+def test_forwarded_headers_are_ignored_unless_they_are_parameters():
+    text = '{"x-user": "bob", "max_tokens": 3, "y-user": "eve"}'
+    inputs = {"text_input": strings("Hello")}
+    request, _ = parse_request(7, "tales", "tales", inputs, text, re.compile(".-.*|max_tokens"))
+    assert request.params == {"max_tokens": 3}
+    with pytest.raises(InvalidArgument, match="unknown sampling parameter 'y-user'"):
+        parse_request(7, "tales", "tales", inputs, text, re.compile("x-.*"))
 
 
 class TestErrors:

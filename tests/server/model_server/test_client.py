@@ -25,7 +25,7 @@ async def silent_server():
 async def test_close_fails_pending_calls_without_cancelling_their_tasks():
     async with silent_server() as port:
         async with ModelServerClient(("127.0.0.1", port), ("127.0.0.1", port), "key") as client:
-            calls = [asyncio.create_task(call) for call in (client.load_model("a", {}, {}), client.unload_model("b"))]
+            calls = [asyncio.create_task(call) for call in (client.load_model("a"), client.unload_model("b"))]
             await asyncio.sleep(0.1)
         for call in calls:
             with pytest.raises(Unavailable, match="server: ended"):
@@ -37,7 +37,7 @@ async def test_call_after_close_is_unavailable():
     async with silent_server() as port:
         async with ModelServerClient(("127.0.0.1", port), ("127.0.0.1", port), "key") as client:
             pass
-        for call in (client.load_model("a", {}, {}), client.unload_model("a"), client.load_from_disk("tales")):
+        for call in (client.load_model("a"), client.unload_model("a")):
             with pytest.raises(Unavailable, match="server: ended"):
                 await call
 

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpcclient
 from support.frontend_harness import BASE, running_frontend, wait_until
 from support.quire_serve import is_alive
 
-from quire_server.model_server import launch, repository
+from quire_server.model_server import launch
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.launch import ServerOptions
 from quire_spec.errors import ConfigError, Internal, Unavailable
@@ -195,23 +195,23 @@ def test_restricted_grpc_protocols_require_the_key(running):
 
 @pytest.mark.server
 async def test_client_with_the_key_loads_and_unloads(running):
-    config, files = repository.model_config("keyed", BASE, running.socket), repository.model_files()
+    running.write_model("keyed")
     async with ModelServerClient(
         ("127.0.0.1", running.ports["http"]), ("127.0.0.1", running.ports["grpc"]), "wrong"
     ) as client:
         with pytest.raises(Unavailable, match="restricted"):
-            await client.load_model("keyed", config, files)
+            await client.load_model("keyed")
     async with running.client() as client:
         assert await client.is_live()
         assert not await client.is_loaded("keyed")
-        await client.load_model("keyed", config, files)
+        await client.load_model("keyed")
         assert await client.is_loaded("keyed")
         response = await asyncio.to_thread(running.generate, "keyed", "submit", exclude_input_in_output=True)
         assert '"model": "keyed"' in response.body["text_output"]
         await client.unload_model("keyed")
         assert not await client.is_loaded("keyed")
         with pytest.raises(Internal, match="failed to load"):
-            await client.load_model("keyed", {}, {})
+            await client.load_model("none")
 
 
 @pytest.mark.server
@@ -219,7 +219,7 @@ async def test_client_ignores_proxies(running, unused_tcp_port, monkeypatch):
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{unused_tcp_port}")
     async with running.client() as client:
-        await client.load_model("near", repository.model_config("near", BASE, running.socket), repository.model_files())
+        await client.load_model(running.write_model("near"))
         assert await client.is_loaded("near")
         await client.unload_model("near")
 

@@ -5,8 +5,6 @@ In the server, a send to a full local socket waits, and child processes do not i
 """
 
 import asyncio
-import base64
-import json
 import os
 import socket
 import subprocess
@@ -17,7 +15,7 @@ import pytest
 from support.frontend_harness import BASE, scripted_text
 from support.quire_serve import StreamedResponse
 
-from quire_server.model_server import launch, repository
+from quire_server.model_server import launch
 from quire_server.model_server.preload import preload
 
 FLOOD = """
@@ -104,8 +102,7 @@ def test_prebuild_requires_the_cache_variable(monkeypatch, caplog):
 @pytest.mark.server
 def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(running):
     """A load over HTTP blocks such a thread; meanwhile several times the capacity of its queue is sent."""
-    files = {f"file:{path}": base64.b64encode(data).decode() for path, data in repository.model_files().items()}
-    config = json.dumps(repository.model_config("blocking", BASE, running.socket))
+    running.write_model("blocking")
     url = f"http://127.0.0.1:{running.ports['http']}/v2"
     headers = {launch.KEY_HEADER: running.key}
 
@@ -115,8 +112,7 @@ def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(runnin
             async with session.get(f"{url}/health/live") as response:
                 await response.read()
             streams, tasks = await running.open_streams([BASE] * 32, "step=0.005", max_tokens=200)
-            body = {"parameters": {"config": config, **files}}
-            async with session.post(f"{url}/repository/models/blocking/load", json=body) as response:
+            async with session.post(f"{url}/repository/models/blocking/load", json={}) as response:
                 assert response.status == 200, await response.text()
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
             return streams

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from support.frontend_harness import BASE, FrontendHarness, running_frontend
+from support.other_models import write_repository
 from tritonclient.grpc import service_pb2
 
 pytestmark = pytest.mark.server
@@ -25,9 +26,10 @@ SECONDS = float(os.environ.get("QUIRE_TEST_FUZZ_S", "8"))
 SEED = int(os.environ.get("QUIRE_TEST_FUZZ_SEED", "0"))
 REQUESTS_PER_SEED = 40
 SERVICE = "/inference.GRPCInferenceService/"
-MODELS = (BASE, "none", "", "base/x", "\N{SNOWMAN}", "a" * 300)
+OTHERS = ("plain", "bls", "ensemble")
+MODELS = (BASE, *OTHERS, "none", "", "base/x", "\N{SNOWMAN}", "a" * 300)
 DATATYPES = ("BYTES", "BOOL", "INT32", "UINT64", "FP16", "FP32", "BF16", "STRING", "")
-TENSORS = ("text_input", "stream", "sampling_parameters", "input_ids", "text_output", "finish_reason", "x", "")
+TENSORS = ("x", "y", "text_input", "stream", "sampling_parameters", "input_ids", "text_output", "finish_reason", "")
 PARAMETERS = (
     *("max_tokens", "classification", "binary_data", "binary_data_size", "sequence_id", "sequence_start", "priority"),
     *("timeout", "triton_enable_empty_final_response", "headers", "temperature", "x"),
@@ -77,8 +79,11 @@ def random_shape(rng: random.Random) -> list[int]:
 
 def random_body(rng: random.Random) -> bytes:
     """Return the body of an infer or a generate request, sometimes changed."""
-    if rng.random() < 0.5:
-        document: Any = {"text_input": "x", "max_tokens": 2, "stream": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        tensor = {"name": "x", "shape": [1], "datatype": "BYTES", "data": ["x"]}
+        document: Any = {"inputs": [tensor], "outputs": [{"name": "y"}]}
+    elif rng.random() < 0.5:
+        document = {"text_input": "x", "max_tokens": 2, "stream": rng.random() < 0.5}
     else:
         tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["x"]}
         document = {
@@ -111,7 +116,8 @@ def changed(rng: random.Random, data: bytes) -> bytes:
 
 
 def send_http(rng: random.Random, port: int) -> None:
-    model = rng.choice(MODELS).encode("utf-8").hex() if rng.random() < 0.1 else rng.choice((BASE, BASE, "none"))
+    known = (BASE, BASE, BASE, *OTHERS, "none")
+    model = rng.choice(MODELS).encode("utf-8").hex() if rng.random() < 0.1 else rng.choice(known)
     path = rng.choice(OTHER_PATHS) if rng.random() < 0.3 else f"/v2/models/{model}/{rng.choice(PATHS)}"
     body = random_body(rng)
     headers = [f"Content-Length: {len(body)}"]
@@ -167,7 +173,9 @@ def scalar(rng: random.Random, descriptor: Any) -> Any:
     if descriptor.cpp_type == descriptor.CPPTYPE_STRING:
         if descriptor.type == descriptor.TYPE_BYTES:
             return rng.choice((b"", b"x", b"\1\0\0\0x", b"\xff" * 9, b"\1"))
-        return rng.choice({"name": TENSORS, "datatype": DATATYPES, "model_name": (BASE,)}.get(descriptor.name, MODELS))
+        return rng.choice(
+            {"name": TENSORS, "datatype": DATATYPES, "model_name": (BASE, *OTHERS)}.get(descriptor.name, MODELS)
+        )
     if descriptor.cpp_type == descriptor.CPPTYPE_BOOL:
         return rng.random() < 0.5
     if descriptor.cpp_type in (descriptor.CPPTYPE_DOUBLE, descriptor.CPPTYPE_FLOAT):
@@ -177,11 +185,13 @@ def scalar(rng: random.Random, descriptor: Any) -> Any:
 
 
 def infer_request(rng: random.Random) -> Any:
-    """Return a request for our model with some fields changed."""
-    request = service_pb2.ModelInferRequest(model_name=BASE)
-    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    """Return a request for our model or another one, with some fields changed."""
+    request = service_pb2.ModelInferRequest(model_name=rng.choice((BASE, BASE, *OTHERS)))
+    name = "text_input" if request.model_name == BASE else "x"
+    tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
     request.raw_input_contents.append(b"\1\0\0\0x")
-    request.parameters["max_tokens"].int64_param = 2
+    if request.model_name == BASE:
+        request.parameters["max_tokens"].int64_param = 2
     for _ in range(rng.randrange(3)):
         change = rng.randrange(5)
         if change == 0:
@@ -222,10 +232,13 @@ def send_grpc(rng: random.Random, channel: grpc.Channel) -> None:
 
 def test_random_requests_do_not_end_the_server(tmp_path) -> None:
     deadline, seed, crashes = time.monotonic() + SECONDS, SEED, []
+    repository = write_repository(tmp_path / "others", BASE)
     while time.monotonic() < deadline and len(crashes) < 5:
         folder = tmp_path / f"server-{len(crashes)}-{seed}"
         folder.mkdir()
-        with contextlib.suppress(AssertionError), running_frontend(folder) as running:
+        with contextlib.suppress(AssertionError), running_frontend(folder, repository) as running:
+            for name in OTHERS:
+                running.load_model(name)
             seed = fuzz(running, deadline, seed)
             if running.process.poll() is not None:
                 crashes.append((seed - 1, running.process.returncode))

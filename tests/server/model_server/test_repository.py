@@ -66,32 +66,20 @@ def test_text_form_escapes_strings(tmp_path):
     assert parsed.parameters["quire_text_socket"].string_value == str(odd)
 
 
-def test_write_base_model_replaces_an_older_one(tmp_path):
+def test_write_model_replaces_an_older_one(tmp_path):
     for socket in ("old.sock", "new.sock"):
-        folder = repository.write_base_model(tmp_path, "tales", tmp_path / socket)
+        folder = repository.write_model(tmp_path, "tales", "tales", tmp_path / socket)
     assert folder == tmp_path / "tales"
     assert "new.sock" in (folder / "config.pbtxt").read_text()
     program = (folder / "1/model.py").read_text()
-    assert program.encode() == repository.model_files()["1/model.py"]
+    assert program == repository.MODEL_PY
     assert program.startswith("from quire_server.frontend.stub_model import TritonPythonModel")
     assert program.count("\n") == 1
+    repository.remove_model(tmp_path, "tales")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "\u00e9", "x" * 64])
 def test_rejects_invalid_model_name(name, tmp_path):
     with pytest.raises(InvalidArgument, match="not a model name"):
         repository.model_config(name, "tales", tmp_path)
-
-
-def test_removes_stale_copies_of_this_server_only(config, tmp_path):
-    def copy(name, config):
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "1/model.py").touch()
-        (tmp_path / name / "config.pbtxt").write_text(repository.to_pbtxt(config))
-
-    copy("folderAbC012", config)
-    copy("folderAbC013", repository.model_config("sql", "tales", tmp_path / "other/text.sock"))
-    copy("not-the-servers", config)
-    (tmp_path / "folderAbC014").mkdir()
-    assert repository.remove_stale_copies(tmp_path / "text.sock", tmp_path) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folderAbC013", "folderAbC014", "not-the-servers"]

@@ -166,7 +166,7 @@ def test_serves_the_highest_version_and_names_what_it_does_not_serve(vllm, tmp_p
     )
     assert read_vllm_repository(tmp_path)[0].model == "newest"
     log = caplog.text
-    assert "not_served=1,2" in log and "not served: embedder" in log
+    assert "not_served=1,2" in log and "served only with --model-repository: embedder" in log
     assert "instance_group, parameters['REPORT_CUSTOM_METRICS']" in log
     (folder / "config.pbtxt").write_text("backend: [")
     with pytest.raises(ConfigError, match=r"config\.pbtxt: not a model configuration"):

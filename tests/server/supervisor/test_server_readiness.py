@@ -80,7 +80,12 @@ def test_ready_is_true_only_while_requests_are_answered(tmp_path):
                 print(f"ready {seconds:.2f} s after the first answer")
                 assert seconds < 1.0 + SLACK_S
                 await wait_readiness(pod, client, ["a"], [True, True], 20)
-            pod.put_adapters(catalog(2))
+            # The load of another model does not make the server unready, as release 24.10 is by itself.
+            pod.put_adapters(catalog(2, a=tmp_path / "a", b=adapter_folder(tmp_path / "b", weights=b"b" * 1000)))
+            while (await readiness(pod, client, "b"))[0][1] is not True:
+                answers, over_grpc = await readiness(pod, client, "tales")
+                assert answers == over_grpc == [True, True]
+            pod.put_adapters(catalog(3))
             await wait_readiness(pod, client, ["tales", "a"], [True, True, False], 10)
             watcher.cancel()
             stream = asyncio.create_task(pod.http_stream("tales", "x", max_tokens=100))

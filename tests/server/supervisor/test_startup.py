@@ -120,7 +120,9 @@ async def test_failed_cache_prune_is_logged_and_retried(caplog):
     async def prune_cache():
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    supervisor = Supervisor(None, SimpleNamespace(), SimpleNamespace(prune_cache=prune_cache), None)
+    supervisor = Supervisor(
+        None, SimpleNamespace(), SimpleNamespace(prune_cache=prune_cache), SimpleNamespace(names=frozenset()), None
+    )
     prune_task = asyncio.create_task(supervisor._prune_cache())
     await asyncio.wait([prune_task], timeout=0.1)
     assert not prune_task.done() and "cache prune failed" in caplog.text

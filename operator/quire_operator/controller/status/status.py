@@ -288,7 +288,8 @@ def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, 
     ports, host = service.ports, ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
     forms = {"http": f"http://{host}:{ports.get('http')}", "grpc": f"{host}:{ports.get('grpc')}"}
     endpoints = {name: url for name, url in forms.items() if name in ports}
-    address = {name: f"grpc://{url}" if name == "grpc" else url for name, url in endpoints.items()}
+    grpc_scheme = "grpcs" if service.grpc_uses_tls else "grpc"
+    address = {name: f"{grpc_scheme}://{url}" if name == "grpc" else url for name, url in endpoints.items()}
     if address:
         address["url"] = next(iter(address.values()))
     # Pods that an older release rendered do not have the port.
