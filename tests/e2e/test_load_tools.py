@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compatibility with NVIDIA's load tools: perf_analyzer over gRPC, and genai-perf if installed."""
+"""Compatibility with NVIDIA's load tools: perf_analyzer over gRPC, with shared memory, and genai-perf if installed."""
 
 import csv
 import importlib.metadata
@@ -11,7 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.frontend_harness import BASE, running_frontend
+from support.other_models import write_repository
 from support.quire_serve import EXAMPLES
+
+from quire_server.model_server.launch import KEY_HEADER
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -41,10 +45,10 @@ def perf_analyzer(tmp_path_factory):
     return program, os.environ | {"LD_LIBRARY_PATH": str(folder), "PATH": f"{program.parent}:{os.environ['PATH']}"}
 
 
-def run(argv, environment, folder):
+def run(argv, environment, folder, code=0):
     done = subprocess.run(argv, env=environment, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[:2000] + done.stdout[-2000:] + done.stderr[:2000] + done.stderr[-2000:]
-    return done.stdout
+    assert done.returncode == code, done.stdout[:2000] + done.stdout[-2000:] + done.stderr[:2000] + done.stderr[-2000:]
+    return done.stderr if code else done.stdout
 
 
 def test_perf_analyzer_streams_over_grpc(service, perf_analyzer, tmp_path):
@@ -67,6 +71,22 @@ def test_perf_analyzer_streams_over_grpc(service, perf_analyzer, tmp_path):
     assert len(requests) >= NUM_REQUESTS
     assert all(request["response_timestamps"] == sorted(request["response_timestamps"]) for request in requests)
     assert all(1 <= len(request["response_timestamps"]) <= NUM_TOKENS for request in requests)
+
+
+def test_perf_analyzer_uses_shared_memory_with_the_key_only(perf_analyzer, tmp_path):
+    """With another model, because perf_analyzer sends headers over HTTP only, where infer excludes decoupled models."""
+    program, environment = perf_analyzer
+    (tmp_path / "inputs.json").write_text(json.dumps({"data": [{"x": ["hello"]}]}))
+    argv = [program, "-m", "plain", "-i", "http", "--input-data", "inputs.json", "--concurrency-range", "2"]
+    argv += ["--shared-memory", "system", "--output-shared-memory-size", "1024", "-f", "report.csv"]
+    argv += ["--request-count", str(NUM_REQUESTS)]
+    with running_frontend(tmp_path, write_repository(tmp_path / "others", BASE)) as running:
+        running.load_model("plain")
+        argv += ["-u", f"127.0.0.1:{running.ports['http']}"]
+        run([*argv, "-H", f"{KEY_HEADER}:{running.key}"], environment, tmp_path)
+        [report] = csv.DictReader((tmp_path / "report.csv").read_text().splitlines())
+        assert float(report["Inferences/Second"]) > 0
+        assert "This API is restricted" in run(argv, environment, tmp_path, code=99)
 
 
 def test_genai_perf_reports_tokens(service, perf_analyzer, tmp_path):
