@@ -209,7 +209,7 @@ def write_actorder(out: Path) -> None:
     state, dequantized = dict(model.state_dict()), {}
     for name, linear in linears(model).items():
         weight = state.pop(f"{name}.weight")
-        order = torch.randperm(linear.in_features)
+        order = activation_order(linear.in_features)
         groups = torch.empty_like(order)
         groups[order] = torch.arange(linear.in_features) // GROUP
         scales = group_parameters(weight, order, True)[0].bfloat16()
@@ -228,6 +228,11 @@ def write_actorder(out: Path) -> None:
     save(
         out / "ct-actorder", f"compressed-tensors {version}", model_config("bfloat16", quantization), state, dequantized
     )
+
+
+def activation_order(in_features: int) -> Tensor:
+    """Return an order of input features, the same for layers with the same input, as GPTQ finds one."""
+    return torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))
 
 
 def group_ranges(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,7 +347,7 @@ def pack_gptq(
 
 def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return scales and zero points [out_features, groups], and the group of each input feature."""
-    order = torch.randperm(linear.in_features) if desc_act else torch.arange(linear.in_features)
+    order = activation_order(linear.in_features) if desc_act else torch.arange(linear.in_features)
     groups = torch.empty_like(order)
     groups[order] = torch.arange(linear.in_features) // GROUP
     return *group_parameters(linear.weight.data, order, symmetric), groups.int()

@@ -45,6 +45,7 @@ from quire_kernels.prefill_attention import select_prefill_attention
 from quire_kernels.quantization import GROUP_SIZE, quantize_fp8, quantize_int4, quantize_int8
 from quire_kernels.quantized_linear import (
     QuantizedWeight,
+    has_kernel_for_shape,
     has_quantized_kernel,
     pack_weight_fp8,
     pack_weight_int4,

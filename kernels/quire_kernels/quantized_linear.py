@@ -225,7 +225,8 @@ def pack_weight_fp8(
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
         scales: float32. One element: of the whole weight. [out_features] or [out_features, 1]: of each row.
-            [out_features / 128, in_features / 128], rounded up: of each block of 128 x 128.
+            [out_features, in_features / 128]: of each 128 inputs of a row. [out_features / 128, in_features / 128]: of
+            each block of 128 x 128. Both are rounded up.
         arena: allocates panels.
         dtype: of the activations.
     """
@@ -236,8 +237,10 @@ def pack_weight_fp8(
     elif scales.shape in ((out_features,), (out_features, 1)):
         scales = scales.reshape(out_features, 1)
     else:
-        assert scales.shape == (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
-        scales, group_size = scales.repeat_interleave(FP8_BLOCK, 0)[:out_features], FP8_BLOCK
+        group_size = FP8_BLOCK
+        if scales.shape[0] != out_features:
+            scales = scales.repeat_interleave(FP8_BLOCK, 0)[:out_features]
+        assert scales.shape == (out_features, -(-in_features // FP8_BLOCK))
     scales = scales.contiguous()
     if _has_kernel(values, dtype):
         return _pack_codes("fp8", values.view(torch.uint8), scales, None, group_size, fp8_codebook(), arena)
@@ -251,7 +254,9 @@ def supports_int4(in_features: int, group_size: int) -> bool:
 
 def has_quantized_kernel(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there are kernels for quantized weights and activations of this dtype on this device."""
-    return device.type == "cuda" or cpu_native.supports(torch.empty(1, dtype=dtype, device=device))
+    if device.type == "cuda":
+        return len(quantized_linear.implementations("cuda")) > 1
+    return cpu_native.supports(torch.empty(1, dtype=dtype, device=device))
 
 
 def has_kernel_for_shape(out_features: int, in_features: int) -> bool:

@@ -36,7 +36,8 @@ class CausalLM(ABC):
         self.embedding_adapters: ModuleSlots | None = None
         self.build_layers(factory)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
-        """Bytes of all parameters on this rank."""
+        """Bytes of all parameters on this rank; before `pack`, a quantized weight counts as if it were dequantized."""
+        self.num_bytes += self.lm_head.unread_bytes + sum(linear.unread_bytes for _, linear in self.linears())
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
         """Compute the batch and write its keys and values to the KV cache.

@@ -5,7 +5,6 @@ import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,13 +12,10 @@ from tqdm import tqdm
 
 from quire_engine.weights import device_copier
 from quire_engine.weights.device_copier import CopyFunction
-from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
-from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
-from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
+from quire_engine.weights.param_shard import LoadTarget, ParamShard, TensorSource, read_rows, unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
-from quire_spec.model.quantization import QuantizationScheme
 
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
@@ -40,7 +36,7 @@ def load_weights(
     *,
     tied_to: str | None = None,
     progress: bool = False,
-    quantization: QuantizationScheme | None = None,
+    checkpoint: QuantizedTensors | None = None,
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
 
@@ -49,14 +45,14 @@ def load_weights(
         tensors: names of tensors in the checkpoint, each with the parameter or shard that it fills.
         tied_to: name of the embedding if the output projection is the same; a copy in the checkpoint is not loaded.
         progress: show a progress bar on stderr.
-        quantization: how the checkpoint is quantized; None: it is not.
+        checkpoint: its quantized tensors; None: it has none. A tensor that was found there before is not loaded.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, of another shape or dtype; or the output projection
             differs from the embedding in spite of `tied_to`.
     """
-    files = TensorFiles(folder)
-    quantized = QuantizedTensors(files, quantization)
+    quantized = QuantizedTensors(TensorFiles(folder), None) if checkpoint is None else checkpoint
+    files = quantized.files
     targets = {files.name_in_file(name): unsharded(target) for name, target in tensors}
     lm_head_name = files.name_in_file(_LM_HEAD_NAME)
     sources = {name: tensor for name in targets if (tensor := quantized.find(name)) is not None}
@@ -81,7 +77,7 @@ def load_weights(
         device_copier.open_copier(device) as copy,
     ):
         for name, target in targets.items():
-            source: _Source = sources.get(name) or _FloatTensor(files, name)
+            source: TensorSource = sources.get(name) or _FloatTensor(files, name)
             if source.shape != target.checkpoint_shape:
                 raise ConfigError(
                     f"{folder}: {name} has shape {source.shape}; config.json implies {target.checkpoint_shape}"
@@ -131,9 +127,6 @@ class _FloatTensor:
         return values
 
 
-_Source: TypeAlias = _FloatTensor | QuantizedTensor | MXFP4Tensor
-
-
 def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool:
     """Return whether two matrices of a checkpoint are equal, comparing chunk by chunk."""
     tensor_slice, other_slice = files.get_slice(name), files.get_slice(other_name)
@@ -146,19 +139,10 @@ def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool
     )
 
 
-def _copy_shard(source: _Source, target: ParamShard, copy: CopyFunction) -> None:
+def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) -> None:
     """Read only the rows and columns of the shard from the file."""
-    columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
-    size = max(1, _CHUNK_BYTES // (target.tensor.element_size() * max(1, target.tensor.shape[-1])))
-    for expert, destination, rows in target.row_slices():
-        for start in range(0, len(rows), size):
-            chunk = rows[start : start + size]
-            part = destination[start : start + size]
-            copy(part, functools.partial(_read_rows, source, expert, chunk, columns, part.dtype))
-
-
-def _read_rows(source: _Source, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-    return source.read(expert, range(rows[0], rows[-1] + 1), columns, dtype)[:: rows.step]
+    for expert, part, rows in target.chunks(_CHUNK_BYTES):
+        copy(part, functools.partial(read_rows, source, target, expert, rows))
 
 
 def _summarize_names(names: list[str]) -> str:

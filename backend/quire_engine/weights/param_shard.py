@@ -3,8 +3,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 
@@ -27,13 +28,17 @@ class ParamShard:
         """Bytes of the destination."""
         return self.tensor.nbytes
 
-    def row_slices(self) -> Iterator[tuple[int, Tensor, range]]:
-        """Yield each range of rows with the part of the destination that it fills, and the index of the expert."""
+    def chunks(self, max_bytes: int) -> Iterator[tuple[int, Tensor, range]]:
+        """Yield parts of the destination of at most `max_bytes`, if a row is not larger, each with the index of the
+        expert and the rows of the checkpoint tensor that fill it."""
+        size = max(1, max_bytes // (self.tensor.element_size() * max(1, self.tensor.shape[-1])))
         for expert, matrix in enumerate(self.tensor if self.tensor.dim() == 3 else self.tensor[None]):
-            start = 0
+            first = 0
             for rows in self.rows:
-                yield expert, matrix[start : start + len(rows)], rows
-                start += len(rows)
+                for start in range(0, len(rows), size):
+                    chunk = rows[start : start + size]
+                    yield expert, matrix[first : first + len(chunk)], chunk
+                    first += len(chunk)
 
 
 LoadTarget: TypeAlias = Tensor | ParamShard
@@ -45,3 +50,21 @@ def unsharded(target: LoadTarget) -> ParamShard:
     if isinstance(target, ParamShard):
         return target
     return ParamShard(target, tuple(target.shape), (range(target.shape[0 if target.dim() < 3 else 1]),))
+
+
+class TensorSource(Protocol):
+    """A tensor in the files of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor, or of the matrix that it stands for."""
+
+    def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+        """Return rows and columns of a matrix, or of one of several matrices, or elements of a vector. A quantized
+        tensor is dequantized to `dtype`."""
+
+
+def read_rows(source: TensorSource, target: ParamShard, expert: int, rows: range) -> Tensor:
+    """Return rows, which can have a step, and the columns of the shard, as `ParamShard.chunks` yields them."""
+    columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
+    return source.read(expert, range(rows[0], rows[-1] + 1), columns, target.tensor.dtype)[:: rows.step]

@@ -35,6 +35,11 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.file_by_tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in set(self.file_by_tensor.values()))
+
     def name_in_file(self, name: str) -> str:
         """Return the name in the files of a tensor or module that has this name in the model."""
         if self._is_part:

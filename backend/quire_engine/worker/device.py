@@ -185,8 +185,17 @@ def _read_system_file(path: Path) -> str:
         return ""
 
 
-def check_free_memory(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def check_free_memory(
+    config: EngineConfig,
+    shape: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantized_bytes: int | None = None,
+) -> None:
     """Check that weights and adapter slots fit, before anything is loaded.
+
+    `quantized_bytes` is the size of the files of a quantized checkpoint, most of whose weights stay quantized where
+    there are kernels.
 
     Raises:
         ConfigError: they do not fit; the message contains the bytes, which the device's own error does not.
@@ -198,4 +207,7 @@ def check_free_memory(config: EngineConfig, shape: ModelConfig, dtype: torch.dty
     size = dtype.itemsize
     lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
     # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
-    check_model_fits(config, weights_bytes(shape, size), lora, free_memory_bytes(device))
+    weights = weights_bytes(shape, size)
+    if quantized_bytes is not None and has_quantized_kernel(dtype, device):
+        weights = min(weights, quantized_bytes // config.tensor_parallel_size)
+    check_model_fits(config, weights, lora, free_memory_bytes(device))

@@ -24,6 +24,8 @@ from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
+from quire_engine.weights.tensor_files import TensorFiles
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import check_free_memory, init_device, resolve_dtype, warn_of_slow_quantization
@@ -73,14 +75,16 @@ class DeviceModelRunner(ModelRunner):
         warn_of_slow_quantization(quantization, dtype, self._device)
         factory = ParamFactory(dtype, self._device, communicator, quantization)
         local_shape = shape if communicator is None else communicator.shard.local_config
-        check_free_memory(config, local_shape, factory.dtype, self._device)
-        self._model = get_model_class(shape.architecture)(local_shape, factory)
+        checkpoint = None if shape.quantization is None else QuantizedTensors(TensorFiles(folder), shape.quantization)
+        quantized_bytes = None if checkpoint is None else checkpoint.files.num_bytes
+        check_free_memory(config, local_shape, factory.dtype, self._device, quantized_bytes)
+        self._model = get_model_class(shape.architecture)(local_shape, replace(factory, checkpoint=checkpoint))
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
         # Dummy steps run during startup, before these exist.
         self._graphs: CudaGraphRunner | None = None
         self._host_swap: HostSwap | None = None
         startup = RunnerStartup(config, self._model, factory, self.adapter_store.slot_bytes, self._run_eager)
-        startup.load_model(folder, progress=progress)
+        startup.load_model(folder, checkpoint, progress=progress)
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory = memory.swap_costs, memory.measured

@@ -25,6 +25,7 @@ from quire_engine.step.input import StepInput, build_step_input
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan
 from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.worker import graph_capture
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import (
@@ -87,8 +88,8 @@ class RunnerStartup:
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
 
-    def load_model(self, folder: Path, *, progress: bool) -> None:
-        """Load and pack the weights, and connect the tensor-parallel ranks."""
+    def load_model(self, folder: Path, checkpoint: QuantizedTensors | None, *, progress: bool) -> None:
+        """Load and pack the weights, and connect the tensor-parallel ranks; `checkpoint` as in ParamFactory."""
         needs_compilation = _compiles_kernels(self._device) and self._communicator is None
         with self._compile_while_loading() if needs_compilation else nullcontext():
             load_weights(
@@ -96,7 +97,7 @@ class RunnerStartup:
                 self._model.tensors(),
                 tied_to=self._model.shape.tied_embedding_name,
                 progress=progress,
-                quantization=self._model.shape.quantization,
+                checkpoint=checkpoint,
             )
         loaded_bytes = self._model.num_bytes
         self._model.pack()

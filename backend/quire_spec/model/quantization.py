@@ -13,6 +13,8 @@ from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.hf_config import HFConfigReader
 
+FP8_BLOCK = (128, 128)
+"""Output and input features of the blocks of float8_e4m3fn for which there are kernels."""
 LAYOUT_BY_FORMAT = {
     ("naive-quantized", "float", 8): "fp8",
     ("float-quantized", "float", 8): "fp8",
@@ -40,8 +42,21 @@ class WeightScheme:
     """Output and input features that share a scale, if the strategy is group or block."""
     has_zeros: bool = False
     """Whether zero points are stored."""
+    has_act_order: bool = False
+    """Whether the input features of a group need not be adjacent."""
+    has_quantized_inputs: bool = False
+    """Whether the program that wrote the checkpoint intends inputs to be quantized, too."""
     zeros_minus_one: bool = False
     """Whether a stored zero point is 1 less than the zero point, as in the first version of GPTQ."""
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether weights stay quantized in memory, if the device has kernels for quantized weights at all."""
+        if self.layout == "fp8":
+            return self.block in (None, FP8_BLOCK)
+        if self.layout == "int8":
+            return self.block is None
+        return self.num_bits == 4 and self.layout != "mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,15 @@ class QuantizationScheme:
         for pattern in (*ignore, *(target for targets, _ in groups for target in targets)):
             _check_pattern(config, pattern)
         return cls(method, groups, ignore, ignore_key)
+
+    def has_kernels(self, tensor_parallel_size: int) -> bool:
+        """Return whether all weights stay quantized in memory, if the device has kernels for quantized weights at all.
+
+        With act order, a rank's part of the input features has parts of many groups, which kernels do not support.
+        """
+        return all(
+            scheme.has_kernel and not (scheme.has_act_order and tensor_parallel_size > 1) for _, scheme in self.groups
+        )
 
     def scheme_of(self, module: str) -> WeightScheme:
         """Return the scheme of a module whose tensors are quantized, by its name in the checkpoint.
@@ -177,7 +201,8 @@ def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightSc
     if changed := [key for key in dynamic if not key.startswith("-")]:
         raise config.error("dynamic", changed[0], "a pattern that begins with '-': other bits per module")
     strategy, block = _group_block(config, "group_size")
-    return _for_all(WeightScheme("gptq", bits, strategy, block, True, zeros_minus_one=version == "gptq"))
+    act_order, minus_one = config.get_bool("desc_act", False), version == "gptq"
+    return _for_all(WeightScheme("gptq", bits, strategy, block, True, act_order, zeros_minus_one=minus_one))
 
 
 def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
@@ -218,7 +243,10 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
         block = (1, weights.get_int("group_size"))
     elif strategy == "block":
         block = _get_block(weights, "block_structure")
-    return group.get_str_list("targets"), WeightScheme(layout, bits, strategy, block, not is_symmetric)
+    act_order = weights.get_raw("actorder") in ("group", "dynamic")
+    has_quantized_inputs = not group.get_section("input_activations").is_empty
+    scheme = WeightScheme(layout, bits, strategy, block, not is_symmetric, act_order, has_quantized_inputs)
+    return group.get_str_list("targets"), scheme
 
 
 def _get_block(config: HFConfigReader, key: str) -> tuple[int, int]:

@@ -21,6 +21,9 @@ MAX_DEFAULT_CONTEXT = 32768
 MIN_DEFAULT_CONTEXT = 4096
 """Shortest maxModelLen that the planner chooses, unless the model's own limit is lower."""
 
+_QUANTIZED_PERCENT = 104
+"""Bytes in memory for 100 bytes of quantized files: each row of a block of float8_e4m3fn has a copy of the scale."""
+
 
 def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     """Return the numbers of GPUs that the spec, the model and the engine allow.
@@ -157,9 +160,16 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
     return element_bytes(inputs) if inputs.engine.kvCacheDtype in (None, "auto") else 1
 
 
-def loaded_weights_bytes(inputs: PlannerInputs) -> int:
-    """Return the bytes of all weights as the engine loads them: in its dtype, also those of a quantized checkpoint."""
-    if inputs.model.shape.quantization is not None:
+def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
+    """Return the bytes of all weights as the engine loads them: in its dtype, unless they stay quantized.
+
+    On a CPU they do with dtype bfloat16 only, because no other dtype has kernels there.
+    """
+    quantization, device = inputs.model.shape.quantization, "cpu" if inputs.gpu is None else "cuda"
+    if quantization is not None:
+        stays_quantized = device in capabilities.QUANTIZED_KERNEL_DEVICES and quantization.has_kernels(tp)
+        if stays_quantized and (device != "cpu" or inputs.engine.dtype == "bfloat16"):
+            return inputs.model.weights_bytes * _QUANTIZED_PERCENT // 100
         return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))
     return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
 

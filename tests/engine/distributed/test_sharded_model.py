@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import quantized_checkpoints
+from support.quantized_checkpoints import open_checkpoint
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
 from quire_engine.distributed.communicator import Communicator
@@ -37,9 +38,14 @@ def folder(request, tmp_path_factory):
 
 def _load_model(folder, communicator=None):
     shape = ModelConfig.load(folder)
+    checkpoint = None if shape.quantization is None else open_checkpoint(folder)
     local = shape if communicator is None else communicator.shard.local_config
-    model = get_model_class(shape.architecture)(local, ParamFactory(torch.float32, CPU, communicator))
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, quantization=shape.quantization)
+    model = get_model_class(shape.architecture)(
+        local, ParamFactory(torch.float32, CPU, communicator, checkpoint=checkpoint)
+    )
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, checkpoint=checkpoint)
+    if checkpoint is not None:
+        model.pack()
     return model
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Size of a checkpoint from its index, header or configuration."""
 
-import pytest
-from support.planning import (
-    LLAMA_8B,
-    checkpoint_info,
-)
+import dataclasses
 
+import pytest
+from support.planning import H100, LLAMA_8B, checkpoint_info, planner_inputs
+
+from quire_operator.plan import limits
 from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
 from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
 
 
 def test_size_comes_from_index_then_header_then_configuration():
@@ -41,3 +42,23 @@ def test_size_comes_from_index_then_header_then_configuration():
 def test_rejects_invalid_files(config, index, header, message):
     with pytest.raises(ConfigError, match=message):
         CheckpointInfo.from_files(config, index, header)
+
+
+def test_quantized_weights_take_the_bytes_of_their_files_only_where_they_stay_quantized():
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    header = {"a": {"data_offsets": [0, 5_700_000_000]}}
+    dense = checkpoint_info(LLAMA_8B).weights_bytes
+
+    def loaded_bytes(dtype, quantization=awq, gpu=None, tp=1):
+        model = CheckpointInfo.from_files(LLAMA_8B | {"quantization_config": quantization}, None, header)
+        inputs = planner_inputs("8b", gpu, f"engine: {{dtype: {dtype}}}")
+        return limits.loaded_weights_bytes(dataclasses.replace(inputs, model=model), tp)
+
+    assert loaded_bytes("bfloat16") == loaded_bytes("bfloat16", tp=2) == 5_700_000_000 * 104 // 100
+    # Without kernels they are dequantized: in float32, 8 bits per group, on a GPU, act order on several ranks.
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    assert loaded_bytes("float32") == 2 * dense
+    assert loaded_bytes("bfloat16", gptq) == 5_700_000_000 * 104 // 100
+    for found in (loaded_bytes("bfloat16", gptq | {"bits": 8}), loaded_bytes("bfloat16", gptq, tp=2)):
+        assert found == dense
+    assert (loaded_bytes("bfloat16", gpu=H100) == dense) == ("cuda" not in capabilities.QUANTIZED_KERNEL_DEVICES)

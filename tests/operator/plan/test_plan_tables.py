@@ -112,7 +112,7 @@ def test_llama_70b_on_many_gpus(row):
     spec = f"lora: {{maxLoaded: 0}}\nengine: {{tensorParallelSize: {count}, maxNumBatchedTokens: {budget(gpu)}}}"
     inputs = planner_inputs(model, gpu, spec)
     if model == "70b-fp8":
-        assert candidates.limits.loaded_weights_bytes(inputs) == MODELS[model].weights_bytes
+        assert candidates.limits.loaded_weights_bytes(inputs, 1) == MODELS[model].weights_bytes
     attempts = list(candidates.generate_candidates(inputs))
     best = candidates.best_candidate(inputs, attempts) or attempts[0]
     assert f"{best.utilization / 1000:.2f}" == share

@@ -45,7 +45,7 @@ CONFIGS = {
     ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "dynamic": {"-:a": {}}},
-        WeightScheme("gptq", 4, "group", (1, 128), has_zeros=True, zeros_minus_one=True),
+        WeightScheme("gptq", 4, "group", (1, 128), True, has_act_order=True, zeros_minus_one=True),
     ),
     "gptq_v2": (
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},

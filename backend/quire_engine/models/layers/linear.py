@@ -6,7 +6,7 @@ not torch modules, because nothing is trained, moved or saved; so calls are type
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from quire_engine.distributed.communicator import Communicator
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
+from quire_engine.weights.quantized.packing import WeightPart, pack_quantized
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_kernels import (
     GROUP_SIZE,
     HugePageArena,
@@ -46,10 +48,17 @@ class ParamFactory:
     """Connects the tensor-parallel ranks; None if there is one. Layer sizes are those of this rank's shard."""
     quantization: str | None = None
     """See EngineConfig; and int8_weight_only, which an output projection uses with int4."""
+    checkpoint: QuantizedTensors | None = None
+    """Quantized tensors of the checkpoint that will be loaded; None: it has none, or all weights are dequantized when
+    they are loaded."""
 
     def empty(self, *size: int) -> Tensor:
         """Return an uninitialized parameter."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def empty_weight(self, *size: int) -> Tensor:
+        """Return the weight of a linear layer without memory if it can be quantized, otherwise an uninitialized one."""
+        return self.empty(*size) if self.checkpoint is None else torch.empty(size, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +100,15 @@ class Linear:
         self.slices = dict(slices)
         self.shards = dict(shards)
         out_features = sum(slices.values())
-        self.weight: LinearWeight = factory.empty(out_features, in_features) if weight is None else weight
+        self.weight: LinearWeight = factory.empty_weight(out_features, in_features) if weight is None else weight
         self.input_order: Tensor | None = None
         """[in_features] int64: column i of a quantized weight belongs to input input_order[i]; None: to input i."""
         self.bias = factory.empty(out_features) if bias else None
         self.adapters: ModuleSlots | None = None
+        self._factory = factory
         self._quantization = factory.quantization
+        self._quantized_parts: list[WeightPart] = []
+        """Of a weight that `pack` reads from the checkpoint."""
         if self._quantization == "int4" and not supports_int4(in_features, GROUP_SIZE):
             raise ConfigError(
                 f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, got "
@@ -125,16 +137,23 @@ class Linear:
         """Yield the checkpoint tensors under `prefix`, each with the rows of the merged parameter that it fills."""
         start = 0
         assert isinstance(self.weight, Tensor)
+        if self.weight.is_meta and not self._quantized_parts:
+            self._quantized_parts = self._find_quantized_parts(prefix)
+            if not self._quantized_parts:
+                self.weight = self._factory.empty(*self.weight.shape)
         for name, width in self.slices.items():
             end, shard = start + width, self.shards.get(name)
             weight, bias = self.weight[start:end], None if self.bias is None else self.bias[start:end]
             if shard is None:
-                yield f"{prefix}{name}.weight", weight
+                if not weight.is_meta:
+                    yield f"{prefix}{name}.weight", weight
                 if bias is not None:
                     yield f"{prefix}{name}.bias", bias
             else:
                 num_rows = sum(map(len, shard.rows))
-                yield f"{prefix}{name}.weight", ParamShard(weight[:num_rows], shard.shape, shard.rows, shard.columns)
+                if not weight.is_meta:
+                    target = ParamShard(weight[:num_rows], shard.shape, shard.rows, shard.columns)
+                    yield f"{prefix}{name}.weight", target
                 if bias is not None:
                     yield f"{prefix}{name}.bias", ParamShard(bias[:num_rows], shard.shape[:1], shard.rows)
             start = end
@@ -144,14 +163,49 @@ class Linear:
         weight whose shape has no kernel on a machine with kernels for quantized weights is not quantized."""
         if isinstance(self.weight, QuantizedWeight):
             return
-        if self._quantization is None:
+        if self._quantized_parts:
+            factory, parts = self._factory, self._quantized_parts
+            self.weight, self.input_order = pack_quantized(parts, factory.dtype, factory.device, arena)
+            # Closes the files of the checkpoint after the last layer.
+            self._factory, self._quantized_parts = replace(factory, checkpoint=None), []
+        elif self._quantization is None:
             self.weight = pack_weight(self.weight, arena)
         else:
             self.weight = quantize_weight(self.weight, self._quantization, arena)
 
+    def _find_quantized_parts(self, prefix: str) -> list[WeightPart]:
+        """Return the parts of a quantized weight; an empty list if the checkpoint contains it in floating point.
+
+        Raises:
+            ConfigError: only some parts are quantized, in different ways, or a shape differs from config.json.
+        """
+        assert self._factory.checkpoint is not None
+        parts: dict[str, WeightPart] = {}
+        for name, width in self.slices.items():
+            size = width, self.in_features
+            shard = self.shards.get(name) or LinearShard(size, (range(width),), range(self.in_features))
+            tensor = self._factory.checkpoint.find_linear(f"{prefix}{name}")
+            if tensor is not None:
+                if tensor.shape != shard.shape:
+                    raise ConfigError(f"{tensor.module} has shape {tensor.shape}; config.json implies {shard.shape}")
+                parts[name] = WeightPart(tensor, shard.rows, shard.columns, width)
+        schemes = {part.tensor.scheme for part in parts.values()}
+        if parts and (len(parts) < len(self.slices) or len(schemes) > 1):
+            found = ", ".join(f"{name} ({_describe(parts.get(name))})" for name in self.slices)
+            raise ConfigError(
+                f"config.json: quantization_config: parts of {prefix}* that are computed together have different "
+                f"schemes: {found}; they must be equal, so that ignore or targets contain all of them or none"
+            )
+        return list(parts.values())
+
     def weights(self) -> LinearWeights:
         """Return the packed weights for a fused decoder."""
         return LinearWeights(self.weight, self.bias, self.adapters, self.input_order)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the weight in the model's dtype if `pack` reads it from the checkpoint, otherwise 0."""
+        return weight_bytes(self.weight) if self._quantized_parts else 0
 
     @property
     def num_bytes(self) -> int:
@@ -193,6 +247,10 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
     if shard.needs_all_reduce(paths[0]):
         return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, shards=shards)
     return Linear(in_features, slices, factory, bias, shards=shards)
+
+
+def _describe(part: WeightPart | None) -> str:
+    return "not quantized" if part is None else f"{part.tensor.scheme.layout}, {part.tensor.scheme.strategy}"
 
 
 def _num_ranks(factory: ParamFactory) -> int:

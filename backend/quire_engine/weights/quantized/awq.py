@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire_engine.weights.quantized.bit_packing import unpack_int32
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
-from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_engine.weights.quantized.weight_codes import WeightCodes
 from quire_spec.model.quantization import WeightScheme
 
 _FACTOR = 8
@@ -37,7 +37,7 @@ class AWQTensor(QuantizedTensor):
         self.row_multiple = _FACTOR
         self.column_multiple = self.group_size(columns) if num_groups > 1 else 1
 
-    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+    def read_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         size = self.group_size(self.shape[1])
         words = slice(rows.start // _FACTOR, -(-rows.stop // _FACTOR))
@@ -45,7 +45,7 @@ class AWQTensor(QuantizedTensor):
         part = slice(columns.start // size, -(-columns.stop // size))
         zeros = _unpack(self._zeros[part, words])
         scales = self._scales[part, rows.start : rows.stop].t().float()
-        return QuantizedWeight(values, scales, zeros, (1, size), 4)
+        return WeightCodes(values, scales, zeros, (1, size), 4)
 
 
 def _unpack(packed: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from quire_engine.weights.quantized.bit_packing import unpack_int32
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
-from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_engine.weights.quantized.weight_codes import WeightCodes
 from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
@@ -50,7 +50,7 @@ class GPTQTensor(QuantizedTensor):
         if self._groups is None and num_groups > 1:
             self.column_multiple = math.lcm(self._factor, self.group_size(columns))
 
-    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+    def read_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         num_bits, size = self.scheme.num_bits, self.group_size(self.shape[1])
         words = slice(columns.start // self._factor, -(-columns.stop // self._factor))
@@ -63,4 +63,4 @@ class GPTQTensor(QuantizedTensor):
         zeros = unpack_int32(packed, num_bits)[:, : len(rows)].t()
         scales = self._scales[part, rows.start : rows.stop].t().float()
         groups = None if self._groups is None else self._groups[columns.start : columns.stop]
-        return QuantizedWeight(values, scales, zeros, (1, size), num_bits, groups)
+        return WeightCodes(values, scales, zeros, (1, size), num_bits, groups)

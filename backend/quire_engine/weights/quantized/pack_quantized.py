@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire_engine.weights.quantized.bit_packing import unpack_int32
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
-from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_engine.weights.quantized.weight_codes import WeightCodes
 from quire_spec.model.quantization import WeightScheme
 
 
@@ -51,7 +51,7 @@ class PackQuantizedTensor(QuantizedTensor):
         if self._groups is None and num_groups > 1:
             self.column_multiple = math.lcm(self._factor, self.group_size(columns))
 
-    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+    def read_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         words = slice(columns.start // self._factor, -(-columns.stop // self._factor))
         values = unpack_int32(self._values[rows.start : rows.stop, words], self.scheme.num_bits)[:, : len(columns)]
@@ -66,4 +66,4 @@ class PackQuantizedTensor(QuantizedTensor):
             packed = self._zeros[rows.start // self._factor : -(-rows.stop // self._factor), part]
             zeros = unpack_int32(packed.t(), self.scheme.num_bits).t()[: len(rows)]
         groups = None if self._groups is None else self._groups[columns.start : columns.stop]
-        return QuantizedWeight(values, scales, zeros, (1, size), self.scheme.num_bits, groups)
+        return WeightCodes(values, scales, zeros, (1, size), self.scheme.num_bits, groups)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_engine.weights.quantized.weight_codes import WeightCodes
 from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
@@ -48,7 +48,7 @@ class QuantizedTensor(ABC):
             self.require(suffix)
 
     @abstractmethod
-    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+    def read_codes(self, rows: range, columns: range) -> WeightCodes:
         """Read output features `rows` and input features `columns`, which start at the required multiples."""
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ class QuantizedTensors:
     """The quantized tensors among the files of a checkpoint."""
 
     def __init__(self, files: TensorFiles, scheme: QuantizationScheme | None) -> None:
-        self._files = files
+        self.files = files
         self._scheme = scheme
         self._modules: set[str] = set()
         self._found: set[str] = set()
@@ -43,7 +43,7 @@ class QuantizedTensors:
         """
         if self._scheme is None:
             return None
-        if f"{name}{MXFP4Tensor.MARKER}" in self._files:
+        if f"{name}{MXFP4Tensor.MARKER}" in self.files:
             return self._find_mxfp4(name)
         module = name.removesuffix(_WEIGHT)
         marker = self._marker(module)
@@ -57,10 +57,16 @@ class QuantizedTensors:
                 f"{module}{marker}; correct quant_method or format"
             )
         used = (marker, *tensor_class.SCALES, *tensor_class.REQUIRED, *tensor_class.OPTIONAL)
-        suffixes = [suffix for suffix in used if f"{module}{suffix}" in self._files]
+        suffixes = [suffix for suffix in used if f"{module}{suffix}" in self.files]
         self._modules.add(module)
         self._found.update(f"{module}{suffix}" for suffix in (*suffixes, *tensor_class.UNUSED))
-        return tensor_class(module, {suffix: self._files.get_slice(f"{module}{suffix}") for suffix in suffixes}, scheme)
+        return tensor_class(module, {suffix: self.files.get_slice(f"{module}{suffix}") for suffix in suffixes}, scheme)
+
+    def find_linear(self, module: str) -> QuantizedTensor | None:
+        """Return the weight of a linear layer by its name in the model; see `find`."""
+        tensor = self.find(f"{self.files.name_in_file(module)}{_WEIGHT}")
+        assert not isinstance(tensor, MXFP4Tensor)
+        return tensor
 
     def is_known(self, name: str) -> bool:
         """Return whether a tensor of the files belongs to one that `find` has returned, or is one that is not used."""
@@ -70,7 +76,7 @@ class QuantizedTensors:
 
     def describe_missing_config(self) -> str:
         """Return a hint if the files contain quantized tensors that config.json does not describe, otherwise ""."""
-        if self._scheme is None and any(name.endswith(_MARKERS) for name in self._files.file_by_tensor):
+        if self._scheme is None and any(name.endswith(_MARKERS) for name in self.files.file_by_tensor):
             return "; the checkpoint is quantized, but config.json has no quantization_config"
         return ""
 
@@ -81,19 +87,19 @@ class QuantizedTensors:
                 f"config.json: quantization_config: describes {name} as {layout}, but the checkpoint contains "
                 f"{name}{MXFP4Tensor.MARKER}; set quant_method to mxfp4"
             )
-        names = {s: f"{name}{s}" for s in (MXFP4Tensor.MARKER, MXFP4Tensor.SCALES) if f"{name}{s}" in self._files}
+        names = {s: f"{name}{s}" for s in (MXFP4Tensor.MARKER, MXFP4Tensor.SCALES) if f"{name}{s}" in self.files}
         self._found.update(names.values())
-        return MXFP4Tensor(name, {suffix: self._files.get_slice(full) for suffix, full in names.items()})
+        return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()})
 
     def _marker(self, module: str) -> str | None:
         """Return the suffix of the tensor that contains the values of a quantized module; None if it is not."""
         for marker in _PACKED_MARKERS:
-            if f"{module}{marker}" in self._files:
+            if f"{module}{marker}" in self.files:
                 return marker
         name = f"{module}{_WEIGHT}"
-        return _WEIGHT if name in self._files and self._files.get_slice(name).get_dtype() in _CODE_DTYPES else None
+        return _WEIGHT if name in self.files and self.files.get_slice(name).get_dtype() in _CODE_DTYPES else None
 
     def _is_zero_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias without effect. AutoGPTQ adds one to each layer that has none."""
         module = name.removesuffix(".bias")
-        return module in self._modules and module != name and not self._files.get_slice(name)[...].any()
+        return module in self._modules and module != name and not self.files.get_slice(name)[...].any()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
-from quire_engine.weights.quantized.quantized_weight import QuantizedWeight
+from quire_engine.weights.quantized.weight_codes import WeightCodes
 from quire_spec.model.quantization import WeightScheme
 
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -44,7 +44,7 @@ class ScaledTensor(QuantizedTensor):
             self.row_multiple = self._block[0]
         self.column_multiple = self._block[1] if scheme.block is not None else 1
 
-    def read_codes(self, rows: range, columns: range) -> QuantizedWeight:
+    def read_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         values = self._values[rows.start : rows.stop, columns.start : columns.stop]
         scales = self._scales
@@ -52,7 +52,7 @@ class ScaledTensor(QuantizedTensor):
             scales = scales[rows.start // self._block[0] : -(-rows.stop // self._block[0])]
         if scales.shape[1] > 1:
             scales = scales[:, columns.start // self._block[1] : -(-columns.stop // self._block[1])]
-        return QuantizedWeight(values, scales, None, self._block, 8)
+        return WeightCodes(values, scales, None, self._block, 8)
 
 
 class FP8Tensor(ScaledTensor):

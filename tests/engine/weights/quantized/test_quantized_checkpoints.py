@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS
+from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, open_checkpoint
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -25,6 +25,8 @@ from quire_engine.weights import loader
 from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import ParamShard
 from quire_engine.weights.quantized.mxfp4 import decode_mxfp4, dequantize_mxfp4, mxfp4_values
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
+from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 
@@ -36,7 +38,7 @@ Q_PROJ, O_PROJ = (f"model.layers.0.self_attn.{name}_proj" for name in "qo")
 def _load(folder, dtype=torch.float32):
     shape = ModelConfig.load(folder)
     model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU))
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, quantization=shape.quantization)
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, checkpoint=open_checkpoint(folder))
     return dict(model.tensors())
 
 
@@ -79,7 +81,7 @@ def test_shards_equal_parts_of_the_weight(name, copy):
     weight, folder = _load(FOLDERS[name])[weight_name], copy(name)
     _rewrite(folder, lambda tensors: {k: t for k, t in tensors.items() if k.startswith("model.layers.0.mlp.gate_proj")})
     shard = ParamShard(torch.empty(38, 34), tuple(weight.shape), rows, columns)
-    load_weights(folder, [(weight_name, shard)], quantization=ModelConfig.load(folder).quantization)
+    load_weights(folder, [(weight_name, shard)], checkpoint=open_checkpoint(folder))
     assert torch.equal(shard.tensor, torch.cat([weight[part.start : part.stop, 7:41] for part in rows]))
 
 
@@ -132,11 +134,11 @@ def test_mxfp4_experts_fill_a_parameter_or_a_shard_of_it(copy):
         json.loads((FOLDERS["awq"] / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     ).quantization
     whole = torch.empty(4, 192, 64)
-    load_weights(folder, [(name, whole)], quantization=quantization)
+    load_weights(folder, [(name, whole)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
     assert torch.equal(whole, expected)
     # Rows of gate and up alternate.
     part = ParamShard(torch.empty(4, 20, 20), (4, 192, 64), (range(10, 30, 2), range(11, 31, 2)), range(30, 50))
-    load_weights(folder, [(name, part)], quantization=quantization)
+    load_weights(folder, [(name, part)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
     assert torch.equal(part.tensor, torch.cat([expected[:, 10:30:2, 30:50], expected[:, 11:31:2, 30:50]], 1))
 
 
