@@ -87,6 +87,7 @@ class RunnerStartup:
         should_capture = graph_capture.should_capture(factory.device)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
+        self._has_compiled = False
 
     def load_model(self, folder: Path, checkpoint: QuantizedTensors | None, *, progress: bool) -> None:
         """Load and pack the weights, and connect the tensor-parallel ranks; `checkpoint` as in ParamFactory."""
@@ -168,7 +169,8 @@ class RunnerStartup:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self.run_dummy_steps(peak_memory_steps(self._config, self._max_model_len, self._model.shape.vocab_size))
-        self.run_dummy_steps(compile_steps(self._config, self._max_model_len))
+        if not self._has_compiled:
+            self.run_dummy_steps(compile_steps(self._config, self._max_model_len))
         # Reserved and not allocated bytes: a tensor that stays after a step keeps the rest of its segment.
         peak = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
@@ -228,6 +230,7 @@ class RunnerStartup:
             # A step that does not fit is reported by `_measure_memory`, with the bytes of everything.
             with suppress(torch.OutOfMemoryError):
                 future.result()
+                self._has_compiled = True
 
     def _create_cache(self, num_blocks: int) -> KVCache:
         block_size, num_spare_blocks = self._config.block_size, self._num_spare_blocks
