@@ -33,7 +33,8 @@ fetch the adapters, and answer probes. Ctrl-C or SIGTERM drains open requests; a
 It listens on these ports:
   HTTP, gRPC   Triton Inference Server, with one model for the base and for each exposed adapter
   metrics      the server's own metrics
-  health       GET /health/live, /health/ready, /metrics; GET /status, PUT /adapters (with the admin key)
+  health       GET /health/live, /health/ready, /metrics; with the admin key: GET /status, PUT /adapters,
+               /v2/repository/index, /v2/repository/models/NAME/load and unload
   openai       the OpenAI API, only with --openai-port
 Point probes at the health port: it also reports the reason. The server's own ports report ready only if it does.
 

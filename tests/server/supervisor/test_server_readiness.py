@@ -2,6 +2,7 @@
 """Readiness on the server's own ports: never true while a request would fail, from the start to the drain."""
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -40,17 +41,24 @@ async def wait_readiness(pod, client, models, expected, timeout_s):
     return time.monotonic() - started
 
 
-async def watch(pod, deaths):
-    """Fail if a request fails within 0.2 s after its model was reported ready, except right after a death."""
-    num_ready = 0
+async def is_ready(pod, client, model, protocol):
+    if protocol == "http":
+        return (await asyncio.to_thread(pod.request, "http", f"/v2/models/{model}/ready")).status == 200
+    try:
+        return await client.is_model_ready(model)
+    except InferenceServerException:
+        return False
+
+
+async def watch(pod, client, deaths):
+    """Fail if a request fails right after its model was reported ready, on any protocol, except after a death."""
     while True:
-        for model in ("tales", "a"):
-            is_ready = (await asyncio.to_thread(pod.request, "http", f"/v2/models/{model}/ready")).status == 200
-            answer = await asyncio.to_thread(pod.generate, model, "x", max_tokens=1) if is_ready else None
-            num_ready += is_ready
+        for model, protocol in itertools.product(("tales", "a"), ("http", "grpc")):
+            reported = await is_ready(pod, client, model, protocol)
+            answer = await asyncio.to_thread(pod.generate, model, "x", max_tokens=1) if reported else None
             if answer is not None and answer.status != 200 and answer.status != 0:
                 now = time.monotonic()
-                assert any(now - died < REACTION_S + SLACK_S for died in deaths), (model, answer)
+                assert any(now - died < REACTION_S + SLACK_S for died in deaths), (model, protocol, answer)
         await asyncio.sleep(0.02)
 
 
@@ -60,7 +68,7 @@ def test_ready_is_true_only_while_requests_are_answered(tmp_path):
 
     async def scenario(pod):
         async with grpcaio.InferenceServerClient(f"127.0.0.1:{pod.ports['grpc']}") as client:
-            watcher = asyncio.create_task(watch(pod, deaths))
+            watcher = asyncio.create_task(watch(pod, client, deaths))
             # The server is up before the core.
             await wait_readiness(pod, client, ["tales"], [False, False], 60)
             assert await client.is_server_live()
@@ -85,6 +93,7 @@ def test_ready_is_true_only_while_requests_are_answered(tmp_path):
             while (await readiness(pod, client, "b"))[0][1] is not True:
                 answers, over_grpc = await readiness(pod, client, "tales")
                 assert answers == over_grpc == [True, True]
+            deaths.append(time.monotonic())  # of the adapter's model, between a readiness request and the next request
             pod.put_adapters(catalog(3))
             await wait_readiness(pod, client, ["tales", "a"], [True, True, False], 10)
             watcher.cancel()
