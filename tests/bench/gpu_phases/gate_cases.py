@@ -103,6 +103,7 @@ def cases(card: Card) -> Iterator[Case]:
                 yield Case("paged_attention", what, is_timed and not index, check)
         yield Case("paged_attention=fused", kind, False, lambda d=dtype: _fused_attention(card, d))
         yield Case("add_lora", kind, is_timed, lambda d=dtype: _lora(card, d))
+        yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
         yield Case("rms_norm_linear=small", kind, False, lambda d=dtype: _small_batches(card, d))
         if card.is_full:
             yield Case("adapted_linear=side", kind, False, lambda d=dtype: _beside(card, d))
@@ -289,6 +290,22 @@ def _beside(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
     expected = ops.linear.reference(x, weight, None)
     ops.add_lora.reference(expected, x, module, batch)
     yield "output", error_of(found, expected), ERRORS[dtype]
+
+
+def _experts(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    hidden, inner, num_experts, top_k = (2048, 768, 128, 8) if card.is_full else (48, 40, 6, 2)
+    gate_up = card.random(num_experts, 2 * inner, hidden, dtype=dtype) / hidden**0.5
+    down = card.random(num_experts, hidden, inner, dtype=dtype) / inner**0.5
+    experts = ops.ExpertWeights(gate_up, down, None, None, "silu")
+    for num_tokens in (1, 300) if card.is_full else (1, 9):
+        x = card.random(num_tokens, hidden, dtype=dtype)
+        ids = torch.rand(num_tokens, num_experts, device=card.device).topk(top_k).indices
+        weights = torch.rand(num_tokens, top_k, device=card.device)
+        found = [own(ops.fused_experts)(x, ids, weights, experts) for _ in range(3)]
+        expected = ops.fused_experts.reference(x, ids, weights, experts)
+        yield f"{num_tokens} tokens", error_of(found[0], expected), 2 * ERRORS[dtype]
+        moved = any(not torch.equal(found[0], other) for other in found[1:])
+        yield f"{num_tokens} tokens, the same bits", float(moved), 0.0
 
 
 def _small_batches(card: Card, dtype: torch.dtype) -> Iterator[Finding]:

@@ -42,6 +42,7 @@ def rows(context: Context) -> Iterator[Row]:
     for num_rows in (256, 1) if timer.is_full else (3,):
         yield from _sampler_rows(timer, num_rows)
     yield from _small_batch_rows(timer)
+    yield from _expert_rows(timer)
     yield from lora_kernels.rows(timer)
 
 
@@ -85,6 +86,28 @@ def _small_batch_rows(timer: Timer) -> Iterator[Row]:
                     for weight in weights
                 ]
                 yield timer.row(f"{what} ({name}), {num_tokens} tokens", calls, num_bytes)
+
+
+def _expert_rows(timer: Timer) -> Iterator[Row]:
+    """A layer of experts in the shape of Qwen3-30B-A3B; the bytes are those of the experts that have tokens."""
+    card = timer.card
+    hidden, inner, num_experts, top_k = (2048, 768, 128, 8) if timer.is_full else (32, 16, 8, 2)
+    gate_up = card.random(num_experts, 2 * inner, hidden, dtype=timer.dtype)
+    down = card.random(num_experts, hidden, inner, dtype=timer.dtype)
+    experts = ops.ExpertWeights(gate_up, down, None, None, "silu")
+    for num_tokens in (1, 16, 256, 2048) if timer.is_full else (3,):
+        calls: list[Call] = []
+        num_bytes = 0.0
+        # Other experts in each call, so that the L2 cache does not contain them.
+        for _ in range(8 if timer.is_full else 1):
+            logits = torch.rand(num_tokens, num_experts, device=card.device)
+            ids, weights = logits.topk(top_k).indices, torch.full((num_tokens, top_k), 1 / top_k, device=card.device)
+            x = card.random(num_tokens, hidden, dtype=timer.dtype)
+            calls.append(functools.partial(own(ops.fused_experts), x, ids, weights, experts))
+            num_bytes += len(ids.unique()) * 3.0 * hidden * inner * timer.dtype.itemsize
+        flops = 6.0 * num_tokens * top_k * hidden * inner
+        what = f"{num_experts} experts, {top_k} for each of {num_tokens} tokens"
+        yield timer.row(what, calls, num_bytes / len(calls), flops)
 
 
 def _sampler_rows(timer: Timer, num_rows: int) -> Iterator[Row]:

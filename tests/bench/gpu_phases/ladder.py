@@ -16,12 +16,20 @@ OPS_BY_FILE: dict[str, tuple[str, ...]] = {
     "kv_cache_write": ("rope_and_cache", "write_kv"),
     "sampling": ("sample", "argmax_first", "uniform", "apply_penalties"),
     "step_inputs": ("prepare_inputs",),
+    "experts": ("fused_experts",),
     "histogram_sampling": ("sample", "argmax_first", "uniform", "apply_penalties"),
     "small_batch_linear": ("rms_norm_linear", "linear"),
 }
 """Operations by the file of kernels/quire_kernels/gpu that implements them; they are replaced together."""
 _HAS_TORCH_FORM = ("paged_attention", "rms_norm", "rms_norm_linear", "linear")
-_NOT_CAPTURABLE = ("paged_attention", "add_lora", "add_lora_embedding", "route_tokens", "prepare_inputs")
+_NOT_CAPTURABLE = (
+    "paged_attention",
+    "add_lora",
+    "add_lora_embedding",
+    "route_tokens",
+    "prepare_inputs",
+    "fused_experts",
+)
 """Operations of which the fallback cannot be captured in a CUDA graph."""
 _FRAME = re.compile(r"quire_kernels/gpu/(\w+)\.py")
 
