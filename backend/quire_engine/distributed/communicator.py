@@ -46,6 +46,7 @@ class Communicator:
         self._device = torch.device("cpu")
         self._process_group: Any = None
         self._is_aborted = False
+        self._abort_thread: threading.Thread | None = None
 
     def connect(self, device: torch.device) -> None:
         """Connect to the other ranks; the tensors of all ranks are on devices of this type.
@@ -80,9 +81,16 @@ class Communicator:
         """
         process_group, self._is_aborted = None if self._is_aborted else self._process_group, True
         if process_group is not None and self._device.type == "cuda":
-            threading.Thread(
+            self._abort_thread = threading.Thread(
                 target=self._abort_process_group, args=(process_group, step_lock), name="nccl-abort", daemon=True
-            ).start()
+            )
+            self._abort_thread.start()
+
+    def wait_for_abort(self, timeout_s: float) -> None:
+        """Wait for the end of an abort after the graphs were released. A thread that returns from NCCL while the
+        interpreter ends would end the process with SIGABRT."""
+        if self._abort_thread is not None:
+            self._abort_thread.join(timeout_s)
 
     def _abort_process_group(self, process_group: Any, step_lock: threading.Lock) -> None:
         # Launching a step takes milliseconds. A launch that hangs waits for the operation that is aborted here.

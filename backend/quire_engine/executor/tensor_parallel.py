@@ -22,6 +22,9 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
+_ABORT_TIMEOUT_S = 5.0
+"""An abort takes milliseconds; a process that exits does not wait longer for it."""
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ShardedAdapter:
@@ -152,3 +155,4 @@ def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
     worker_group.close()
     # Now, because destroying the runner's process group waits until its CUDA graphs are released.
     runner.close()
+    worker_group.communicator.wait_for_abort(_ABORT_TIMEOUT_S)
