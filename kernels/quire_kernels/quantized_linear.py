@@ -149,6 +149,9 @@ def _quantized_linear_cpu(
     return out
 
 
+quantized_linear.register_lazy("cuda", "own", "quire_kernels.gpu.quantized_linear")
+
+
 def pack_weight_int8(
     values: Tensor,
     scales: Tensor,

@@ -95,6 +95,8 @@ def _call_all() -> None:
                 kernel_of(ops.paged_attention)(queries, fp8_cache, batch, 0.1)
     for num_tokens in (5, 1, 16):
         _call_small_ops(kernel_of, cache, num_tokens)
+    for num_tokens in (1, 5, 16, 17, 64, 100):
+        _call_quantized_linears(kernel_of, num_tokens)
     for num_tokens in (1, 8):
         _call_small_batch_linears(num_tokens)
     _call_lora(kernel_of)
@@ -143,6 +145,19 @@ def _call_small_batch_linears(num_tokens: int) -> None:
     ops.rms_norm_linear.get("cuda", "small")(x, norm_weight, 1e-5, qkv)
     ops.rms_norm_linear.get("cuda", "small")(x, norm_weight, 1e-5, gate_up, None, True)
     ops.linear.get("cuda", "small")(x, output, None, x)
+
+
+def _call_quantized_linears(kernel_of: Any, num_tokens: int) -> None:
+    """Layers of 4 bits with zero points and with a table, and of 8 bits. dtype float32 gives the layout of a GPU."""
+    x, weight = torch.randn(num_tokens, 512, dtype=BF16), torch.randn(256, 512)
+    codes, scales, zeros = ops.quantize_int4(weight)
+    for layer in (
+        ops.pack_weight_int4(codes, scales, zeros, dtype=torch.float32),
+        ops.pack_weight_int4(codes, scales, None, dtype=torch.float32),
+        ops.pack_weight_int8(*ops.quantize_int8(weight), dtype=torch.float32),
+        ops.pack_weight_fp8(*ops.quantize_fp8(weight), dtype=torch.float32),
+    ):
+        kernel_of(ops.quantized_linear)(x, layer, None)
 
 
 def _call_lora(kernel_of: Any) -> None:

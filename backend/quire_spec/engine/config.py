@@ -109,9 +109,9 @@ class EngineConfig:
 
     quantization: str | None = None
     """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear
-    layers when a model is loaded, on device cpu. int8 and fp8 have a scale for each row; int4 has a scale and a zero
-    point for each 32 inputs. int8 also quantizes the inputs of the layers, with a scale for each 64. They are fast in
-    bfloat16 on a processor with AVX-512 BF16, VBMI and VNNI. A quantized checkpoint needs no value. The name of its
+    layers when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale and a zero
+    point for each 32 inputs. On a CPU int8 also quantizes the inputs of the layers, and on a GPU fp8 does. A CPU needs
+    dtype bfloat16 and AVX-512 BF16, VBMI and VNNI to be fast. A quantized checkpoint needs no value. The name of its
     quant_method is accepted."""
 
     speculative_config: SpeculativeConfig | None = None
@@ -178,10 +178,6 @@ class EngineConfig:
             raise ConfigError(
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a host copy"
-            )
-        if self.quantization in capabilities.QUANTIZATIONS and self.device != "cpu":
-            raise ConfigError(
-                f"quantization: {self.quantization!r} requires device 'cpu', got {self.device!r}; remove quantization"
             )
         if self.speculative_config is not None:
             self.speculative_config.validate()

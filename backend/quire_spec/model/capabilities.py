@@ -18,7 +18,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
 """How the engine can quantize a checkpoint when it is loaded."""
-QUANTIZED_KERNEL_DEVICES = ("cpu",)
+QUANTIZED_KERNEL_DEVICES = ("cpu", "cuda")
 """Devices with kernels for quantized weights. Elsewhere a quantized checkpoint is dequantized when it is loaded."""
 CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 """Values of quant_method in config.json of quantized checkpoints."""

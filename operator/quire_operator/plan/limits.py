@@ -113,7 +113,7 @@ def check_context(inputs: PlannerInputs) -> None:
 
 
 def check_quantization(inputs: PlannerInputs) -> None:
-    """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize on this device.
+    """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize this model.
 
     Raises:
         Unplannable: it does not, or the engine cannot.
@@ -123,12 +123,8 @@ def check_quantization(inputs: PlannerInputs) -> None:
         quantization = resolve_quantization(None if pinned == "None" else pinned, inputs.model.shape.quantization)
     except ConfigError as error:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.{error}") from error
-    fix = ""
-    if quantization is not None and inputs.gpu is not None:
-        fix = "requires device CPU, got device GPU; remove it, or set spec.device"
-    elif quantization is not None and inputs.model.shape.moe is not None:
+    if quantization is not None and inputs.model.shape.moe is not None:
         fix = "not supported for a mixture of experts; remove it"
-    if fix:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
 
 

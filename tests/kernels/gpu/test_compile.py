@@ -37,6 +37,7 @@ def test_all_compile(kernels):
         "_write_kv", "_sample", "_argmax_first",
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
         "_shrink", "_expand", "_small_batch_linear", "_part_maxima", "_filter", "_draw", "_gate_up", "_down",
+        "_linear_codes",
     }  # fmt: skip
 
 
@@ -75,6 +76,7 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     # sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31 elements
     # adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and with a residual.
     # Filters: by stage. Experts: two activations, tiles of few rows and of many.
+    # Quantized weights: four schemes, for few tokens and for many.
     assert several == {
         "_split_kv_decode": 2,
         "_rope_and_cache": 2,
@@ -87,6 +89,7 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_gate_up": 4,
         "_down": 4,
         "_fill_tiles": 2,
+        "_linear_codes": 8,
     }
 
 

@@ -238,10 +238,6 @@ def test_unplannable_messages_have_field_value_and_fix():
         "spec.engine.quantization: is 'awq', but config.json of the checkpoint has no quantization_config; remove "
         "quantization, or use int8 or int4 or fp8, which quantizes it when it is loaded",
     )
-    assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
-        UnplannableReason.UNSUPPORTED_BY_ENGINE,
-        "spec.engine.quantization: int8: requires device CPU, got device GPU; remove it, or set spec.device",
-    )
     assert unplannable("moe", None, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.quantization: int8: not supported for a mixture of experts; remove it",

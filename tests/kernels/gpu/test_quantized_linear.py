@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of 4 and 8 bits in interpreted Triton: equal to the reference, also on sizes that do not fill a tile."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.requirements_of_machine import interpreted_kernel, requires_interpreter
+from torch import Tensor
+
+from quire_kernels import (
+    QuantizedWeight,
+    pack_weight_fp8,
+    pack_weight_int4,
+    pack_weight_int8,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantized_linear,
+)
+
+pytestmark = requires_interpreter
+
+
+def _int4(weight: Tensor, group_size: int, has_zeros: bool = True) -> QuantizedWeight:
+    codes, scales, zeros = quantize_int4(weight, group_size)
+    return pack_weight_int4(codes, scales, zeros if has_zeros else None, dtype=torch.float32)
+
+
+def _fp8_blocks(weight: Tensor) -> QuantizedWeight:
+    scales = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)) / 448
+    return pack_weight_fp8(quantize_fp8(weight)[0], scales, dtype=torch.float32)
+
+
+SCHEMES: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int4, groups of 32": lambda weight: _int4(weight, 32),
+    "int4, one group": lambda weight: _int4(weight, weight.shape[1]),
+    "int4 without zero points": lambda weight: _int4(weight, 32, False),
+    "int8": lambda weight: pack_weight_int8(*quantize_int8(weight), dtype=torch.float32, weight_only=True),
+    "fp8": lambda weight: pack_weight_fp8(*quantize_fp8(weight), dtype=torch.float32),
+    "fp8, blocks": _fp8_blocks,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_quantized_linear(num_tokens: int, scheme: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_tokens)
+    layer = SCHEMES[scheme](torch.randn(90, 224) / 8)
+    x, bias, residual = torch.randn(num_tokens, 224, dtype=dtype), torch.randn(90, dtype=dtype), None
+    wanted = quantized_linear.reference(x.float(), layer, bias.float())
+    kernel, tolerance = interpreted_kernel(quantized_linear), 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(kernel(x, layer, bias).float(), wanted, rtol=tolerance, atol=tolerance)
+    residual = torch.randn(num_tokens, 90, dtype=dtype)
+    expected = wanted + residual.float()
+    assert kernel(x, layer, bias, residual) is residual
+    torch.testing.assert_close(residual.float(), expected, rtol=tolerance, atol=tolerance)
