@@ -6,6 +6,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class CausalLM(ABC):
     """
 
     layers: Sequence[Module]
+    SUPPORTS_AUX_LAYERS: ClassVar[bool] = False
+    """Whether `forward_layers` honours `aux_hidden_state_layers`."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         """`shape` is the configuration of this rank's shard."""
@@ -34,6 +37,10 @@ class CausalLM(ABC):
         self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
+        self.aux_hidden_state_layers: tuple[int, ...] = ()
+        """Layers whose inputs the next forward pass keeps, for a head that reads them; see SUPPORTS_AUX_LAYERS."""
+        self.aux_hidden_states: Tensor | None = None
+        """[num_tokens, number of these layers * hidden_size], of the last forward pass."""
         self.build_layers(factory)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
         """Bytes of all parameters on this rank; before `pack`, a quantized weight counts as if it were dequantized."""

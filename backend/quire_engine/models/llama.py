@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, TypeAlias
 
+import torch
 from torch import Tensor
 
 from quire_engine.kv_cache.device_cache import KVCache
@@ -76,6 +77,7 @@ class LlamaForCausalLM(CausalLM):
     """Computes logits from token ids. Subclasses replace the layer, `embed` or `compute_logits`."""
 
     LAYER: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    SUPPORTS_AUX_LAYERS: ClassVar[bool] = True
     layers: list[LlamaDecoderLayer]
 
     def build_layers(self, factory: ParamFactory) -> None:
@@ -105,13 +107,25 @@ class LlamaForCausalLM(CausalLM):
             rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()
         }
         ropes = [angles[rope] for rope in self.shape.ropes]
-        if self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
+        aux_layers = self.aux_hidden_state_layers
+        if not aux_layers and self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
             caches = kv_cache.layers
             return self.fused_decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
-        if self.small_batch_decoder is not None and len(hidden) <= SMALL_BATCH_TOKENS and batch.adapters is None:
+        if (
+            not aux_layers
+            and self.small_batch_decoder is not None
+            and len(hidden) <= SMALL_BATCH_TOKENS
+            and batch.adapters is None
+        ):
             return self.small_batch_decoder(hidden, ropes[0], kv_cache.layers, batch.addresses, batch.attention)
-        for layer, rope, layer_cache in zip(self.layers, ropes, kv_cache.layers, strict=True):
+        inputs: dict[int, Tensor] = {}
+        for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, kv_cache.layers, strict=True)):
+            if index in aux_layers:
+                # The layer updates the residual stream in place.
+                inputs[index] = hidden.clone()
             hidden = layer(hidden, rope, layer_cache, batch)
+        if aux_layers:
+            self.aux_hidden_states = torch.cat([inputs[index] for index in aux_layers], dim=-1)
         return hidden
 
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:

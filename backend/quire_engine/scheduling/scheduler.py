@@ -253,9 +253,15 @@ class Scheduler:
             if span_output.candidates is not None:
                 beam_outputs[sequence] = span_output
             if span_output.token_ids:
-                updates.append((sequence, self._append_tokens(sequence, span_output)))
+                num_draft_tokens, num_accepted_tokens = len(span.draft_token_ids), len(span_output.token_ids) - 1
+                applied_output = self._append_tokens(sequence, span_output)
                 if self.draft_planner is not None:
-                    self._apply_draft(span, len(span_output.token_ids))
+                    self._apply_draft(span, span_output)
+                if num_draft_tokens:
+                    applied_output = replace(
+                        applied_output, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens
+                    )
+                updates.append((sequence, applied_output))
                 if (
                     self._has_long_rope
                     and sequence.status is SequenceStatus.RUNNING
@@ -295,12 +301,12 @@ class Scheduler:
             self._adapter_registry.add_sequence(fork.adapter_digest)
             self._adapter_registry.on_start(fork.adapter_digest)
 
-    def _apply_draft(self, span: ScheduledSpan, num_tokens: int) -> None:
-        """Record a draft. Keys and values of the accepted tokens, all of `num_tokens` but the last, are computed."""
+    def _apply_draft(self, span: ScheduledSpan, output: SpanOutput) -> None:
+        """Record a draft. Keys and values of the accepted tokens, all of the output but the last, are computed."""
         assert self.draft_planner is not None
-        self.draft_planner.record(span, num_tokens)
+        self.draft_planner.record(span, output)
         if span.sequence.status is SequenceStatus.RUNNING:
-            span.sequence.num_computed_tokens += num_tokens - 1
+            span.sequence.num_computed_tokens += len(output.token_ids) - 1
             self.prefix_cache.cache_full_blocks(span.sequence)
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.sequence import Sequence
 from quire_engine.speculation.draft_policy import DraftCounts, DraftPolicy
+from quire_engine.speculation.model_proposer import ModelProposer
 from quire_engine.speculation.proposer import DraftProposer, NgramProposer
 from quire_engine.speculation.suffix_proposer import SuffixProposer
 from quire_engine.step.builder import StepPlanBuilder
-from quire_engine.step.plan import ScheduledSpan
+from quire_engine.step.plan import ScheduledSpan, SpanOutput
 from quire_spec.engine.config import EngineConfig
 
 
@@ -35,9 +36,13 @@ class DraftPlanner:
         """Return None if the configuration has no speculation."""
         if (speculative := config.speculative_config) is None:
             return None
-        proposer: DraftProposer = (
-            SuffixProposer(speculative) if speculative.method == "suffix" else NgramProposer(speculative.lookup_lengths)
-        )
+        proposer: DraftProposer
+        if speculative.model is not None:
+            proposer = ModelProposer()
+        elif speculative.method == "suffix":
+            proposer = SuffixProposer(speculative)
+        else:
+            proposer = NgramProposer(speculative.lookup_lengths)
         return cls(config, block_manager, proposer, DraftPolicy(config.device, speculative.num_speculative_tokens))
 
     @property
@@ -69,6 +74,23 @@ class DraftPlanner:
                 builder.decodes[index] = replace(span, length=1 + len(draft), draft_token_ids=tuple(draft))
                 builder.token_budget -= len(draft)
                 rows_left -= len(draft)
+        if isinstance(self._proposer, ModelProposer):
+            self._reserve_lookahead(builder, num_rows)
+
+    def _reserve_lookahead(self, builder: StepPlanBuilder, num_rows: int) -> None:
+        """Request the next draft of each sequence that samples, and reserve the blocks that a draft model writes."""
+        for spans in (builder.decodes, builder.prefills):
+            for index, span in enumerate(spans):
+                sequence = span.sequence
+                num_tokens = min(
+                    self._policy.draft_length(sequence, num_rows)
+                    if span.samples and sequence.beam_group is None
+                    else 0,
+                    # The step samples at least one token, and so does the one that verifies the draft.
+                    sequence.max_output_tokens - len(sequence.output_token_ids) - len(span.draft_token_ids) - 2,
+                )
+                if num_tokens > 0 and self._block_manager.reserve(sequence, span.end + num_tokens):
+                    spans[index] = replace(span, num_lookahead_tokens=num_tokens)
 
     def _draft(self, sequence: Sequence, num_rows: int, max_tokens: int) -> list[int]:
         """Return a draft: the tokens that a grammar forces, otherwise those of the proposer that it allows."""
@@ -77,12 +99,17 @@ class DraftPlanner:
             draft = forced[: min(self._policy.max_forced_length(num_rows), max_tokens)]
             self._forced.add(sequence.id)
         else:
-            length = min(self._policy.draft_length(sequence, num_rows), max_tokens)
+            # The length of a draft model's draft was chosen when it was requested.
+            is_computed = isinstance(self._proposer, ModelProposer)
+            length = max_tokens if is_computed else min(self._policy.draft_length(sequence, num_rows), max_tokens)
             draft = self._proposer.propose(sequence, length) if length else []
         return draft if grammar is None or not draft else grammar.validate_draft(draft)
 
-    def record(self, span: ScheduledSpan, num_tokens: int) -> None:
-        """Record that a span with a draft returned `num_tokens` tokens."""
+    def record(self, span: ScheduledSpan, output: SpanOutput) -> None:
+        """Record the output of a span, whose sequence has got the tokens."""
+        num_tokens = len(output.token_ids)
+        if isinstance(self._proposer, ModelProposer) and output.next_draft_token_ids:
+            self._proposer.store(span.sequence, output.next_draft_token_ids)
         if span.draft_token_ids:
             is_forced = span.sequence.id in self._forced
             self._policy.record(span.sequence, len(span.draft_token_ids), num_tokens - 1, is_forced=is_forced)

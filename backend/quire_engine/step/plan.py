@@ -25,6 +25,8 @@ class ScheduledSpan:
     """Device slot of the adapter; None runs the base model."""
     draft_token_ids: tuple[int, ...] = ()
     """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
+    num_lookahead_tokens: int = 0
+    """Draft tokens that a draft model proposes after the step. The blocks of so many more tokens are reserved."""
 
     @property
     def end(self) -> int:
@@ -125,6 +127,11 @@ class SpanOutput:
     """Of a beam: those of the best continuations of its group that continue this beam, best first."""
     cumulative_logprob: float | None = None
     """Of a finished output of a beam search: the sum over its tokens."""
+    next_draft_token_ids: tuple[int, ...] = ()
+    """Draft for the next step, from a draft model."""
+    num_draft_tokens: int = 0
+    """Draft tokens that were verified. Set by the scheduler, also `num_accepted_tokens`."""
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

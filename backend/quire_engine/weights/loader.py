@@ -91,6 +91,12 @@ def load_weights(
         )
 
 
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a small checkpoint; raises ConfigError if it cannot be read."""
+    files = TensorFiles(folder)
+    return {name: files.get_slice(name)[:] for name in files.file_by_tensor}
+
+
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
     """Return whether a tensor equals the checkpoint's tensor of that name, compared in the narrower of both dtypes.
 

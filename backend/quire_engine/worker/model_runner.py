@@ -28,7 +28,15 @@ from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import check_free_memory, init_device, resolve_dtype, warn_of_slow_quantization
+from quire_engine.worker.device import (
+    check_free_memory,
+    init_device,
+    resolve_cache_dtype,
+    resolve_dtype,
+    warn_of_slow_quantization,
+)
+from quire_engine.worker.draft_model import build_draft_model
+from quire_engine.worker.drafter import Drafter
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
@@ -80,10 +88,16 @@ class DeviceModelRunner(ModelRunner):
         check_free_memory(config, local_shape, factory.dtype, self._device, quantized_bytes)
         self._model = get_model_class(shape.architecture)(local_shape, replace(factory, checkpoint=checkpoint))
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
+        draft_model = build_draft_model(config, self._model, folder, replace(factory, quantization=None), progress)
+        self._drafter: Drafter | None = None
+        if draft_model is not None:
+            cache_dtype = resolve_cache_dtype(config, factory.dtype)
+            self._drafter = Drafter(draft_model, cache_dtype, self._device, config.block_size)
         # Dummy steps run during startup, before these exist.
         self._graphs: CudaGraphRunner | None = None
         self._host_swap: HostSwap | None = None
-        startup = RunnerStartup(config, self._model, factory, self.adapter_store.slot_bytes, self._run_eager)
+        slot_bytes = self.adapter_store.slot_bytes
+        startup = RunnerStartup(config, self._model, factory, slot_bytes, self._run_eager, self._drafter)
         startup.load_model(folder, checkpoint, progress=progress)
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
@@ -131,6 +145,9 @@ class DeviceModelRunner(ModelRunner):
                     if isinstance(step_input, GraphStepInput)
                     else self._run_eager(step_input, spans, self._kv_cache, bitmask)
                 )
+            if self._drafter is not None:
+                aux_hidden_states, self._model.aux_hidden_states = self._model.aux_hidden_states, None
+                outputs = self._drafter.propose(spans, outputs, step_input.copies, aux_hidden_states)
         output_by_index = dict(zip(order, outputs, strict=True))
         return [output_by_index[i] for i in range(len(order))]
 

@@ -34,6 +34,7 @@ from quire_engine.worker.device import (
     set_num_threads,
     trim_heap,
 )
+from quire_engine.worker.drafter import Drafter
 from quire_engine.worker.memory_budget import (
     MemoryBudget,
     naming_setting_on_oom,
@@ -71,10 +72,18 @@ class RunnerStartup:
     """Prepares one model runner: loads weights, measures memory, and allocates the KV cache and the CUDA graphs."""
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, factory: ParamFactory, lora_bytes: int, run_step: RunStep
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        factory: ParamFactory,
+        lora_bytes: int,
+        run_step: RunStep,
+        drafter: Drafter | None = None,
     ) -> None:
         """Prepare the startup of `model`, whose parameters `factory` has allocated; `lora_bytes` is the size of all
-        adapter slots. `run_step` is also called from the thread that compiles kernels."""
+        adapter slots. `run_step` is also called from the thread that compiles kernels. With a `drafter`, whose cache
+        has as many blocks, no step runs as a CUDA graph."""
+        self._drafter = drafter
         self._config = config
         self._model = model
         self._device = factory.device
@@ -84,7 +93,7 @@ class RunnerStartup:
         self._run_step = run_step
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
-        should_capture = graph_capture.should_capture(factory.device)
+        should_capture = graph_capture.should_capture(factory.device) and drafter is None
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
         self._has_compiled = False
@@ -102,6 +111,8 @@ class RunnerStartup:
             )
         loaded_bytes = self._model.num_bytes
         self._model.pack()
+        if self._drafter is not None:
+            self._drafter.load()
         if self._device.type == "cpu":
             trim_heap()
             set_num_threads(loaded_bytes, self._config.tensor_parallel_size)
@@ -112,12 +123,15 @@ class RunnerStartup:
         """Measure the free memory, then allocate KV cache, CUDA graphs and swap space in it."""
         config, shape = self._config, self._model.shape
         bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype)
+        if self._drafter is not None:
+            bytes_per_block += self._drafter.block_bytes
         budget = self._measure_memory()
         num_blocks = num_kv_blocks(config, self._max_model_len, bytes_per_block, budget)
         if self._communicator is not None:
             num_blocks = self._communicator.all_reduce_min(num_blocks)
         with naming_setting_on_oom("kv_cache_memory_bytes"):
             kv_cache = self._create_cache(num_blocks)
+            draft_kv_bytes = 0 if self._drafter is None else self._drafter.allocate(num_blocks)
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
@@ -128,7 +142,7 @@ class RunnerStartup:
         measured = MeasuredMemory(
             weights_bytes=budget.weights,
             lora_bytes=budget.lora,
-            kv_bytes=kv_cache.num_bytes,
+            kv_bytes=kv_cache.num_bytes + draft_kv_bytes,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=self._max_model_len,
@@ -149,9 +163,14 @@ class RunnerStartup:
             step_input = build_step_input(spans, kv_cache.block_size, self._model.shape.long_rope_threshold, plan)
             self._run_step(step_input, spans, kv_cache)
 
+    @property
+    def _weights_bytes(self) -> int:
+        """Bytes of the weights of the model and of the draft model."""
+        return self._model.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
+
     def _measure_memory(self) -> MemoryBudget:
         """Return the bytes in use; on a GPU also the peak of the largest step."""
-        weights, lora = self._model.num_bytes, self._lora_bytes
+        weights, lora = self._weights_bytes, self._lora_bytes
         if self._device.type != "cpu":
             try:
                 return self._measure_gpu_memory()
@@ -163,7 +182,7 @@ class RunnerStartup:
         return MemoryBudget(available + weights + lora, weights, lora, 0)
 
     def _measure_gpu_memory(self) -> MemoryBudget:
-        weights, lora = self._model.num_bytes, self._lora_bytes
+        weights, lora = self._weights_bytes, self._lora_bytes
         self._select_prefill_attention()
         graph_bytes = self._measure_graph_memory()
         torch.cuda.empty_cache()

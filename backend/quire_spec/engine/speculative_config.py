@@ -18,11 +18,15 @@ class SpeculativeConfig:
 
     method: str
     """ngram: the tokens that followed the last tokens when these occurred before in the same sequence. suffix: also the
-    most frequent ones in past outputs of the same adapter and cache salt."""
+    most frequent ones in past outputs of the same adapter and cache salt. draft_model: a smaller model proposes tokens.
+    eagle3: an EAGLE-3 head does, which reads hidden states of the model."""
 
     num_speculative_tokens: int
     """Maximum number of draft tokens per sequence and step. A step uses fewer, or none, if it has many sequences or if
     few of the last draft tokens were accepted."""
+
+    model: str | None = None
+    """Folder or hub id of the draft model or of the EAGLE-3 head; only for these methods. Its dtype is the model's."""
 
     prompt_lookup_min: int | None = None
     """Minimum number of last tokens that must occur before. None: prompt_lookup_max, or 5 if that is None too."""
@@ -53,6 +57,9 @@ class SpeculativeConfig:
         if self.method not in capabilities.SPECULATIVE_METHODS:
             supported = ", ".join(capabilities.SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_config.method: must be one of {supported}, got {self.method!r}")
+        if (self.model is not None) != (self.method in capabilities.SPECULATIVE_MODEL_METHODS):
+            problem = "missing; give the folder of the draft model" if self.model is None else "must not be given"
+            raise ConfigError(f"speculative_config.model: {problem} with method {self.method!r}")
         self._check_range("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)

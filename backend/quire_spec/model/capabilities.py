@@ -24,7 +24,9 @@ CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "g
 """Values of quant_method in config.json of quantized checkpoints."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
-SPECULATIVE_METHODS = ("ngram", "suffix")
+SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3")
+"""Methods that need weights of their own."""
+SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
 TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     "openai",

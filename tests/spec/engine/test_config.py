@@ -46,7 +46,7 @@ def test_engine_config_round_trip(tmp_path):
         ),
         (
             {"model": "m", "speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
-            "speculative_config.method: must be one of ngram, suffix, got 'medusa'",
+            "speculative_config.method: must be one of ngram, suffix, draft_model, eagle3, got 'medusa'",
         ),
         (
             {"model": "m", "speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},
@@ -80,6 +80,24 @@ def test_engine_config_round_trip(tmp_path):
                 | {"suffix_decoding_max_spec_factor": 0.0},
             },
             "speculative_config.suffix_decoding_max_spec_factor: must be a positive number, got 0.0",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
+            "speculative_config.model: missing; give the folder of the draft model with method 'draft_model'",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "suffix", "num_speculative_tokens": 2, "model": "d"}},
+            "speculative_config.model: must not be given with method 'suffix'",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "eagle3", "num_speculative_tokens": 2, "model": "d"}}
+            | {"tensor_parallel_size": 2},
+            "speculative_config.method: 'eagle3' requires tensor_parallel_size 1, got 2",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "eagle3", "num_speculative_tokens": 2, "model": "d"}}
+            | {"swap_space": 1.0},
+            "swap_space: must be 0 with speculative_config.method 'eagle3', got 1.0",
         ),
         ([], "EngineConfig: expected an object, got a list"),
     ],

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 head: one decoder layer that continues hidden states of a target model, and proposes its next tokens.
+
+The row at position i reads the hidden states of token i and the embedding of token i + 1, and proposes token i + 2.
+
+Source: Li et al. 2025 (EAGLE-3), and the layouts of SafeAILab/EAGLE and speculators.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.attention import RotaryAttention
+from quire_engine.models.layers.linear import Linear, ParamFactory
+from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.module import Module
+from quire_engine.models.layers.norm import RMSNorm
+from quire_engine.models.layers.rotary import RotaryEmbedding
+from quire_engine.weights.param_shard import unsharded
+from quire_kernels import HugePageArena
+from quire_spec.errors import ConfigError
+from quire_spec.model.eagle3_config import Eagle3Config
+
+_UNUSED_TENSORS = ("t2d", "embed_tokens.weight")
+"""The mask of the tokens in d2t, and a copy of the target's embedding."""
+
+
+class Eagle3Layer(Module):
+    """Decoder layer whose attention reads the normalized embedding and hidden state side by side."""
+
+    def __init__(self, config: Eagle3Config, factory: ParamFactory) -> None:
+        shape = config.layer
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps, factory)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, factory)
+        self.self_attn = RotaryAttention(shape, 0, factory)
+        qkv = self.self_attn.qkv_proj
+        self.self_attn.qkv_proj = Linear(2 * shape.hidden_size, qkv.slices, factory, shape.attention_bias)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, factory)
+        self.mlp = MLP(shape, factory)
+        self._norm_before_residual = config.norm_before_residual
+
+    def __call__(
+        self, embeddings: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """Return the hidden states after the layer; both inputs are [num_tokens, hidden_size]."""
+        normalized = self.hidden_norm(hidden)
+        residual = (normalized if self._norm_before_residual else hidden).clone()
+        attention_input = torch.cat((self.input_layernorm(embeddings), normalized), dim=-1)
+        self.self_attn(attention_input, rope, kv_cache, batch, residual=residual)
+        return self.mlp(self.post_attention_layernorm(residual), batch, residual=residual)
+
+
+class Eagle3Head(Module):
+    """Proposes tokens from hidden states. Attributes have the names of SafeAILab's checkpoints."""
+
+    def __init__(self, config: Eagle3Config, target_hidden_size: int, factory: ParamFactory) -> None:
+        """Allocate the parameters; `load` fills them."""
+        shape = config.layer
+        self.fc = Linear(len(config.aux_layers) * target_hidden_size, {"fc": shape.hidden_size}, factory)
+        self.midlayer = Eagle3Layer(config, factory)
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, factory)
+        self.lm_head = Linear(shape.hidden_size, {"lm_head": config.draft_vocab_size}, factory)
+        self._rotary = RotaryEmbedding(shape.ropes[0], factory.device)
+        self._config = config
+        self.d2t = torch.arange(config.draft_vocab_size, device=factory.device)
+        """[draft_vocab_size] int64: the token of the target for each token of the head. A checkpoint has offsets."""
+        self.num_bytes = sum(unsharded(target).nbytes for _, target in self.tensors(""))
+
+    def __call__(self, embeddings: Tensor, hidden: Tensor, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
+        """Return hidden states [num_tokens, hidden_size].
+
+        Args:
+            embeddings: of the tokens after the positions of the batch, [num_tokens, hidden_size].
+            hidden: `combine`d hidden states of the target, or states that this head returned.
+            batch: positions, and where to write keys and values.
+            kv_cache: of the layer.
+        """
+        rope = self._rotary(batch.positions, batch.long_rope, hidden.dtype)
+        return self.midlayer(embeddings, hidden, rope, kv_cache, batch)
+
+    def combine(self, aux_hidden_states: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the input [num_tokens, hidden_size] of the first pass, from the target's hidden states."""
+        return self.fc(aux_hidden_states, batch)
+
+    def propose(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the most likely token of the target for each row of hidden states, [num_rows] int64."""
+        return self.d2t[self.lm_head(self.norm(hidden), batch).argmax(dim=-1)]
+
+    def load(self, tensors: Mapping[str, Tensor], target_vocab_size: int) -> None:
+        """Fill the parameters from a checkpoint, and repack them for speed.
+
+        Raises:
+            ConfigError: a tensor is missing, unexpected or of another shape, or d2t leaves the vocabulary.
+        """
+        named = {
+            name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
+        }
+        offsets = named.pop("d2t", None)
+        for name in _UNUSED_TENSORS:
+            named.pop(name, None)
+        targets = {name: unsharded(target).tensor for name, target in self.tensors("") if name != "d2t"}
+        if named.keys() != targets.keys():
+            missing, unexpected = sorted(targets.keys() - named), sorted(named.keys() - targets)
+            raise ConfigError(f"speculative_config.model: EAGLE-3 head lacks {missing} and has unexpected {unexpected}")
+        for name, parameter in targets.items():
+            if named[name].shape != parameter.shape:
+                raise ConfigError(
+                    f"speculative_config.model: {name} has shape {tuple(named[name].shape)}; config.json and the model "
+                    f"imply {tuple(parameter.shape)}"
+                )
+            parameter.copy_(named[name])
+        size = self._config.draft_vocab_size
+        if offsets is None and size != target_vocab_size:
+            raise ConfigError(f"speculative_config.model: d2t is missing, but draft_vocab_size is {size}")
+        if offsets is not None:
+            if offsets.shape != (size,) or offsets.dtype != torch.int64:
+                raise ConfigError(f"speculative_config.model: d2t must be {size} int64, got {tuple(offsets.shape)}")
+            self.d2t += offsets.to(self.d2t.device)
+            if self.d2t.min() < 0 or self.d2t.max() >= target_vocab_size:
+                raise ConfigError(f"speculative_config.model: d2t leaves the vocabulary of {target_vocab_size} tokens")
+        self.pack(HugePageArena())

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that propose drafts: a small language model with the vocabulary of the target, or an EAGLE-3 head.
+
+Owns their weights and how they compute one pass; the drafter decides which tokens a pass contains.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models.base import CausalLM
+from quire_engine.models.eagle3 import Eagle3Head
+from quire_engine.models.forward_batch import ForwardBatch
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
+from quire_engine.weights.hub import resolve_model
+from quire_engine.weights.loader import load_weights, read_tensors
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
+from quire_engine.weights.tensor_files import TensorFiles
+from quire_kernels import embedding
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError
+from quire_spec.model.eagle3_config import Eagle3Config
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.quantization import resolve_quantization
+
+
+class DraftModel(ABC):
+    """Proposes the token after each row that needs logits."""
+
+    shape: ModelConfig
+    """Of its KV cache."""
+    num_bytes: int
+    """Bytes of its parameters."""
+    reads_hidden_states: bool
+    """True if a row reads the hidden states of its position and the token after it, False if it reads its token."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Fill the parameters."""
+
+    @abstractmethod
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Compute a pass, and write its keys and values.
+
+        Args:
+            batch: the tokens that the rows read.
+            kv_cache: of this model.
+            hidden: what the rows read besides: hidden states of the target in the first pass of a draft, later those
+                that this method returned. None if the model reads none.
+
+        Returns:
+            Hidden states and proposed tokens, [num_logits] int64, of the rows that need logits; at least one does.
+        """
+
+    @abstractmethod
+    def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
+        """Compute a pass in which no row needs logits."""
+
+
+class SmallDraftModel(DraftModel):
+    """A language model of any supported architecture. Adapters of the target do not change it."""
+
+    reads_hidden_states = False
+
+    def __init__(self, folder: Path, target: ModelConfig, target_folder: Path, factory: ParamFactory) -> None:
+        """Allocate the model in `folder`; raises ConfigError if its vocabulary is not that of the target."""
+        self.shape = ModelConfig.load(folder)
+        _check_vocabularies(self.shape, folder, target, target_folder)
+        self._folder = folder
+        scheme = self.shape.quantization
+        self._checkpoint = None if scheme is None else QuantizedTensors(TensorFiles(folder), scheme)
+        quantization = resolve_quantization(None, scheme)
+        own_factory = replace(factory, quantization=quantization, checkpoint=self._checkpoint)
+        self._model: CausalLM = get_model_class(self.shape.architecture)(self.shape, own_factory)
+        self.num_bytes = self._model.num_bytes
+
+    def load(self) -> None:
+        """See DraftModel."""
+        tied_to = self.shape.tied_embedding_name
+        load_weights(self._folder, self._model.tensors(), tied_to=tied_to, checkpoint=self._checkpoint)
+        self._model.pack()
+
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """See DraftModel."""
+        rows = self._model(batch, kv_cache)
+        assert rows is not None
+        return None, self._model.compute_logits(rows, batch).argmax(dim=-1)
+
+    def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
+        """See DraftModel."""
+        self._model(batch, kv_cache)
+
+
+class Eagle3DraftModel(DraftModel):
+    """An EAGLE-3 head on the hidden states and the embedding of its target."""
+
+    reads_hidden_states = True
+
+    def __init__(self, folder: Path, target: CausalLM, factory: ParamFactory) -> None:
+        """Allocate the head in `folder`; raises ConfigError if it does not fit `target`."""
+        config = Eagle3Config.load(folder, target.shape)
+        if not target.SUPPORTS_AUX_LAYERS:
+            raise ConfigError(
+                f"speculative_config.method: eagle3 does not support architecture {target.shape.architecture!r}; use "
+                "suffix or ngram"
+            )
+        if config.layer.hidden_size != target.shape.embedding_size:
+            raise ConfigError(
+                f"speculative_config.model: hidden_size {config.layer.hidden_size} of the EAGLE-3 head differs from "
+                f"{target.shape.embedding_size} of the model; use a head that was trained for this model"
+            )
+        self.shape = config.layer
+        self._folder, self._target = folder, target
+        self._head = Eagle3Head(config, target.shape.hidden_size, factory)
+        self.num_bytes = self._head.num_bytes
+        target.aux_hidden_state_layers = config.aux_layers
+
+    def load(self) -> None:
+        """See DraftModel."""
+        self._head.load(read_tensors(self._folder), self._target.shape.vocab_size)
+
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """See DraftModel."""
+        output = self._forward(batch, kv_cache, hidden)
+        rows = output if batch.logit_rows is None else output[batch.logit_rows]
+        return rows, self._head.propose(rows, batch)
+
+    def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
+        """See DraftModel."""
+        self._forward(batch, kv_cache, hidden)
+
+    def _forward(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None
+        if hidden.shape[1] != self.shape.hidden_size:
+            hidden = self._head.combine(hidden, batch)
+        embeddings = embedding(batch.token_ids, self._target.embed_tokens)
+        return self._head(embeddings, hidden, batch, kv_cache.layers[0])
+
+
+def build_draft_model(
+    config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
+) -> DraftModel | None:
+    """Allocate the draft model of `speculative_config`; None if its method needs none. Raises ConfigError."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    try:
+        folder = resolve_model(speculative.model, None, progress, config.download_dir)
+        if speculative.method == "eagle3":
+            return Eagle3DraftModel(folder, target, factory)
+        return SmallDraftModel(folder, target.shape, target_folder, factory)
+    except ConfigError as error:
+        message = str(error)
+        raise (
+            error
+            if message.startswith("speculative_config")
+            else ConfigError(f"speculative_config.model: {message.removeprefix('model: ')}")
+        ) from error
+
+
+def _check_vocabularies(draft: ModelConfig, folder: Path, target: ModelConfig, target_folder: Path) -> None:
+    """Raise ConfigError unless both models have the same tokens."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config.model: vocab_size {draft.vocab_size} of the draft model differs from "
+            f"{target.vocab_size} of the model; use a draft model with the same vocabulary"
+        )
+    vocabularies = [_read_vocabulary(path / "tokenizer.json") for path in (folder, target_folder)]
+    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            "speculative_config.model: the tokens in tokenizer.json of the draft model differ from those of the model; "
+            "use a draft model with the same vocabulary"
+        )
+
+
+def _read_vocabulary(path: Path) -> object:
+    """Return the tokens of a tokenizer.json; None if there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

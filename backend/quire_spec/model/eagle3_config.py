@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of an EAGLE-3 head from its config.json, in the layout of SafeAILab/EAGLE or of speculators."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quire_spec.dataclass_json import read_json
+from quire_spec.errors import ConfigError
+from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.model_config import ModelConfig
+
+_AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+_UNSUPPORTED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """One decoder layer that reads hidden states of a target model."""
+
+    layer: ModelConfig
+    """Shape of the layer, as that of a Llama with one layer and the vocabulary of the target."""
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose inputs the head reads."""
+    draft_vocab_size: int
+    """Tokens that the head can propose."""
+    norm_before_residual: bool
+    """True if the normalized hidden state, not the hidden state, is the residual of the layer."""
+
+    @classmethod
+    def load(cls, folder: Path, target: ModelConfig) -> Self:
+        """Read `folder`/config.json of a head for `target`.
+
+        Raises:
+            ConfigError: the file cannot be read, or the head does not fit the target; the message names the key.
+        """
+        return cls.from_config(read_json(folder / "config.json"), target)
+
+    @classmethod
+    def from_config(cls, config: object, target: ModelConfig) -> Self:
+        """Read a parsed config.json; raises as `load`."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
+        layer_config: Any = config.get("transformer_layer_config", config)
+        if not isinstance(layer_config, Mapping):
+            raise ConfigError("config.json: transformer_layer_config must be an object")
+        as_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+        as_llama["tie_word_embeddings"] = False
+        ignored = ("layer_types", "eagle_config")
+        layer = ModelConfig.from_config({k: v for k, v in layer_config.items() if k not in ignored} | as_llama)
+        reader = HFConfigReader(config, {})
+        for key in _UNSUPPORTED_FLAGS:
+            if reader.get_bool(key, False):
+                raise reader.error(key, True, "false (a head with this normalization is not supported)")
+        if layer.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"config.json: vocab_size {layer.vocab_size} of the EAGLE-3 head differs from {target.vocab_size} of "
+                "the model; use a head that was trained for this model"
+            )
+        count = target.num_layers
+        ids: tuple[int, ...] = (2, count // 2, count - 3)
+        for section in (reader, reader.get_section("eagle_config")):
+            if _AUX_LAYERS_KEY in section:
+                ids = section.get_int_list(_AUX_LAYERS_KEY)
+                break
+        if not ids or not all(0 <= i < count for i in ids):
+            raise reader.error(_AUX_LAYERS_KEY, list(ids), f"a list of layers from 0 to {count - 1}")
+        return cls(
+            layer,
+            ids,
+            reader.get_int("draft_vocab_size", layer.vocab_size),
+            reader.get_bool("norm_before_residual", False),
+        )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of a draft model and of an EAGLE-3 head: the same outputs, in fewer steps where the drafts are right."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiny_checkpoints import BASE, VOCAB, write_checkpoint
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from quire_engine import SamplingParams
+from quire_engine.speculation.model_proposer import ModelProposer
+from quire_spec.errors import ConfigError
+
+PROMPTS = ["abcabcab", "once upon a time once upon, it was a long prompt", "xyzzy", "once upon a time"]
+AUX_LAYERS, DRAFT_VOCAB, HIDDEN, HEADS, KV_HEADS, MLP, EPS = [0, 1, 1], 200, 64, 4, 2, 112, 1e-6
+VARIANTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.1, "logprobs": 1, "n": 2},
+    "bad words": {"temperature": 0.9, "seed": 8, "bad_words": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_a_draft_model_changes_no_output(models: Any, adapter: str | None) -> None:
+    """The draft model is the model itself. So all its drafts are right without an adapter, after chunks of prompts,
+    preemptions and prefix hits as well: its keys are those that the model would compute."""
+    speculation = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(models.model)}
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 20, "block_size": 8}
+    blocks = 28 * 8 * 2 * 2 * 2 * 16 * 4  # about half of what the sequences need, so that some are preempted
+    plain = models.load(**settings, kv_cache_memory_bytes=blocks)
+    llm = models.load(**settings, kv_cache_memory_bytes=2 * blocks, speculative_config=speculation)
+    assert plain.engine.stats().num_blocks == llm.engine.stats().num_blocks
+    planner = llm.engine._scheduler.draft_planner
+    planner._policy.draft_length = lambda *_: 3
+    for name, variant in VARIANTS.items():
+        params = SamplingParams(**({"max_tokens": 30} | variant))
+        outputs = [
+            [
+                list(output.token_ids)
+                for request in engine.generate(PROMPTS, params, lora_request=models.lora(adapter), use_tqdm=False)
+                for output in request.outputs
+            ]
+            for engine in (plain, llm)
+        ]
+        assert outputs[0] == outputs[1], name
+        llm.engine.check_integrity()
+        if name == "greedy" and adapter is None:
+            assert planner.counts.num_accepted_tokens == planner.counts.num_draft_tokens > 0
+            assert llm.engine.stats().num_steps < 0.5 * plain.engine.stats().num_steps
+    assert llm.engine.stats().num_preemptions and plain.engine.stats().num_preemptions
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_eagle3_proposes_what_a_plain_computation_proposes(models: Any, tmp_path: Path, layout: str) -> None:
+    tensors = _random_head()
+    _save_head(tmp_path, tensors, layout)
+    speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
+    llm = models.load(max_num_batched_tokens=24, max_num_seqs=20, block_size=8, speculative_config=speculation)
+    planner, seen = llm.engine._scheduler.draft_planner, []
+    planner._policy.draft_length = lambda *_: 3
+    store = ModelProposer.store
+
+    def record(sequence: Any, draft: Any) -> None:
+        store(planner._proposer, sequence, draft)
+        seen.append((sequence.tokens(0, sequence.num_tokens), list(draft)))
+
+    planner._proposer.store = record
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [list(r.outputs[0].token_ids) for r in outputs] == models.tokens(PROMPTS, params)
+    assert len(seen) > 40
+    for tokens, draft in seen:
+        assert draft == _reference_draft(models.references[None], tensors, tokens, len(draft), layout)
+
+
+def _random_head() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator) * 0.3
+
+    layer = {
+        "hidden_norm": normal(HIDDEN) + 1,
+        "input_layernorm": normal(HIDDEN) + 1,
+        "post_attention_layernorm": normal(HIDDEN) + 1,
+        "self_attn.q_proj": normal(HIDDEN, 2 * HIDDEN),
+        "self_attn.k_proj": normal(HIDDEN // 2, 2 * HIDDEN),
+        "self_attn.v_proj": normal(HIDDEN // 2, 2 * HIDDEN),
+        "self_attn.o_proj": normal(HIDDEN, HIDDEN),
+        "mlp.gate_proj": normal(MLP, HIDDEN),
+        "mlp.up_proj": normal(MLP, HIDDEN),
+        "mlp.down_proj": normal(HIDDEN, MLP),
+    }
+    head = {"fc": normal(HIDDEN, 3 * HIDDEN), "norm": normal(HIDDEN) + 1, "lm_head": normal(DRAFT_VOCAB, HIDDEN)}
+    named = head | {f"midlayer.{name}": tensor for name, tensor in layer.items()}
+    tokens = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+    return {f"{name}.weight": tensor for name, tensor in named.items()} | {
+        "d2t": tokens - torch.arange(DRAFT_VOCAB),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens, True),
+    }
+
+
+def _save_head(folder: Path, tensors: dict[str, torch.Tensor], layout: str) -> None:
+    layer = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS, "vocab_size": VOCAB}
+    layer |= {"num_key_value_heads": KV_HEADS, "max_position_embeddings": 512, "rms_norm_eps": EPS}
+    layer |= {"model_type": "llama", "num_hidden_layers": 1}
+    ids = {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}
+    if layout == "safeailab":
+        config = layer | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": ids}
+    else:
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, **ids}
+        config |= {"norm_before_residual": True}
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": DRAFT_VOCAB}))
+    save_file(tensors, folder / "model.safetensors")
+
+
+@torch.inference_mode()
+def _reference_draft(
+    target: Any, tensors: dict[str, torch.Tensor], tokens: list[int], num_tokens: int, layout: str
+) -> list[int]:
+    """Compute the draft after `tokens` with plain torch: all positions at once, again for each draft token."""
+    ids = torch.tensor([tokens])
+    states = target(input_ids=ids[:, :-1], output_hidden_states=True).hidden_states
+    aux = torch.cat([states[layer][0] for layer in AUX_LAYERS], dim=-1)
+    hidden = functional.linear(aux, tensors["fc.weight"])
+    embeddings = target.get_input_embeddings()(ids[0, 1:])
+    draft: list[int] = []
+    for _ in range(num_tokens):
+        out = _reference_layer(tensors, embeddings, hidden, layout)
+        logits = functional.linear(_norm(out[-1], tensors["norm.weight"]), tensors["lm_head.weight"])
+        token = int(logits.argmax())
+        draft.append(token + int(tensors["d2t"][token]))
+        hidden = torch.cat((hidden, out[-1:]))
+        embeddings = torch.cat((embeddings, target.get_input_embeddings()(torch.tensor(draft[-1:]))))
+    return draft
+
+
+def _reference_layer(tensors: dict[str, torch.Tensor], x: torch.Tensor, hidden: torch.Tensor, layout: str) -> Any:
+    weights = {name.removeprefix("midlayer.").removesuffix(".weight"): t for name, t in tensors.items()}
+    normalized = _norm(hidden, weights["hidden_norm"])
+    residual = normalized if layout == "speculators" else hidden
+    attention_input = torch.cat((_norm(x, weights["input_layernorm"]), normalized), dim=-1)
+    dim = HIDDEN // HEADS
+    q, k, v = (
+        functional.linear(attention_input, weights[f"self_attn.{n}_proj"]).unflatten(-1, (-1, dim)).transpose(0, 1)
+        for n in "qkv"
+    )
+    angles = torch.arange(len(x))[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+    q, k = (y * cos + torch.cat((-y[..., dim // 2 :], y[..., : dim // 2]), -1) * sin for y in (q, k))
+    k, v = (y.repeat_interleave(HEADS // KV_HEADS, 0) for y in (k, v))
+    attended = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    residual = residual + functional.linear(attended.transpose(0, 1).flatten(1), weights["self_attn.o_proj"])
+    y = _norm(residual, weights["post_attention_layernorm"])
+    gated = functional.silu(functional.linear(y, weights["mlp.gate_proj"])) * functional.linear(
+        y, weights["mlp.up_proj"]
+    )
+    return residual + functional.linear(gated, weights["mlp.down_proj"])
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", LlamaConfig(**(BASE | {"vocab_size": VOCAB - 1})), 0)
+    speculation = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(other)}
+    with pytest.raises(ConfigError, match=f"speculative_config.model: vocab_size {VOCAB - 1} of the draft model"):
+        models.load(speculative_config=speculation)
+    with pytest.raises(ConfigError, match=r"speculative_config.model: folder '/nowhere' does not exist"):
+        models.load(speculative_config=speculation | {"model": "/nowhere"})
+    _save_head(tmp_path, {n: t for n, t in _random_head().items() if n != "fc.weight"}, "safeailab")
+    with pytest.raises(ConfigError, match=r"speculative_config.model: EAGLE-3 head lacks \['fc.weight'\]"):
+        models.load(speculative_config=speculation | {"method": "eagle3", "model": str(tmp_path)})
