@@ -170,7 +170,14 @@ def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDel
     logprobs = None if span_output.logprobs is None else _logprob_lists(span_output.logprobs)
     reason = None if sequence.finish_reason is None else sequence.finish_reason.value
     result = SequenceDelta(
-        sequence.id, span_output.token_ids, reason, logprobs, cumulative_logprob=span_output.cumulative_logprob
+        sequence.id,
+        span_output.token_ids,
+        reason,
+        logprobs,
+        num_drafts=int(span_output.num_draft_tokens > 0),
+        num_draft_tokens=span_output.num_draft_tokens,
+        num_accepted_draft_tokens=span_output.num_accepted_tokens,
+        cumulative_logprob=span_output.cumulative_logprob,
     )
     if len(sequence.output_token_ids) > len(span_output.token_ids):
         return result

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.protocol.messages import AdapterEvent
+from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
 
 MAX_ADAPTER_LABELS = 100
 """Adapters with their own series; all others share one. Each adapter adds about 60 lines to a scrape, most of them
@@ -42,6 +42,11 @@ class AdapterMetrics:
         options: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": registry}
         self._requests = Counter("quire_adapter_requests", "Requests admitted for the adapter.", **options)
         self._tokens = Counter("quire_adapter_tokens", "Tokens generated with the adapter.", **options)
+        self._drafts = (
+            Counter("quire_adapter_spec_decode_num_drafts", "Drafts that steps verified.", **options),
+            Counter("quire_adapter_spec_decode_num_draft_tokens", "Draft tokens that steps verified.", **options),
+            Counter("quire_adapter_spec_decode_num_accepted_tokens", "Accepted draft tokens.", **options),
+        )
         self._time_to_first_token = Histogram(
             "quire_adapter_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -108,6 +113,14 @@ class AdapterMetrics:
         if adapter_name is not None:
             self._tokens.labels(self._model_name, self._labels.label(adapter_name)).inc(num_tokens)
 
+    def record_drafts(self, adapter_name: AdapterName | None, result: SequenceDelta) -> None:
+        """Count the verified drafts of a result, their tokens, and the accepted ones."""
+        if adapter_name is not None:
+            label = self._labels.label(adapter_name)
+            counts = result.num_drafts, result.num_draft_tokens, result.num_accepted_draft_tokens
+            for counter, count in zip(self._drafts, counts, strict=True):
+                counter.labels(self._model_name, label).inc(count)
+
     def set_adapters(self, digests_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
         """Set the adapters that requests can name; remove the series of all others."""
         self._names_by_digest = {}
@@ -117,7 +130,7 @@ class AdapterMetrics:
             self._resident_names.discard(name)
             for metric in (
                 *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),
-                *(self._rate_limited_requests, self._evictions, self._queue_time),
+                *(self._rate_limited_requests, self._evictions, self._queue_time, *self._drafts),
             ):
                 metric.remove(self._model_name, name)
             for destination in ("host", "slot"):

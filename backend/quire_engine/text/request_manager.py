@@ -345,6 +345,8 @@ class RequestManager:
         if entry is None:
             return []
         request_state, frontend = entry
+        if result.num_drafts:
+            self._metrics.adapter_metrics.record_drafts(request_state.adapter_name, result)
         completion = request_state.completion(result.id)
         num_tokens_before = completion.num_tokens
         try:

@@ -120,4 +120,7 @@ def coalesce(results: list[SequenceDelta]) -> SequenceDelta:
         last_result,
         token_ids=[token_id for result in results for token_id in result.token_ids],
         logprobs=logprobs or None,
+        num_drafts=sum(result.num_drafts for result in results),
+        num_draft_tokens=sum(result.num_draft_tokens for result in results),
+        num_accepted_draft_tokens=sum(result.num_accepted_draft_tokens for result in results),
     )

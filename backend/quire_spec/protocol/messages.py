@@ -191,6 +191,10 @@ class SequenceDelta:
     """Prompt tokens found in the prefix cache; sent with the first token."""
     cumulative_logprob: float | None = None
     """Sum over all tokens of an output of beam search, which is one delta."""
+    num_drafts: int = 0
+    """Drafts of the sequence that were verified."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_engine.text.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.text.metrics import RequestMetrics
+from quire_engine.text.result_coalescer import coalesce
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.protocol.messages import AdapterEvent, SchedulerStats
+from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta
 
 
 @pytest.fixture
@@ -67,6 +68,9 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("quire_block_copies_total", {}, 6),
     ("quire_adapter_requests_total", {"adapter": "sql"}, 1),
     ("quire_adapter_tokens_total", {"adapter": "sql"}, 3),
+    ("quire_adapter_spec_decode_num_drafts_total", {"adapter": "sql"}, 2),
+    ("quire_adapter_spec_decode_num_draft_tokens_total", {"adapter": "sql"}, 5),
+    ("quire_adapter_spec_decode_num_accepted_tokens_total", {"adapter": "sql"}, 3),
     ("quire_adapter_time_to_first_token_seconds_count", {"adapter": "sql"}, 1),
     ("quire_adapter_slot_residency", {"adapter": "sql"}, 1),
     ("quire_requests_refused_total", {"code": "UNAVAILABLE"}, 1),
@@ -90,6 +94,9 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     metrics.record_generated_tokens("sql", 1)
     metrics.record_next_token(0.02)
     metrics.record_generated_tokens("sql", 2)
+    delta = SequenceDelta(1, [1], num_drafts=1, num_draft_tokens=2, num_accepted_draft_tokens=1)
+    other = SequenceDelta(1, [1], num_drafts=1, num_draft_tokens=3, num_accepted_draft_tokens=2)
+    metrics.adapter_metrics.record_drafts("sql", coalesce([delta, other]))
     blocks = {"num_blocks": 100, "num_used_blocks": 25, "num_host_blocks": 8, "num_used_host_blocks": 2}
     copied = {"num_swapped_out_blocks": 5, "num_swapped_in_blocks": 3, "num_block_copies": 6}
     drafts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
