@@ -12,7 +12,7 @@ from support.tiny_checkpoints import BASE, VOCAB, write_checkpoint
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from quire_engine import SamplingParams
+from quire_engine import LLM, SamplingParams
 from quire_engine.speculation.model_proposer import ModelProposer
 from quire_spec.errors import ConfigError
 
@@ -166,6 +166,22 @@ def _reference_layer(tensors: dict[str, torch.Tensor], x: torch.Tensor, hidden: 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def test_the_shipped_head_proposes_well() -> None:
+    """Prompts that the head's training did not see; greedy tokens equal those without drafts."""
+    folder = Path(__file__).parents[3] / "examples/models"
+    speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(folder / "tiny-eagle3")}
+    prompts = ["Once upon a time there was a shy fox", "Question: Can I change my order?\nAnswer:"]
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    outputs, steps = [], []
+    for settings in ({}, {"speculative_config": speculation}):
+        llm = LLM(model=folder / "tiny", dtype="float32", kv_cache_memory_bytes=2**25, **settings)
+        requests = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+        outputs.append([list(request.outputs[0].token_ids) for request in requests])
+        steps.append(llm.engine.stats().num_steps)
+    assert outputs[0] == outputs[1]
+    assert steps[0] > 1.8 * steps[1]
 
 
 def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
