@@ -116,4 +116,6 @@ class DraftPlanner:
 
     def finish(self, sequence: Sequence) -> None:
         """Tell the proposer that a sequence is finished, so that later drafts can use its output."""
-        self._proposer.finish(sequence)
+        # Dropped beams are not outputs.
+        if sequence.beam_group is None:
+            self._proposer.finish(sequence)
