@@ -48,11 +48,14 @@ CONFIG = LlamaConfig(
     eos_token_id=None,
     initializer_range=0.3,
 )
+MODEL: str | None = None
 GROUP = 32
 
 
 def new_model(dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return the random model."""
+    """Return the random model, or the one of --model."""
+    if MODEL is not None:
+        return LlamaForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     torch.manual_seed(0)
     return LlamaForCausalLM(CONFIG).to(dtype).eval()
 
@@ -62,6 +65,8 @@ def save(
 ) -> None:
     """Write a checkpoint, whose config.json exists if `config` is None."""
     out.mkdir(parents=True, exist_ok=True)
+    if CONFIG.tie_word_embeddings:
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     if config is not None:
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -111,7 +116,11 @@ def write_compressed_tensors(out: Path) -> None:
         "ct-fp8-block": (fp8 | {"strategy": "block", "block_structure": [48, 48]}, fp8_token, ignore),
         "ct-int8": ({"num_bits": 8, "type": "int", "strategy": "channel"}, token8 | {"type": "int"}, ignore),
         "ct-int4-group": (int4 | {"strategy": "group", "group_size": GROUP}, None, ["re:.*self_attn.*", "lm_head"]),
-        "ct-int4-zeros": (int4 | {"strategy": "group", "group_size": GROUP, "symmetric": False}, None, []),
+        "ct-int4-zeros": (
+            int4 | {"strategy": "group", "group_size": GROUP, "symmetric": False},
+            None,
+            ignore if CONFIG.tie_word_embeddings else [],
+        ),
         "ct-int4-channel": (int4 | {"strategy": "channel", "symmetric": False}, None, ignore),
         "ct-int8-weights": ({"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP}, None, ignore),
     }
@@ -327,8 +336,10 @@ def write_gptqmodel(out: Path, source: Path) -> None:
                 convert_gptq_v2_to_v1_format_module(packed, QuantizeConfig(bits=4))
             return weight
 
-        state, dequantized = pack_gptq(model, quantize, dequantize, lm_head=True)
-        config = gptq_config(sym=False, desc_act=False, lm_head=True, checkpoint_format=version)
+        state, dequantized = pack_gptq(model, quantize, dequantize, lm_head=not CONFIG.tie_word_embeddings)
+        config = gptq_config(
+            sym=False, desc_act=False, lm_head=not CONFIG.tie_word_embeddings, checkpoint_format=version
+        )
         save(out / name, "GPTQModel f4c327a17eb3", config, state, dequantized)
 
 
@@ -387,7 +398,11 @@ def main() -> None:
     parser.add_argument("writer")
     parser.add_argument("out", type=Path)
     parser.add_argument("source", type=Path, nargs="?")
+    parser.add_argument("--model", help="folder of a Llama to quantize, such as examples/models/tiny")
     arguments = parser.parse_args()
+    if arguments.model:
+        global CONFIG, MODEL
+        CONFIG, MODEL = LlamaConfig.from_pretrained(arguments.model), arguments.model
     writers: dict[str, Callable[..., None]] = {
         "compressed-tensors": write_compressed_tensors, "mxfp4": write_mxfp4, "actorder": write_actorder,
         "autoawq": write_autoawq, "autogptq": write_autogptq, "gptqmodel": write_gptqmodel, "fbgemm": write_fbgemm,

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints stay quantized where there are kernels, and give the logits of the dequantized weights."""
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, VOCAB, open_checkpoint, write_dequantized
 from support.requirements_of_machine import requires_native_kernels
+from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from quire_engine.distributed.communicator import Communicator
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
@@ -18,26 +23,28 @@ from quire_engine.sequence import Sequence
 from quire_engine.step.input import build_step_input
 from quire_engine.step.plan import ScheduledSpan
 from quire_engine.weights.loader import load_weights
-from quire_kernels import QuantizedWeight, quantized_linear
+from quire_kernels import QuantizedWeight, linear, quantized_linear
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 200
 NOT_PACKED = {"ct-fp8-block": "blocks of 48", "ct-int8-weights": "8 bits per group"}
 """Without a kernel."""
 QUANTIZED_HEADS = {"ct-int4-zeros", "gptq-zeros", "gptq_v2"}
-ACT_ORDER = {"ct-actorder", "gptq-desc_act"}
+ACT_ORDER = ("ct-actorder", "gptq-desc_act")
 ATTENTION = {f"{name}_proj" for name in "qkvo"}
 PROJECTIONS = ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
-def _load(folder, dtype):
+def _load(folder, dtype, communicator=None):
     shape = ModelConfig.load(folder)
     checkpoint = None if shape.quantization is None else open_checkpoint(folder)
-    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU, checkpoint=checkpoint))
+    local = shape if communicator is None else communicator.shard.local_config
+    model = get_model_class(shape.architecture)(local, ParamFactory(dtype, CPU, communicator, checkpoint=checkpoint))
     load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, checkpoint=checkpoint)
     model.pack()
     return model
@@ -71,6 +78,59 @@ def test_logits_equal_those_of_the_dequantized_weights(name, tmp_path):
     assert isinstance(model.lm_head.weight, QuantizedWeight) == (name in QUANTIZED_HEADS)
     assert all((linear.input_order is not None) == (name in ACT_ORDER) for linear in linears)
     assert model.num_bytes < _load(dequantized, torch.bfloat16).num_bytes or name in NOT_PACKED
+
+
+@torch.inference_mode()
+def _effective_weight(layer):
+    """Return the weight that a packed linear layer multiplies with, as float32 [out_features, in_features]."""
+    x = torch.eye(layer.in_features, dtype=torch.bfloat16)
+    return linear(x if layer.input_order is None else x[:, layer.input_order], layer.weight, None).t().float()
+
+
+@requires_native_kernels
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, 1) for name in QUANTIZED_LLAMAS] + [(name, 2) for name in ("awq", "ct-fp8-channel", "ct-int8", *ACT_ORDER)],
+)
+def test_packed_weights_equal_the_dequantized_weights(name, size, tmp_path):
+    for rank in range(size):
+        communicator = (
+            None
+            if size == 1
+            else Communicator(TensorParallelShard(ModelConfig.load(FOLDER / name), rank, size), lambda: tmp_path)
+        )
+        packed = _load(FOLDER / name, torch.bfloat16, communicator)
+        dense = _load(write_dequantized(FOLDER / name, tmp_path / str(rank)), torch.bfloat16, communicator)
+        for (_, layer), (_, expected) in zip(packed.linears(), dense.linears(), strict=True):
+            found, wanted = _effective_weight(layer), _effective_weight(expected)
+            if isinstance(layer.weight, QuantizedWeight) and layer.weight.scheme == "w8a8":
+                assert (found - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+            else:
+                assert torch.equal(found, wanted), (name, rank, layer.slices)
+
+
+@requires_native_kernels
+@torch.inference_mode()
+def test_blocks_of_128_stay_quantized(tmp_path):
+    """In the layout of DeepSeek, as transformers writes it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4, head_dim=64
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    settings = FineGrainedFP8Config(weight_block_size=[128, 128])
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= quantizer.convert({name: tensor}) if "proj" in name else {name: tensor.clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_config": settings.to_dict()}))
+    packed, dense = _load(tmp_path, torch.bfloat16), _load(write_dequantized(tmp_path, tmp_path / "d"), torch.bfloat16)
+    for (_, layer), (_, expected) in zip(packed.linears(), dense.linears(), strict=True):
+        assert isinstance(layer.weight, QuantizedWeight)
+        assert torch.equal(_effective_weight(layer), _effective_weight(expected))
 
 
 def test_parts_that_are_computed_together_must_be_quantized_alike(tmp_path):
