@@ -112,6 +112,8 @@ class AdmissionController:
         self.limits = limits
         self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
         """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
+        self.chat_templates: Mapping[str, str] = {}
+        """File of the chat template by adapter name, of adapters that have their own."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
         self.closed_reason = "engine core is starting; try again"
@@ -249,7 +251,7 @@ class AdmissionController:
         if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
             raise InvalidArgument("prompt: give either a text prompt or token ids, not both or neither")
         if request.chat is not None:
-            self.check_chat()
+            self.check_chat(request.model)
             return
         if request.prompt_token_ids is not None:
             if not isinstance(request.prompt_token_ids, list):
@@ -278,9 +280,9 @@ class AdmissionController:
             )
         return parsing
 
-    def check_chat(self) -> None:
-        """Reject a conversation if the checkpoint has no chat template."""
-        if not self._has_chat_template:
+    def check_chat(self, model: str) -> None:
+        """Reject a conversation if the adapter and the checkpoint have no chat template, or the model no tokenizer."""
+        if not self._has_tokenizer or not (self._has_chat_template or model in self.chat_templates):
             raise InvalidArgument(
                 "messages: the model has no chat template; use completions, or add chat_template.jinja to its folder"
             )

@@ -29,20 +29,25 @@ class ChatRenderer:
         special = [tokenizer.added_tokens[i] for i in tokenizer.special_token_ids]
         others = [text for i, text in tokenizer.added_tokens.items() if i not in tokenizer.special_token_ids]
         config = {"files": to_json(files), "special_tokens": special, "other_tokens": others, "max_chars": max_chars}
+        self.has_template = files.default is not None
+        """Whether the checkpoint has a template; an adapter can have its own."""
         self._render_timeout_s = render_timeout_s
         self._workers = WorkerPool("quire_engine.text.render_worker", config, render_timeout_s, QUEUE_TIMEOUT_S)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the workers in the background, unless they run."""
-        self._workers.start()
+        """Start the workers in the background, unless they run or only an adapter can have a template."""
+        if self.has_template:
+            self._workers.start()
 
-    def submit(self, chat: Mapping[str, Any], on_done: Callable[[str | QuireError], None]) -> None:
+    def submit(
+        self, chat: Mapping[str, Any], template_file: str | None, on_done: Callable[[str | QuireError], None]
+    ) -> None:
         """Render a conversation and pass the result to `on_done` on the event loop."""
 
         async def run() -> None:
             try:
-                result: str | QuireError = await self.render(chat)
+                result: str | QuireError = await self.render(chat, template_file)
             except QuireError as error:
                 result = error
             on_done(result)
@@ -51,15 +56,15 @@ class ChatRenderer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def render(self, chat: Mapping[str, Any]) -> str:
-        """Return the text of a conversation, with marked control tokens.
+    async def render(self, chat: Mapping[str, Any], template_file: str | None = None) -> str:
+        """Return the text of a conversation, with marked control tokens; `template_file` replaces the template.
 
         Raises:
             InvalidArgument: the template rejects the conversation, or takes too long.
             Unavailable: no worker is free.
         """
         try:
-            answer = await self._workers.ask(chat)
+            answer = await self._workers.ask({**chat, "template_file": template_file})
         except WorkersBusy:
             raise Unavailable("messages: the chat template is busy with other conversations; try again") from None
         except WorkerTimeout:

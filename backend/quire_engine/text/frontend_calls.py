@@ -126,12 +126,16 @@ class FrontendCalls:
         }
 
     async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the token ids of `prompt` or of the conversation `chat`; `return_token_strs` adds their texts."""
+        """Return the token ids of `prompt`, or of the conversation `chat` with `model`.
+
+        `return_token_strs` adds their texts.
+        """
         prompt_tokenizer, text, chat = self._require_tokenizer(), args.get("prompt"), args.get("chat")
         if chat is not None:
-            self._admission.check_chat()
+            model = str(args.get("model", self._admission.served_name))
+            self._admission.check_chat(model)
             assert self._chat_renderer is not None, "checked"
-            text = await self._chat_renderer.render(chat)
+            text = await self._chat_renderer.render(chat, self._admission.chat_templates.get(model))
         self._admission.check_prompt_text(text)
         assert isinstance(text, str), "checked"
         tokenizer, add_special_tokens = prompt_tokenizer.tokenizer, bool(args.get("add_special_tokens", chat is None))

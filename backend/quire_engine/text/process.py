@@ -58,7 +58,7 @@ def main(args: process.ProcessArgs) -> None:
     templates = _load_chat_templates(folder, args.config)
     parser_names = _choose_parsers(args.config, templates, tokenizer)
     chat_renderer = None
-    if tokenizer is not None and templates.default is not None:
+    if tokenizer is not None:
         chat_renderer = ChatRenderer(templates, tokenizer, limits.max_prompt_bytes)
     eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
     grammar_checker = GrammarChecker(folder, limits.vocab_size, eos_token_ids) if tokenizer is not None else None
@@ -98,7 +98,11 @@ async def _serve(
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
     core_client = CoreClient(args.socket_path(CORE_SOCKET), args.served_name)
     admission = AdmissionController(
-        limits, args.served_name, tokenizer is not None, chat_renderer is not None, parser_names
+        limits,
+        args.served_name,
+        tokenizer is not None,
+        chat_renderer is not None and chat_renderer.has_template,
+        parser_names,
     )
     prompt_tokenizer = PromptTokenizer(tokenizer, limits.max_model_len) if tokenizer else None
     request_manager = RequestManager(

@@ -10,15 +10,19 @@ import json
 import resource
 import signal
 import sys
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 from quire_engine.ipc.process import set_parent_death_signal
 from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.control_tokens import ControlTokens
-from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.errors import Code, ConfigError, InvalidArgument, QuireError, Unavailable
 
 MAX_MEMORY_BYTES = 1 * 2**30
+MAX_ADAPTER_TEMPLATES = 64
+"""Compiled templates of adapters that are kept."""
 
 
 class RenderWorker:
@@ -29,10 +33,9 @@ class RenderWorker:
     ) -> None:
         self._files = ChatTemplateFiles(**files)
         self._max_chars = max_chars
-        sources = self._files.sources
-        # Added tokens that no template writes have no meaning in a conversation.
-        self._control_tokens = ControlTokens(special_tokens, [token for token in other_tokens if token in sources])
-        self._templates: dict[bool, ChatTemplate] = {}
+        self._special_tokens, self._other_tokens = special_tokens, other_tokens
+        self._adapter_files: OrderedDict[str, _Templates] = OrderedDict()
+        self._base_templates = self._compile(self._files)
 
     def answer(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Render a conversation; return its text with marked control tokens, or an error."""
@@ -47,8 +50,10 @@ class RenderWorker:
         return {"text": text}
 
     def _render(self, chat: dict[str, Any]) -> str:
-        tools, control_tokens = chat.get("tools"), self._control_tokens
-        text = self._template(bool(tools)).render(
+        tools, template_file = chat.get("tools"), chat.get("template_file")
+        templates = self._base_templates if template_file is None else self._adapter_templates(template_file)
+        control_tokens = templates.control_tokens
+        text = templates.get(bool(tools)).render(
             control_tokens.mark_messages(chat["messages"]),
             chat["add_generation_prompt"],
             chat["continue_final_message"],
@@ -62,7 +67,35 @@ class RenderWorker:
             )
         return text
 
-    def _template(self, has_tools: bool) -> ChatTemplate:
+    def _adapter_templates(self, file: str) -> "_Templates":
+        """Return the templates of an adapter. Its file never changes, because the folder is named by its digest."""
+        if file not in self._adapter_files:
+            try:
+                files = self._files.replaced_by(Path(file))
+            except ConfigError as error:
+                raise Unavailable("messages: the chat template of the adapter cannot be read; try again") from error
+            self._adapter_files[file] = self._compile(files)
+            while len(self._adapter_files) > MAX_ADAPTER_TEMPLATES:
+                self._adapter_files.popitem(last=False)
+        self._adapter_files.move_to_end(file)
+        return self._adapter_files[file]
+
+    def _compile(self, files: ChatTemplateFiles) -> "_Templates":
+        # Added tokens that no template writes have no meaning in a conversation.
+        other_tokens = [token for token in self._other_tokens if token in files.sources]
+        return _Templates(files, ControlTokens(self._special_tokens, other_tokens))
+
+
+class _Templates:
+    """The templates of the checkpoint or of an adapter, compiled when they are first used."""
+
+    def __init__(self, files: ChatTemplateFiles, control_tokens: ControlTokens) -> None:
+        self.control_tokens = control_tokens
+        self._files = files
+        self._templates: dict[bool, ChatTemplate] = {}
+
+    def get(self, has_tools: bool) -> ChatTemplate:
+        """Return the template for a conversation with or without tools."""
         if has_tools not in self._templates:
             source = self._files.source(has_tools)
             if source is None:

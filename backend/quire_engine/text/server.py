@@ -135,7 +135,12 @@ class TextServer(ConnectionHandler):
         limits_by_name = {
             name: from_json(AdapterLimits, document, f"limits.{name}") for name, document in limits.items()
         }
-        self._request_manager.set_adapters(digests_by_name, limits_by_name)
+        chat_templates = request.args.get("chat_templates", {})
+        if not isinstance(chat_templates, Mapping) or not all(isinstance(f, str) for f in chat_templates.values()):
+            raise InvalidArgument(
+                f"set_adapters: chat_templates must map names to files, got {str(chat_templates)[:80]}"
+            )
+        self._request_manager.set_adapters(digests_by_name, limits_by_name, chat_templates)
         logger.info("adapters set count=%d", len(digests_by_name))
         connection.send(ControlResponse(request.id, {}))
 

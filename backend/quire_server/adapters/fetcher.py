@@ -2,7 +2,8 @@
 """Downloads the adapters of the catalog into the cache: size limits, resume, verification, atomic completion.
 
 It uses the readers of quire_sources and knows no protocol. A cached adapter is immutable: names move, digests do not.
-Only the two files of an adapter are read, so that a source cannot deliver code. Called by the adapter manager.
+Only an adapter's own files are read, so that a source cannot deliver code: two that it must have, and a chat template,
+which runs in a sandbox. Called by the adapter manager.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ from weakref import WeakValueDictionary
 from quire_server.downloads.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
 from quire_sources.factory import SourceFactory, SourceOptions
-from quire_sources.reader import SourceReader
+from quire_sources.reader import FileMissing, SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import Source
-from quire_spec.documents.adapter_digest import ADAPTER_FILES, WEIGHTS_FILE
-from quire_spec.errors import Unavailable
+from quire_spec.documents.adapter_digest import ADAPTER_FILES, CHAT_TEMPLATE_FILE, WEIGHTS_FILE
+from quire_spec.errors import AccessDenied, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,12 @@ class CachedAdapter:
 
     digest: AdapterDigest
     folder: Path
+
+    @property
+    def chat_template(self) -> Path | None:
+        """The template of its conversations, if it has one."""
+        path = self.folder / CHAT_TEMPLATE_FILE
+        return path if path.exists() else None
 
 
 class AdapterFetcher(contextlib.AsyncExitStack):
@@ -94,6 +101,8 @@ class AdapterFetcher(contextlib.AsyncExitStack):
                 version = await query_version(reader, name)
                 if version is None or version != record.versions.get(name):
                     return None
+            if await _optional_version(reader, CHAT_TEMPLATE_FILE) != record.versions.get(CHAT_TEMPLATE_FILE):
+                return None
         except Unavailable as error:
             logger.warning(
                 "source cannot be reached, using the cached adapter digest=%s error=%s", record.digest, error
@@ -102,11 +111,10 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
     async def _download_all(self, reader: SourceReader, key: str) -> SourceRecord:
         async with self._lock_partial(key) as partial:
-            stale_files = list(ADAPTER_FILES)
+            stale_files = [*ADAPTER_FILES, CHAT_TEMPLATE_FILE]
             for _ in range(MAX_SOURCE_CHANGES):
                 for name in stale_files:
-                    await self._downloader.download(reader, partial, name)
-                    await self._downloader.verify(reader, partial, name)
+                    await self._download(reader, partial, name)
                 stale_files = (
                     [] if reader.is_immutable else await self._downloader.changed_files(reader, partial.versions())
                 )
@@ -118,6 +126,17 @@ class AdapterFetcher(contextlib.AsyncExitStack):
             f"{reader.display_name(stale_files[0])}: changed {MAX_SOURCE_CHANGES} times during the download; write a "
             "new adapter beside the old one, and replace that one by renaming"
         )
+
+    async def _download(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
+        try:
+            await self._downloader.download(reader, partial, name)
+            await self._downloader.verify(reader, partial, name)
+        except (FileMissing, AccessDenied):
+            # Without the right to list files, S3 answers 403 for a file that does not exist.
+            if name != CHAT_TEMPLATE_FILE:
+                raise
+            partial.discard(name)
+            partial.record_version(name, None)
 
     async def _commit(self, key: str, partial: PartialDownload) -> SourceRecord:
         # A cancelled fetch does not stop the thread, so the thread keeps the lock on the files that it hashes.
@@ -158,3 +177,11 @@ def _translate_disk_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise Unavailable(f"cache: {error}; free some space, or use another --cache-dir") from error
+
+
+async def _optional_version(reader: SourceReader, name: str) -> str | None:
+    """Return the version of a file; None if it does not exist."""
+    try:
+        return await query_version(reader, name)
+    except (FileMissing, AccessDenied):
+        return None

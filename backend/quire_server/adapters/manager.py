@@ -360,7 +360,7 @@ class AdapterManager:
         self._aliases[adapter.name] = content.digest
         previous, adapter.active = adapter.active, content
         self._on_content_replaced(previous, content)
-        await text.set_adapters(self._aliases, self._adapter_limits())
+        await text.set_adapters(self._aliases, self._adapter_limits(), self._chat_templates())
         self._unload_requested.set()
         async with self._model_load_semaphore:
             await (server.load_adapter_model if adapter.exposed else server.unload_adapter_model)(adapter.name)
@@ -383,7 +383,7 @@ class AdapterManager:
                 await self._handles.server.unload_adapter_model(adapter.name)
             self._aliases.pop(adapter.name, None)
             if self._handles.text is not None:
-                await self._handles.text.set_adapters(self._aliases, self._adapter_limits())
+                await self._handles.text.set_adapters(self._aliases, self._adapter_limits(), self._chat_templates())
             await self._publish_loading()
         except QuireError as error:
             logger.warning("adapter could not be removed name=%s error=%s", adapter.name, error)
@@ -406,7 +406,7 @@ class AdapterManager:
         if (text := self._handles.text) is not None:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
-                await text.set_adapters(self._aliases, self._adapter_limits())
+                await text.set_adapters(self._aliases, self._adapter_limits(), self._chat_templates())
         await self._publish_loading()
 
     async def _publish_loading(self) -> None:
@@ -480,6 +480,11 @@ class AdapterManager:
             adapter.name: adapter.desired.limits for adapter in self._desired_adapters() if adapter.desired is not None
         }
         return {name: limits for name, limits in limits_by_name.items() if limits is not None and name in self._aliases}
+
+    def _chat_templates(self) -> dict[str, str]:
+        """Return the chat templates of the published adapters that have their own."""
+        files_by_name = {a.name: a.active.chat_template for a in self._adapters.values() if a.active is not None}
+        return {name: str(file) for name, file in files_by_name.items() if file is not None and name in self._aliases}
 
     def _desired_adapters(self) -> list[ManagedAdapter]:
         return [adapter for adapter in self._adapters.values() if adapter.desired is not None]

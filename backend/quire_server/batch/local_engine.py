@@ -101,7 +101,9 @@ class LocalEngine:
     async def _text_session(self, child: ChildProcess) -> str:
         async with engine_process.connect("text", self._run_dir) as control:
             text = TextHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
-            await text.set_adapters({name: adapter.digest for name, adapter in self._adapters.items()}, {})
+            aliases = {name: adapter.digest for name, adapter in self._adapters.items()}
+            files = {name: adapter.chat_template for name, adapter in self._adapters.items()}
+            await text.set_adapters(aliases, {}, {name: str(file) for name, file in files.items() if file is not None})
             self._processes["text"].mark_ready()
             watch_task = asyncio.create_task(engine_process.watch_connection(control))
             try:

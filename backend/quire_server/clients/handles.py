@@ -94,6 +94,8 @@ class TextHandle:
         """Adapter name to digest, as last sent."""
         self.limits: dict[str, AdapterLimits] = {}
         """Adapter name to its limits, if any, as last sent."""
+        self.chat_templates: dict[str, str] = {}
+        """Adapter name to the file of its own chat template, if any, as last sent."""
         self.published_digests: set[AdapterDigest] = set()
         """Digests of the aliases that were last sent or are being sent."""
         self._was_published = False
@@ -101,18 +103,27 @@ class TextHandle:
         """Names of `set_loading_adapters`, as last sent."""
         self._lock = asyncio.Lock()
 
-    async def set_adapters(self, aliases: Mapping[str, AdapterDigest], limits: Mapping[str, AdapterLimits]) -> None:
-        """Send aliases and limits if they changed. Adapters that become ready together share one call."""
+    async def set_adapters(
+        self,
+        aliases: Mapping[str, AdapterDigest],
+        limits: Mapping[str, AdapterLimits],
+        chat_templates: Mapping[str, str],
+    ) -> None:
+        """Send the adapters if anything changed. Adapters that become ready together share one call."""
         async with self._lock:
-            new_aliases, new_limits = dict(aliases), dict(limits)
-            if not self._was_published or (new_aliases, new_limits) != (self.aliases, self.limits):
-                args = {
+            new = dict(aliases), dict(limits), dict(chat_templates)
+            if not self._was_published or new != (self.aliases, self.limits, self.chat_templates):
+                new_aliases, new_limits, new_templates = new
+                args: dict[str, Any] = {
                     "adapters": new_aliases,
                     "limits": {name: to_json(adapter_limits) for name, adapter_limits in new_limits.items()},
                 }
+                if new_templates:
+                    args["chat_templates"] = new_templates
                 self.published_digests |= set(new_aliases.values())
                 await self.control.call("set_adapters", args, timeout_s=_CALL_TIMEOUT_S)
-                self.aliases, self.limits, self._was_published = new_aliases, new_limits, True
+                self.aliases, self.limits, self.chat_templates = new
+                self._was_published = True
                 self.published_digests = set(new_aliases.values())
 
     async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter cache on disk. It knows only the digests of source descriptions, and no protocol.
 
-    adapters/<digest>/            the two files of an adapter; complete and immutable
+    adapters/<digest>/            the files of an adapter; complete and immutable
     partial/<key>/                partial downloads; <key>.json contains their versions, <key>.lock is their lock
     sources/<key>.json            the last digest of a source, and the versions of its files
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import Source
-from quire_spec.documents.adapter_digest import ADAPTER_FILES, adapter_digest
+from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0
@@ -91,8 +91,8 @@ class AdapterCache:
     def commit(self, key: str, partial: "PartialDownload") -> SourceRecord:
         """Turn a complete partial download into a cached adapter, atomically. Slow: reads and syncs the files."""
         digest = adapter_digest(partial.folder)
-        for name in ADAPTER_FILES:
-            fsync_path(partial.folder / name)
+        for path in partial.folder.iterdir():
+            fsync_path(path)
         fsync_path(partial.folder)
         target = self.folder(digest)
         try:

@@ -50,7 +50,7 @@ class Application:
         self._settings = settings
         self._client = client
         self._access = AccessControl(settings)
-        models, tokenization = Models(client, settings), Tokenization(client)
+        models, tokenization = Models(client, settings), Tokenization(client, settings)
         lora_adapters = LoraAdapters(settings.run_dir)
         completions = Completions(client, settings)
         chat = ChatCompletions(client, settings)

@@ -9,6 +9,7 @@ from quire_server.openai.chat import ConversationFields, build_conversation
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.request_fields import parse_fields
+from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 
 
@@ -28,8 +29,9 @@ class DetokenizeFields(ConversationFields, kw_only=True):
 class Tokenization:
     """The routes."""
 
-    def __init__(self, client: TextClient) -> None:
+    def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
+        self._settings = settings
 
     async def tokenize(self, request: HttpRequest) -> Reply:
         """POST /tokenize, with a prompt or with messages."""
@@ -43,6 +45,8 @@ class Tokenization:
             args["prompt"] = fields.prompt
         else:
             args["chat"] = build_conversation(fields)
+            if fields.model is not None:
+                args["model"] = self._settings.engine_model(fields.model)
         result = await self._client.call("tokenize", args)
         return Response(
             msgspec.json.encode(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of an adapter: a digest of its two files. Equal content has an equal digest, regardless of its source.
+"""Identity of an adapter: a digest of its files. Equal content has an equal digest, regardless of its source.
 
 The fetcher names cached adapters by digest. The core and the prefix cache identify adapters only by digest.
 """
@@ -15,7 +15,9 @@ from quire_spec.constants import AdapterDigest
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
-"""The files of an adapter's folder that are read."""
+"""The files that every adapter has."""
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""A file that an adapter can have: the template of its conversations. No other file of its folder is read."""
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
@@ -39,14 +41,15 @@ def file_sha256(path: Path) -> bytes:
 def adapter_digest(folder: Path) -> AdapterDigest:
     """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
-    The hash covers for each of `ADAPTER_FILES`, in order: length and UTF-8 bytes of the name, the content's length, and
-    the content's SHA-256. Lengths are 8 bytes, little-endian, so that the encoding is unique.
+    The hash covers for each of `ADAPTER_FILES`, and for the chat template if there is one, in order: length and UTF-8
+    bytes of the name, the content's length, and the content's SHA-256. Lengths are 8 bytes, little-endian, so that the
+    encoding is unique.
 
     Raises:
         OSError: a file is missing or cannot be read.
     """
     sha = hashlib.sha256()
-    for name in ADAPTER_FILES:
+    for name in _present_files(folder):
         path = folder / name
         sha.update(
             _encode_length(len(name.encode())) + name.encode() + _encode_length(path.stat().st_size) + file_sha256(path)
@@ -67,7 +70,7 @@ class DigestCache:
     def get(self, folder: Path) -> AdapterDigest:
         """Return the folder's `adapter_digest`. Raises the same errors as that function."""
         now = time.time()
-        stats = [os.stat(folder / name) for name in ADAPTER_FILES]
+        stats = [os.stat(folder / name) for name in _present_files(folder)]
         file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
         cached = self._entries.get(folder)
         if cached is not None and cached[0] == file_stats:
@@ -78,6 +81,10 @@ class DigestCache:
         else:
             self._entries.pop(folder, None)
         return digest
+
+
+def _present_files(folder: Path) -> tuple[str, ...]:
+    return (*ADAPTER_FILES, CHAT_TEMPLATE_FILE) if (folder / CHAT_TEMPLATE_FILE).exists() else ADAPTER_FILES
 
 
 def _encode_length(value: int) -> bytes:

@@ -41,7 +41,9 @@ class Renderer:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def submit(self, chat: Mapping[str, Any], on_done: Callable[[str | QuireError], None]) -> None:
+    def submit(
+        self, chat: Mapping[str, Any], template_file: str | None, on_done: Callable[[str | QuireError], None]
+    ) -> None:
         on_done(self.text)
 
 

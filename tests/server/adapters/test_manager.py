@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from support.supervisor_harness import adapter_folder, catalog
@@ -22,6 +23,22 @@ async def test_activation_loads_content_then_name_then_model(pod, one):
     assert load == {"digest": digest, "path": str(pod.folder / "cache/adapters" / digest), "pinned": False}
     assert pod.text.names("set_adapters") == [{"adapters": {"a": digest}, "limits": {}}]
     assert pod.server.names("load_model") == ["a"]
+
+
+async def test_the_text_process_gets_the_chat_template_of_an_adapter(pod, one):
+    """Adding, changing and removing the file is new content; an adapter without one has none."""
+    template = one / "chat_template.jinja"
+    sent = []
+    for generation, text in enumerate(("first", "second", None), 1):
+        template.unlink(missing_ok=True) if text is None else template.write_text(text)
+        pod.set_catalog(generation, a=one)
+        await pod.until_states(a="Ready")
+        await pod.until(lambda: len(pod.text.names("set_adapters")) > len(sent))
+        sent.append(pod.text.names("set_adapters")[-1])
+    assert len({message["adapters"]["a"] for message in sent}) == 3
+    files = [message.get("chat_templates") for message in sent]
+    assert files[2] is None
+    assert [Path(file["a"]).read_text() for file in files[:2]] == ["first", "second"]
 
 
 async def test_limits_change_without_a_load(pod, one):

@@ -326,6 +326,35 @@ def test_a_model_without_a_template_is_a_clear_error(front):
     assert answer.status == 400 and "no chat template" in answer.message
 
 
+@pytest.mark.parametrize("has_base", [True, False])
+def test_the_template_of_an_adapter_wins_for_it(chat, front, tmp_path, has_base):
+    """Also where the checkpoint has none. A request cannot choose a file."""
+    used = chat if has_base else front
+    for name, text in (("own", "own<|eos|>{{ messages[0].content }}"), ("broken", "{% for %}")):
+        (tmp_path / name).write_text(text)
+    files = {name: str(tmp_path / name) for name in ("own", "broken", "absent")}
+    with used.engine.connect("text", "supervisor") as supervisor:
+        digests = dict.fromkeys([*files, "plain"], "sha256:0")
+        supervisor.call("set_adapters", adapters=digests, chat_templates=files)
+        try:
+            tokens = tokens_of(used, USER, model="own")
+            assert tokens.count(1) == 1
+            text = used.request("/detokenize", {"tokens": tokens}).body["prompt"]
+            assert text == "own<|eos|>Once upon a time"
+            answers = {
+                name: used.request("/v1/chat/completions", {"model": name, "messages": USER, "max_tokens": 1})
+                for name in ("broken", "absent", "plain", "base")
+            }
+            forged = used.request("/tokenize", {"messages": USER, "template_file": files["own"]})
+        finally:
+            supervisor.call("set_adapters", adapters={})
+    assert (answers["broken"].status, answers["absent"].status, forged.status) == (400, 503, 400)
+    assert "template" in answers["broken"].message
+    for name in ("plain", "base"):
+        assert has_base or "no chat template" in answers[name].message
+    assert (answers["base"].status == 200) == has_base
+
+
 def workers(front):
     return front.text_workers("quire_engine.text.render_worker")
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from quire_spec.documents import adapter_digest as digest_module
-from quire_spec.documents.adapter_digest import ADAPTER_FILES, DigestCache, adapter_digest
+from quire_spec.documents.adapter_digest import ADAPTER_FILES, CHAT_TEMPLATE_FILE, DigestCache, adapter_digest
 
 
 @pytest.fixture
@@ -33,6 +33,17 @@ def write(path, text, age_s):
     path.write_text(text)
     modified_at = time.time() - age_s
     os.utime(path, (modified_at, modified_at))
+
+
+def test_a_chat_template_is_part_of_the_identity(folder, reads):
+    cache = DigestCache()
+    digests = {cache.get(folder)}
+    for text in ("a", "b"):
+        write(folder / CHAT_TEMPLATE_FILE, text, age_s=60)
+        digests.add(cache.get(folder))
+    assert len(digests) == 3
+    (folder / CHAT_TEMPLATE_FILE).unlink()
+    assert cache.get(folder) in digests
 
 
 def test_reads_an_unchanged_folder_once(folder, reads):
