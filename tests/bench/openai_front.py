@@ -54,10 +54,10 @@ def http_message(body: dict[str, object], headers: str = "") -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def measure_ttft(front: OpenAIFront, num_pairs: int, num_prompt_tokens: int) -> dict[str, float]:
+def measure_ttft(front: OpenAIFront, num_pairs: int, num_prompt_tokens: int, vocab_size: int) -> dict[str, float]:
     """Return the medians of both paths and of the difference within a pair, in milliseconds."""
     http_ms, frame_ms = [], []
-    workload = Workload(1, (num_prompt_tokens,) * 2, (1, 1), 2000, 0)
+    workload = Workload(1, (num_prompt_tokens,) * 2, (1, 1), vocab_size, 0)
     with front.engine.connect("text", "frontend") as text, socket.create_connection(("127.0.0.1", front.port)) as http:
         http.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         text.submit([1], max_tokens=1)
@@ -68,6 +68,7 @@ def measure_ttft(front: OpenAIFront, num_pairs: int, num_prompt_tokens: int) -> 
             http.sendall(http_message({"prompt": prompt, "max_tokens": 1}))
             while b"data: " not in received:
                 received += http.recv(65536)
+                assert received.startswith(b"HTTP/1.1 200"), received
             elapsed = time.perf_counter() - started
             while not received.endswith(b"0\r\n\r\n"):
                 received += http.recv(65536)
@@ -92,9 +93,9 @@ def measure_ttft(front: OpenAIFront, num_pairs: int, num_prompt_tokens: int) -> 
 
 
 @contextlib.contextmanager
-def slow_readers(front: OpenAIFront, count: int, num_tokens: int, key: int) -> Iterator[None]:
+def slow_readers(front: OpenAIFront, count: int, num_tokens: int, vocab_size: int, key: int) -> Iterator[None]:
     """Open connections whose outputs are complete in the engine; each reads one byte a second."""
-    workload = Workload(count, (16, 16), (num_tokens,) * 2, 2000, 1)
+    workload = Workload(count, (16, 16), (num_tokens,) * 2, vocab_size, 1)
     # A long id makes events of 0.4 kB, so that an output is larger than what the kernel takes.
     headers = f"X-Request-Id: {'x' * 120}\r\n"
     body = {"max_tokens": num_tokens, "stream_options": {"continuous_usage_stats": True}}
@@ -117,7 +118,8 @@ def slow_readers(front: OpenAIFront, count: int, num_tokens: int, key: int) -> I
             connections.append(connection)
         reader = threading.Thread(target=read)
         reader.start()
-        wait_for(lambda: front.engine.core_stats()["num_running"], what="a running sequence")
+        wait_for(lambda: num_connections(front) >= count, what="the connections")
+        time.sleep(1.0)  # the last requests reach the engine
         front.engine.wait_idle()
         yield
         done.set()
@@ -126,7 +128,7 @@ def slow_readers(front: OpenAIFront, count: int, num_tokens: int, key: int) -> I
         done.set()
         for connection in connections:
             connection.close()
-    wait_for(lambda: num_connections(front) < count // 10, what="the end of the connections")
+    wait_for(lambda: num_connections(front) <= count // 10, what="the end of the connections")
 
 
 def num_connections(front: OpenAIFront) -> int:
@@ -140,11 +142,13 @@ def private_bytes(front: OpenAIFront) -> dict[str, int]:
     return {name: psutil.Process(pid).memory_full_info().uss for name, pid in pids.items()}
 
 
-def measure_slow_readers(front: OpenAIFront, args: argparse.Namespace, folder: Path) -> dict[str, object]:
+def measure_slow_readers(
+    front: OpenAIFront, args: argparse.Namespace, vocab_size: int, folder: Path
+) -> dict[str, object]:
     """Return memory by connection, and times between tokens of the normal streams with and without slow readers."""
     itls: dict[str, list[dict[str, float]]] = {"alone": [], "beside": []}
     sizes = (args.prompt_tokens,) * 2, (args.tokens,) * 2
-    workload = Workload(args.streams, *sizes, 2000, 2)
+    workload = Workload(args.streams, *sizes, vocab_size, 2)
     memory: dict[str, float] = {}
     with ChildProcess("clients", "clients.py", {"model": "base", "openai": front.port}, folder) as clients:
 
@@ -158,7 +162,7 @@ def measure_slow_readers(front: OpenAIFront, args: argparse.Namespace, folder: P
         for i in range(args.runs):
             before = private_bytes(front)
             itls["alone"].append(run(i, "alone"))
-            with slow_readers(front, args.connections, args.slow_tokens, i):
+            with slow_readers(front, args.connections, args.slow_tokens, vocab_size, i):
                 if not memory:
                     after = private_bytes(front)
                     memory = {name: (after[name] - before[name]) / args.connections for name in before}
@@ -176,18 +180,19 @@ def main(args: argparse.Namespace) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     model = (args.model or random_checkpoint.cached_checkpoint(args.shape)).resolve()
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     config = {"dtype": "auto", "max_num_seqs": 64, "max_num_queued_reqs": 4 * args.connections}
     load, is_met = [os.getloadavg()[0]], True
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
         folder = Path(temporary)
         with running_front(folder, model=model, num_threads=None, **config) as front:
             if "ttft" in args.parts:
-                ttft = measure_ttft(front, args.pairs, args.prompt_tokens)
+                ttft = measure_ttft(front, args.pairs, args.prompt_tokens, vocab_size)
                 print(json.dumps(ttft))
                 is_met = ttft["added_p50_ms"] <= MAX_ADDED_TTFT_MS
                 print(f"added TTFT p50 {ttft['added_p50_ms']:.2f} ms, bar {MAX_ADDED_TTFT_MS:g}", flush=True)
             if "slow" in args.parts:
-                slow = measure_slow_readers(front, args, folder)
+                slow = measure_slow_readers(front, args, vocab_size, folder)
                 print(json.dumps(slow))
                 num_bytes = sum(slow["bytes_per_connection"].values())  # type: ignore[attr-defined]
                 is_met &= num_bytes <= MAX_BYTES_PER_CONNECTION

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.openai_front import TINY
 from support.tiny_checkpoints import make_llama
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.timeout(600)
 FLAGS = "--requests 5 --prompt-tokens 8-24 --output-tokens 24-48 --seed 3 --runs 2 --rates 25 --prefix-tokens 200"
 
 
-def run_script(name, *arguments):
+def run_script(name, *arguments, codes=(0,)):
     command = [sys.executable, str(BENCH / name), *map(str, arguments)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert completed.returncode in codes, completed.stdout + completed.stderr
     return completed.stdout
 
 
@@ -77,6 +78,14 @@ def test_soak():
 def test_frontend_benchmark():
     output = run_script("frontend.py", "4", "20")
     assert [line.split()[0] for line in output.splitlines()] == ["client", *["http"] * 3, *["grpc"] * 3]
+
+
+def test_openai_front_benchmark():
+    """Its exit code is 1 above a bar, which a busy machine can cause."""
+    sizes = "--pairs 3 --connections 8 --slow-tokens 8 --streams 2 --tokens 400 --runs 1 --prompt-tokens 8"
+    output = run_script("openai_front.py", "--model", TINY, *sizes.split(), codes=(0, 1))
+    assert [line.split(",")[1].split()[0] for line in output.splitlines() if "bar" in line] == ["bar"] * 4
+    assert "load" in output.splitlines()[-1]
 
 
 def test_serving_benchmark_rejects_wrong_output(tmp_path):
