@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, VOCAB, open_checkpoint, write_dequantized
 from support.requirements_of_machine import requires_native_kernels
+from support.tiny_checkpoints import make_checkpoint
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -117,20 +118,39 @@ def test_blocks_of_128_stay_quantized(tmp_path):
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4, head_dim=64
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    settings = FineGrainedFP8Config(weight_block_size=[128, 128])
-    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=settings))
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors |= quantizer.convert({name: tensor}) if "proj" in name else {name: tensor.clone()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    document = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_config": settings.to_dict()}))
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    _quantize_fp8(tmp_path, [128, 128], {})
     packed, dense = _load(tmp_path, torch.bfloat16), _load(write_dequantized(tmp_path, tmp_path / "d"), torch.bfloat16)
     for (_, layer), (_, expected) in zip(packed.linears(), dense.linears(), strict=True):
         assert isinstance(layer.weight, QuantizedWeight)
         assert torch.equal(_effective_weight(layer), _effective_weight(expected))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-mixed", "mistral3-ministral3"])
+def test_experts_and_a_language_model_with_another_prefix(name, tmp_path):
+    """FP8 per tensor with static scales of activations, as Ministral 3 is published; experts are dequantized."""
+    folder = make_checkpoint(tmp_path, name)
+    original = _logits(_load(folder, torch.float32))
+    ignored = ["vision_tower", "multi_modal_projector", "lm_head"]
+    _quantize_fp8(folder, None, {"activation_scheme": "static", "modules_to_not_convert": ignored})
+    found = _logits(_load(folder, torch.float32))
+    assert torch.equal(found, _logits(_load(write_dequantized(folder, tmp_path / "dequantized"), torch.float32)))
+    assert 0 < (found - original).std() < 0.5 * original.std()
+
+
+def _quantize_fp8(folder, block, config):
+    """Quantize the projections of a checkpoint with transformers."""
+    settings = FineGrainedFP8Config(weight_block_size=block)
+    quantizer, tensors = Fp8Quantize(SimpleNamespace(quantization_config=settings)), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        is_quantized = name.endswith("_proj.weight") and "vision" not in name
+        tensors |= quantizer.convert({name: tensor}) if is_quantized else {name: tensor}
+        if is_quantized and config:
+            tensors[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(0.02)
+    save_file(tensors, folder / "model.safetensors")
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"] = settings.to_dict() | config
+    (folder / "config.json").write_text(json.dumps(document))
 
 
 def test_parts_that_are_computed_together_must_be_quantized_alike(tmp_path):
