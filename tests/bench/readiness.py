@@ -31,16 +31,17 @@ examples:
 def first_success(
     service: QuireServeProcess, is_success: Callable[[], bool], started: float, times: list[float]
 ) -> None:
-    """Poll until `is_success` returns True or the time is over; append the seconds since `started`."""
+    """Poll until `is_success` returns True or the time is over; append when it was called and when it returned."""
     while time.perf_counter() - started < TIMEOUT_S and service.process.poll() is None:
+        called = time.perf_counter()
         if is_success():
-            times.append(time.perf_counter() - started)
+            times += [called - started, time.perf_counter() - started]
             return
         time.sleep(POLL_S)
 
 
-def measure(folder: Path) -> tuple[float, float]:
-    """Return the seconds from the start of a service to ready and to its first answer."""
+def measure(folder: Path) -> tuple[float, float, float]:
+    """Return the seconds from the start of a service to ready and to its first answer, and what that request took."""
     started = time.perf_counter()
     service = QuireServeProcess(example_document(), folder)
     try:
@@ -57,7 +58,7 @@ def measure(folder: Path) -> tuple[float, float]:
             thread.join()
         if not ready or not answered:
             raise RuntimeError(f"not ready after {TIMEOUT_S:.0f} s:\n{service.tail()}")
-        return ready[0], answered[0]
+        return ready[1], answered[1], answered[1] - answered[0]
     finally:
         service.stop()
 
@@ -66,12 +67,10 @@ def main(args: argparse.Namespace) -> None:
     differences = []
     for i in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            ready_s, answered_s = measure(Path(folder))
+            ready_s, answered_s, request_s = measure(Path(folder))
         differences.append(answered_s - ready_s)
-        print(
-            f"start {i + 1}: ready {ready_s:.2f} s, first answer {answered_s:.2f} s, {differences[-1]:+.2f} s",
-            flush=True,
-        )
+        times = f"ready {ready_s:.2f} s, first answer {answered_s:.2f} s, {differences[-1]:+.2f} s"
+        print(f"start {i + 1}: {times}; its request took {request_s:.2f} s", flush=True)
     print(f"first answer less ready: median {statistics.median(differences):+.2f} s, largest {max(differences):+.2f} s")
 
 
