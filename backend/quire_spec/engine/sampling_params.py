@@ -273,7 +273,7 @@ class SamplingParams:
 
     def _check_beam_search(self) -> None:
         if self.use_beam_search:
-            for name in ("structured_outputs", "prompt_logprobs", "logprob_token_ids", "thinking_token_budget"):
+            for name in ("structured_outputs", "prompt_logprobs", "thinking_token_budget"):
                 if getattr(self, name) is not None:
                     raise InvalidArgument(
                         f"sampling parameter {name!r}: not possible with use_beam_search; omit one of them"

@@ -160,6 +160,11 @@ def test_scores_n_and_logprobs(suite: Suite) -> None:
         assert sum(entries[0][1] for entries in result.logprobs) == pytest.approx(result.cumulative_logprob, abs=1e-4)
         score = result.cumulative_logprob / len(result.token_ids) ** case.params["length_penalty"]
         assert score == pytest.approx(case.scores[index], rel=1e-4)
+    engine.add(SequenceRequest(16, case.prompt, params | {"logprob_token_ids": [7, 9]}, case.adapter))
+    while engine.has_work:
+        for result in engine.step().results:
+            assert result.logprobs is not None
+            assert all([entry[0] for entry in entries[1:]] == [7, 9] for entries in result.logprobs)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from quire_engine.sequence import BeamGroup, Sequence
 from quire_engine.step.plan import BeamCandidate, SpanOutput
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
-from quire_engine.worker.sampling.logprobs import compute_logprob_lists
+from quire_engine.worker.sampling.logprobs import compute_logprob_lists, max_rows
 from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
@@ -56,8 +56,10 @@ class BeamCandidates:
 
         A group takes at most all its candidates from one beam, so no other token can be a candidate.
         """
+        # On a GPU, the chunks keep the float32 copies small relative to what the warm-up measured.
+        vocab_size = logits.shape[1]
         on_cpu = logits.device.type == "cpu"
-        chunk_size = max(1, CPU_CHUNK_BYTES // (4 * logits.shape[1])) if on_cpu else len(beams)
+        chunk_size = max(1, CPU_CHUNK_BYTES // (4 * vocab_size)) if on_cpu else max_rows(vocab_size)
         chunks = []
         for start in range(0, len(beams), chunk_size):
             rows = slice(start, start + chunk_size)
@@ -111,11 +113,13 @@ class BeamCandidates:
         # float64 represents all of them, and one tensor needs one copy to the host.
         on_host = torch.stack([tensor.to(torch.float64) for tensor in (best_totals, best_tokens, best_rows)], -1)
         for group, entries, tokens, token_rows in zip(groups, on_host.tolist(), best_tokens, best_rows, strict=True):
-            num_logprobs = group.sequences[0].params.logprobs
+            params = group.sequences[0].params
             logprob_lists = (
                 [None] * len(entries)
-                if num_logprobs is None
-                else compute_logprob_lists(logits, tokens, [num_logprobs] * len(entries), token_rows)
+                if params.logprobs is None
+                else compute_logprob_lists(
+                    logits, tokens, [params.logprob_token_ids or params.logprobs] * len(entries), token_rows
+                )
             )
             for (score, token_id, row), token_logprobs in zip(entries, logprob_lists, strict=True):
                 # Forbidden tokens have no finite score.
