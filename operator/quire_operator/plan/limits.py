@@ -159,11 +159,15 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
     """Return the bytes of all weights as the engine loads them: in its dtype, unless they stay quantized.
 
-    On a CPU they do with dtype bfloat16 only, because no other dtype has kernels there.
+    On a CPU they do with dtype bfloat16 only, because no other dtype has kernels there. Experts never do.
     """
     quantization, device = inputs.model.shape.quantization, "cpu" if inputs.gpu is None else "cuda"
     if quantization is not None:
-        stays_quantized = device in capabilities.QUANTIZED_KERNEL_DEVICES and quantization.has_kernels(tp)
+        stays_quantized = (
+            device in capabilities.QUANTIZED_KERNEL_DEVICES
+            and quantization.has_kernels(tp)
+            and inputs.model.shape.moe is None
+        )
         if stays_quantized and (device != "cpu" or inputs.engine.dtype == "bfloat16"):
             return inputs.model.weights_bytes * _QUANTIZED_PERCENT // 100
         return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))

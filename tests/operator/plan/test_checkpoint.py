@@ -49,8 +49,8 @@ def test_quantized_weights_take_the_bytes_of_their_files_only_where_they_stay_qu
     header = {"a": {"data_offsets": [0, 5_700_000_000]}}
     dense = checkpoint_info(LLAMA_8B).weights_bytes
 
-    def loaded_bytes(dtype, quantization=awq, gpu=None, tp=1):
-        model = CheckpointInfo.from_files(LLAMA_8B | {"quantization_config": quantization}, None, header)
+    def loaded_bytes(dtype, quantization=awq, gpu=None, tp=1, **config):
+        model = CheckpointInfo.from_files(LLAMA_8B | {"quantization_config": quantization} | config, None, header)
         inputs = planner_inputs("8b", gpu, f"engine: {{dtype: {dtype}}}")
         return limits.loaded_weights_bytes(dataclasses.replace(inputs, model=model), tp)
 
@@ -61,4 +61,6 @@ def test_quantized_weights_take_the_bytes_of_their_files_only_where_they_stay_qu
     assert loaded_bytes("bfloat16", gptq) == 5_700_000_000 * 104 // 100
     for found in (loaded_bytes("bfloat16", gptq | {"bits": 8}), loaded_bytes("bfloat16", gptq, tp=2)):
         assert found == dense
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    assert loaded_bytes("bfloat16", **experts) == checkpoint_info(LLAMA_8B | experts).weights_bytes > 4 * dense
     assert (loaded_bytes("bfloat16", gpu=H100) == dense) == ("cuda" not in capabilities.QUANTIZED_KERNEL_DEVICES)
