@@ -3,6 +3,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard, unsupported_reason
 
 CPU = torch.device("cpu")
+TINY = Path(__file__).parents[3] / "examples/models/tiny"
 SIZES = (2, 3, 4)
 
 
@@ -36,15 +38,15 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def _load_model(folder, communicator=None):
+def _load_model(folder, communicator=None, quantization=None):
     shape = ModelConfig.load(folder)
     checkpoint = None if shape.quantization is None else open_checkpoint(folder)
     local = shape if communicator is None else communicator.shard.local_config
     model = get_model_class(shape.architecture)(
-        local, ParamFactory(torch.float32, CPU, communicator, checkpoint=checkpoint)
+        local, ParamFactory(torch.float32, CPU, communicator, quantization, checkpoint)
     )
     load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, checkpoint=checkpoint)
-    if checkpoint is not None:
+    if checkpoint is not None or quantization is not None:
         model.pack()
     return model
 
@@ -80,11 +82,16 @@ def test_ranks_read_their_parts_of_quantized_weights(name, tmp_path):
     _check_ranks(quantized_checkpoints.FOLDER / name, 2, quantized_checkpoints.VOCAB, tmp_path)
 
 
-def _check_ranks(folder, size, vocab_size, tmp_path):
+def test_ranks_quantize_their_parts(tmp_path):
+    """No group of 32 inputs is cut, so the ranks find the scales that the whole model has."""
+    _check_ranks(TINY, 2, ModelConfig.load(TINY).vocab_size, tmp_path, "int4")
+
+
+def _check_ranks(folder, size, vocab_size, tmp_path, quantization=None):
     """Compare the logits of `size` ranks with those of the whole model."""
     shape = ModelConfig.load(folder)
     prompt = torch.randint(0, vocab_size, (30,), generator=torch.Generator().manual_seed(1)).tolist()
-    expected = _logits(_load_model(folder), prompt)
+    expected = _logits(_load_model(folder, None, quantization), prompt)
     loaded = threading.Barrier(size)
 
     def run_rank(rank):
@@ -93,7 +100,7 @@ def _check_ranks(folder, size, vocab_size, tmp_path):
             return tmp_path / "store"
 
         communicator = Communicator(TensorParallelShard(shape, rank, size), rendezvous, timeout_s=20)
-        model = _load_model(folder, communicator)
+        model = _load_model(folder, communicator, quantization)
         communicator.connect(CPU)
         assert communicator.all_reduce_min(10 - rank) == 10 - size + 1
         return _logits(model, prompt)
