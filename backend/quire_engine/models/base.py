@@ -38,7 +38,8 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
-        """Layers whose inputs the next forward pass keeps, for a head that reads them; see SUPPORTS_AUX_LAYERS."""
+        """Layers whose inputs the next forward pass keeps, for a head that reads them; num_layers is the output of the
+        last one. See SUPPORTS_AUX_LAYERS."""
         self.aux_hidden_states: Tensor | None = None
         """[num_tokens, number of these layers * hidden_size], of the last forward pass."""
         self.build_layers(factory)

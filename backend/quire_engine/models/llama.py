@@ -125,6 +125,7 @@ class LlamaForCausalLM(CausalLM):
                 inputs[index] = hidden.clone()
             hidden = layer(hidden, rope, layer_cache, batch)
         if aux_layers:
+            inputs[len(self.layers)] = hidden
             self.aux_hidden_states = torch.cat([inputs[index] for index in aux_layers], dim=-1)
         return hidden
 

@@ -31,12 +31,10 @@ from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import (
     check_free_memory,
     init_device,
-    resolve_cache_dtype,
     resolve_dtype,
     warn_of_slow_quantization,
 )
-from quire_engine.worker.draft_model import build_draft_model
-from quire_engine.worker.drafter import Drafter
+from quire_engine.worker.drafting.builder import build_drafter
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.profiling import annotate
@@ -88,11 +86,7 @@ class DeviceModelRunner(ModelRunner):
         check_free_memory(config, local_shape, factory.dtype, self._device, quantized_bytes)
         self._model = get_model_class(shape.architecture)(local_shape, replace(factory, checkpoint=checkpoint))
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
-        draft_model = build_draft_model(config, self._model, folder, replace(factory, quantization=None), progress)
-        self._drafter: Drafter | None = None
-        if draft_model is not None:
-            cache_dtype = resolve_cache_dtype(config, factory.dtype)
-            self._drafter = Drafter(draft_model, cache_dtype, self._device, config.block_size)
+        self._drafter = build_drafter(config, self._model, folder, factory, progress)
         # Dummy steps run during startup, before these exist.
         self._graphs: CudaGraphRunner | None = None
         self._host_swap: HostSwap | None = None

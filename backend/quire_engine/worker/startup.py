@@ -34,7 +34,7 @@ from quire_engine.worker.device import (
     set_num_threads,
     trim_heap,
 )
-from quire_engine.worker.drafter import Drafter
+from quire_engine.worker.drafting.drafter import Drafter
 from quire_engine.worker.memory_budget import (
     MemoryBudget,
     naming_setting_on_oom,

@@ -19,14 +19,14 @@ class SpeculativeConfig:
     method: str
     """ngram: the tokens that followed the last tokens when these occurred before in the same sequence. suffix: also the
     most frequent ones in past outputs of the same adapter and cache salt. draft_model: a smaller model proposes tokens.
-    eagle3: an EAGLE-3 head does, which reads hidden states of the model."""
+    eagle3: an EAGLE-3 head does, which reads hidden states of the model. medusa: so do Medusa heads, one per token."""
 
     num_speculative_tokens: int
     """Maximum number of draft tokens per sequence and step. A step uses fewer, or none, if it has many sequences or if
     few of the last draft tokens were accepted."""
 
     model: str | None = None
-    """Folder or hub id of the draft model or of the EAGLE-3 head; only for these methods. Its dtype is the model's."""
+    """Folder or hub id of the draft model or of the heads; only for these methods. Its dtype is the model's."""
 
     prompt_lookup_min: int | None = None
     """Minimum number of last tokens that must occur before. None: prompt_lookup_max, or 5 if that is None too."""

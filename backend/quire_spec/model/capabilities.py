@@ -24,7 +24,7 @@ CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "g
 """Values of quant_method in config.json of quantized checkpoints."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
-SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3")
+SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
 """Methods that need weights of their own."""
 SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
 TOOL_CALL_PARSERS = (

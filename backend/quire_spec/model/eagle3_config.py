@@ -64,8 +64,8 @@ class Eagle3Config:
             if _AUX_LAYERS_KEY in section:
                 ids = section.get_int_list(_AUX_LAYERS_KEY)
                 break
-        if not ids or not all(0 <= i < count for i in ids):
-            raise reader.error(_AUX_LAYERS_KEY, list(ids), f"a list of layers from 0 to {count - 1}")
+        if len(ids) < 2 or not all(0 <= i < count for i in ids):
+            raise reader.error(_AUX_LAYERS_KEY, list(ids), f"a list of at least two layers from 0 to {count - 1}")
         return cls(
             layer,
             ids,

@@ -60,20 +60,7 @@ def test_eagle3_proposes_what_a_plain_computation_proposes(models: Any, tmp_path
     tensors = _random_head()
     _save_head(tmp_path, tensors, layout)
     speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
-    llm = models.load(max_num_batched_tokens=24, max_num_seqs=20, block_size=8, speculative_config=speculation)
-    planner, seen = llm.engine._scheduler.draft_planner, []
-    planner._policy.draft_length = lambda *_: 3
-    store = ModelProposer.store
-
-    def record(sequence: Any, draft: Any) -> None:
-        store(planner._proposer, sequence, draft)
-        seen.append((sequence.tokens(0, sequence.num_tokens), list(draft)))
-
-    planner._proposer.store = record
-    params = SamplingParams(temperature=0.0, max_tokens=16)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    assert [list(r.outputs[0].token_ids) for r in outputs] == models.tokens(PROMPTS, params)
-    assert len(seen) > 40
+    seen = _check_outputs_and_record(models, speculation)
     for tokens, draft in seen:
         assert draft == _reference_draft(models.references[None], tensors, tokens, len(draft), layout)
 
@@ -166,6 +153,49 @@ def _reference_layer(tensors: dict[str, torch.Tensor], x: torch.Tensor, hidden: 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def test_medusa_heads_propose_what_a_plain_computation_proposes(models: Any, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"{i}.1.weight": torch.randn(VOCAB, HIDDEN, generator=generator) for i in range(4)}
+    tensors |= {f"{i}.0.linear.weight": torch.randn(HIDDEN, HIDDEN, generator=generator) * 0.3 for i in range(4)}
+    tensors |= {f"{i}.0.linear.bias": torch.randn(HIDDEN, generator=generator) for i in range(4)}
+    save_file({f"medusa_head.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 1}))
+    speculation = {"method": "medusa", "num_speculative_tokens": 3, "model": str(tmp_path)}
+    seen = _check_outputs_and_record(models, speculation)
+    target = models.references[None]
+    with torch.inference_mode():
+        for tokens, draft in seen:
+            hidden = target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
+            expected = []
+            for i in range(len(draft)):
+                block = functional.linear(hidden, tensors[f"{i}.0.linear.weight"], tensors[f"{i}.0.linear.bias"])
+                logits = functional.linear(hidden + functional.silu(block), tensors[f"{i}.1.weight"])
+                expected.append(int(logits.argmax()))
+            assert draft == expected
+    with pytest.raises(ConfigError, match="num_speculative_tokens: must be at most medusa_num_heads 4, got 5"):
+        models.load(speculative_config=speculation | {"num_speculative_tokens": 5})
+
+
+def _check_outputs_and_record(models: Any, speculation: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Check that greedy outputs are those without drafts; return the tokens before each draft, and the draft."""
+    llm = models.load(max_num_batched_tokens=24, max_num_seqs=20, block_size=8, speculative_config=speculation)
+    planner = llm.engine._scheduler.draft_planner
+    planner._policy.draft_length = lambda *_: 3
+    seen: list[tuple[list[int], list[int]]] = []
+    store = ModelProposer.store
+
+    def record(sequence: Any, draft: Any) -> None:
+        store(planner._proposer, sequence, draft)
+        seen.append((sequence.tokens(0, sequence.num_tokens), list(draft)))
+
+    planner._proposer.store = record
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [list(r.outputs[0].token_ids) for r in outputs] == models.tokens(PROMPTS, params)
+    assert len(seen) > 40
+    return seen
 
 
 def test_the_shipped_head_proposes_well() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter: runs the draft model after each step of the target, and returns the draft of each sequence.
+"""Chain drafter: runs a draft model after each step of the target, token by token.
 
 The draft model has a KV cache of its own over the same block ids. After a step it computes the same positions as the
 target did, except those of rejected draft tokens. So its keys are valid wherever the target's are: for preempted
@@ -18,7 +18,8 @@ from quire_engine.kv_cache.device_cache import KVCache, block_bytes
 from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
 from quire_engine.step.input import StepInput, int64_tensor
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
-from quire_engine.worker.draft_model import DraftModel
+from quire_engine.worker.drafting.draft_model import DraftModel
+from quire_engine.worker.drafting.drafter import Drafter
 from quire_kernels import to_device_async
 
 
@@ -38,7 +39,7 @@ class _Chain:
         return self.span.start + len(self.token_ids) + max(0, len(self.draft) - 1)
 
 
-class Drafter:
+class ChainDrafter(Drafter):
     """Draft model and its KV cache."""
 
     def __init__(self, model: DraftModel, cache_dtype: torch.dtype, device: torch.device, block_size: int) -> None:
@@ -48,16 +49,15 @@ class Drafter:
         self._block_size = block_size
         self._kv_cache: KVCache | None = None
         self.num_bytes = model.num_bytes
-        """Bytes of the weights."""
         self.block_bytes = block_bytes(model.shape, block_size, cache_dtype)
 
     def allocate(self, num_blocks: int) -> int:
-        """Allocate the KV cache, with the number of blocks of the target's; return its bytes."""
+        """See Drafter."""
         self._kv_cache = KVCache(self._model.shape, num_blocks, self._block_size, self._cache_dtype, self._device)
         return self._kv_cache.num_bytes
 
     def load(self) -> None:
-        """Load the weights."""
+        """See Drafter."""
         self._model.load()
 
     @torch.inference_mode()
@@ -68,14 +68,7 @@ class Drafter:
         copies: Sequence[BlockCopy],
         aux_hidden_states: Tensor | None,
     ) -> list[SpanOutput]:
-        """Return the outputs of a step with drafts.
-
-        Args:
-            spans: of the step, in the order of computation.
-            outputs: one per span.
-            copies: of blocks in this step.
-            aux_hidden_states: of the target, [num_tokens, ...]; None if the model reads none.
-        """
+        """See Drafter."""
         assert self._kv_cache is not None
         if copies:
             self._kv_cache.copy_blocks([copy.source for copy in copies], [copy.destination for copy in copies])

@@ -17,12 +17,10 @@ from quire_engine.models.eagle3 import Eagle3Head
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
-from quire_engine.weights.hub import resolve_model
 from quire_engine.weights.loader import load_weights, read_tensors
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import embedding
-from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 from quire_spec.model.model_config import ModelConfig
@@ -104,11 +102,6 @@ class Eagle3DraftModel(DraftModel):
     def __init__(self, folder: Path, target: CausalLM, factory: ParamFactory) -> None:
         """Allocate the head in `folder`; raises ConfigError if it does not fit `target`."""
         config = Eagle3Config.load(folder, target.shape)
-        if not target.SUPPORTS_AUX_LAYERS:
-            raise ConfigError(
-                f"speculative_config.method: eagle3 does not support architecture {target.shape.architecture!r}; use "
-                "suffix or ngram"
-            )
         if config.layer.hidden_size != target.shape.embedding_size:
             raise ConfigError(
                 f"speculative_config.model: hidden_size {config.layer.hidden_size} of the EAGLE-3 head differs from "
@@ -140,27 +133,6 @@ class Eagle3DraftModel(DraftModel):
             hidden = self._head.combine(hidden, batch)
         embeddings = embedding(batch.token_ids, self._target.embed_tokens)
         return self._head(embeddings, hidden, batch, kv_cache.layers[0])
-
-
-def build_draft_model(
-    config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
-) -> DraftModel | None:
-    """Allocate the draft model of `speculative_config`; None if its method needs none. Raises ConfigError."""
-    speculative = config.speculative_config
-    if speculative is None or speculative.model is None:
-        return None
-    try:
-        folder = resolve_model(speculative.model, None, progress, config.download_dir)
-        if speculative.method == "eagle3":
-            return Eagle3DraftModel(folder, target, factory)
-        return SmallDraftModel(folder, target.shape, target_folder, factory)
-    except ConfigError as error:
-        message = str(error)
-        raise (
-            error
-            if message.startswith("speculative_config")
-            else ConfigError(f"speculative_config.model: {message.removeprefix('model: ')}")
-        ) from error
 
 
 def _check_vocabularies(draft: ModelConfig, folder: Path, target: ModelConfig, target_folder: Path) -> None:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the drafter of `speculative_config`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from quire_engine.models.base import CausalLM
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.weights.hub import resolve_model
+from quire_engine.worker.device import resolve_cache_dtype
+from quire_engine.worker.drafting.chain_drafter import ChainDrafter
+from quire_engine.worker.drafting.draft_model import DraftModel, Eagle3DraftModel, SmallDraftModel
+from quire_engine.worker.drafting.drafter import Drafter
+from quire_engine.worker.drafting.medusa_drafter import MedusaDrafter
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.speculative_config import SpeculativeConfig
+from quire_spec.errors import ConfigError
+
+
+def build_drafter(
+    config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
+) -> Drafter | None:
+    """Allocate the weights of a drafter; None if the method needs none.
+
+    Raises:
+        ConfigError: they cannot be found or do not fit the model; the message names the key.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    if speculative.method != "draft_model" and not target.SUPPORTS_AUX_LAYERS:
+        raise ConfigError(
+            f"speculative_config.method: {speculative.method} does not support architecture "
+            f"{target.shape.architecture!r}; use suffix or ngram"
+        )
+    try:
+        folder = resolve_model(speculative.model, None, progress, config.download_dir)
+        return _build(config, speculative, folder, target, target_folder, replace(factory, quantization=None))
+    except ConfigError as error:
+        message = str(error)
+        if message.startswith("speculative_config"):
+            raise
+        raise ConfigError(f"speculative_config.model: {message.removeprefix('model: ')}") from error
+
+
+def _build(
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    folder: Path,
+    target: CausalLM,
+    target_folder: Path,
+    factory: ParamFactory,
+) -> Drafter:
+    if speculative.method == "medusa":
+        # The output of the last layer.
+        target.aux_hidden_state_layers = (target.shape.num_layers,)
+        normalize = cast(LlamaForCausalLM, target).norm
+        return MedusaDrafter(folder, target.shape, speculative.num_speculative_tokens, factory, normalize)
+    model: DraftModel
+    if speculative.method == "eagle3":
+        model = Eagle3DraftModel(folder, target, factory)
+    else:
+        model = SmallDraftModel(folder, target.shape, target_folder, factory)
+    return ChainDrafter(model, resolve_cache_dtype(config, factory.dtype), factory.device, config.block_size)

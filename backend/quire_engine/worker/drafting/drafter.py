@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interface of drafters, which compute the draft of each sequence after a step. The model runner calls it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
+
+
+class Drafter(ABC):
+    """Weights that propose drafts, and what they keep of the sequences."""
+
+    num_bytes: int
+    """Bytes of the weights."""
+    block_bytes: int
+    """Bytes that it keeps for each KV block of the model."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Load the weights. Raises ConfigError if they do not fit the model."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> int:
+        """Allocate its KV cache, with the number of blocks of the model's; return its bytes."""
+
+    @abstractmethod
+    def propose(
+        self,
+        spans: Sequence[ScheduledSpan],
+        outputs: list[SpanOutput],
+        copies: Sequence[BlockCopy],
+        aux_hidden_states: Tensor | None,
+    ) -> list[SpanOutput]:
+        """Return the outputs of a step with drafts.
+
+        Args:
+            spans: of the step, in the order of computation.
+            outputs: one per span.
+            copies: of blocks in this step.
+            aux_hidden_states: of the model, [num_tokens, ...]; None if the drafter reads none.
+        """

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafter of Medusa heads: each head proposes one token of a draft, from the last hidden state of the sequence.
+
+The heads read no keys, so they have no KV cache, and a draft costs one pass.
+
+Source: Cai et al. 2024 (Medusa), and the layout of FasterDecoding/Medusa with names in safetensors. Only the chain of
+each head's most likely token is used, no tree.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
+from quire_engine.weights.loader import read_tensors
+from quire_engine.worker.drafting.drafter import Drafter
+from quire_kernels import linear, to_device_async
+from quire_spec.dataclass_json import read_json
+from quire_spec.errors import ConfigError
+from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.model_config import ModelConfig
+
+_MAX_HEADS = 16
+
+
+class MedusaDrafter(Drafter):
+    """Medusa heads."""
+
+    block_bytes = 0
+
+    def __init__(
+        self,
+        folder: Path,
+        target: ModelConfig,
+        num_tokens: int,
+        factory: ParamFactory,
+        normalize: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Allocate the heads in `folder`.
+
+        Args:
+            folder: of the heads.
+            target: shape of the model.
+            num_tokens: maximum length of a draft; further heads are not loaded.
+            factory: of the model's parameters.
+            normalize: the last norm of the model.
+
+        Raises:
+            ConfigError: config.json is invalid, or there are fewer heads than `num_tokens`.
+        """
+        config = HFConfigReader(read_json(folder / "config.json"))
+        num_heads = config.get_int("medusa_num_heads", maximum=_MAX_HEADS)
+        self._num_blocks = config.get_int("medusa_num_layers", 1, maximum=_MAX_HEADS, minimum=0)
+        if num_heads < num_tokens:
+            raise ConfigError(
+                f"speculative_config.num_speculative_tokens: must be at most medusa_num_heads {num_heads}, got "
+                f"{num_tokens}"
+            )
+        self._folder, self._device, self._normalize = folder, factory.device, normalize
+        size = target.hidden_size
+        self._blocks = [
+            [(factory.empty(size, size), factory.empty(size)) for _ in range(self._num_blocks)]
+            for _ in range(num_tokens)
+        ]
+        """Per head and block: weight and bias."""
+        self._projections = [factory.empty(target.vocab_size, size) for _ in range(num_tokens)]
+        self.num_bytes = sum(tensor.nbytes for tensor in self._parameters().values())
+
+    def allocate(self, num_blocks: int) -> int:
+        """See Drafter."""
+        return 0
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """See Drafter."""
+        tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in read_tensors(self._folder).items()}
+        for name, parameter in self._parameters().items():
+            if (tensor := tensors.get(name)) is None or tensor.shape != parameter.shape:
+                found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                raise ConfigError(
+                    f"speculative_config.model: {name} of the Medusa heads is {found}; config.json and the model imply "
+                    f"{tuple(parameter.shape)}"
+                )
+            parameter.copy_(tensor)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        spans: Sequence[ScheduledSpan],
+        outputs: list[SpanOutput],
+        copies: Sequence[BlockCopy],
+        aux_hidden_states: Tensor | None,
+    ) -> list[SpanOutput]:
+        """See Drafter; the hidden states are the output of the last layer, [num_tokens, hidden_size]."""
+        assert aux_hidden_states is not None
+        ends = accumulate(span.length for span in spans)
+        active = [
+            # The row of the last token that was not rejected; its successor is the last token of the output.
+            (i, end - 1 - (span.num_sampled_rows - len(output.token_ids)), span.num_lookahead_tokens)
+            for i, (span, end, output) in enumerate(zip(spans, ends, outputs, strict=True))
+            if span.num_lookahead_tokens
+        ]
+        if not active:
+            return outputs
+        rows = to_device_async([row for _, row, _ in active], self._device)
+        hidden = self._normalize(torch.index_select(aux_hidden_states, 0, rows))
+        num_tokens = max(length for *_, length in active)
+        tokens = torch.stack([self._most_likely(head, hidden) for head in range(num_tokens)], dim=1).tolist()
+        outputs = list(outputs)
+        for (i, _, length), draft in zip(active, tokens, strict=True):
+            outputs[i] = replace(outputs[i], next_draft_token_ids=tuple(draft[:length]))
+        return outputs
+
+    def _most_likely(self, head: int, hidden: Tensor) -> Tensor:
+        """Return the most likely tokens, [num_rows] int64, of one head for [num_rows, hidden_size]."""
+        for weight, bias in self._blocks[head]:
+            hidden = hidden + functional.silu(linear(hidden, weight, bias, None))
+        return linear(hidden, self._projections[head], None, None).argmax(dim=-1)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by their names in the checkpoint."""
+        named = {f"{head}.{self._num_blocks}.weight": weight for head, weight in enumerate(self._projections)}
+        for head, blocks in enumerate(self._blocks):
+            for index, (weight, bias) in enumerate(blocks):
+                named |= {f"{head}.{index}.linear.weight": weight, f"{head}.{index}.linear.bias": bias}
+        return named
