@@ -103,6 +103,7 @@ def cases(card: Card) -> Iterator[Case]:
                 yield Case("paged_attention", what, is_timed and not index, check)
         yield Case("paged_attention=fused", kind, False, lambda d=dtype: _fused_attention(card, d))
         yield Case("add_lora", kind, is_timed, lambda d=dtype: _lora(card, d))
+        yield Case("quantized_linear", kind, False, lambda d=dtype: _quantized_linears(card, d))
         yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
         yield Case("rms_norm_linear=small", kind, False, lambda d=dtype: _small_batches(card, d))
         if card.is_full:
@@ -290,6 +291,28 @@ def _beside(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
     expected = ops.linear.reference(x, weight, None)
     ops.add_lora.reference(expected, x, module, batch)
     yield "output", error_of(found, expected), ERRORS[dtype]
+
+
+QUANTIZED: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
+    "int4": lambda weight, dtype: ops.pack_weight_int4(*ops.quantize_int4(weight), dtype=dtype),
+    "int8": lambda weight, dtype: ops.pack_weight_int8(*ops.quantize_int8(weight), dtype=dtype, weight_only=True),
+    "fp8": lambda weight, dtype: ops.pack_weight_fp8(*ops.quantize_fp8(weight), dtype=dtype),
+}
+"""A quantized weight of a plain one, by scheme."""
+
+
+def _quantized_linears(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    """Against the reference, which multiplies the dequantized weight; fp8 on the card quantizes inputs as well."""
+    inputs, outputs = (4096, 6144) if card.is_full else (128, 64)
+    plain = card.random(outputs, inputs, dtype=dtype) / inputs**0.5
+    for name, make in QUANTIZED.items():
+        weight = make(plain, dtype)
+        for num_tokens in (1, 300) if card.is_full else (1, 20):
+            x = card.random(num_tokens, inputs, dtype=dtype)
+            found, expected = (
+                form(x, weight, None) for form in (own(ops.quantized_linear), ops.quantized_linear.reference)
+            )
+            yield f"{name}, {num_tokens} tokens", error_of(found, expected), 0.05 if name == "fp8" else ERRORS[dtype]
 
 
 def _experts(card: Card, dtype: torch.dtype) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import quire_kernels as ops
-from gpu_phases import lora_kernels
+from gpu_phases import gate_cases, lora_kernels
 from gpu_phases.gate_cases import own
 from gpu_phases.process import Context
 from gpu_phases.store import Row
@@ -43,6 +43,7 @@ def rows(context: Context) -> Iterator[Row]:
         yield from _sampler_rows(timer, num_rows)
     yield from _small_batch_rows(timer)
     yield from _expert_rows(timer)
+    yield from _quantized_rows(timer)
     yield from lora_kernels.rows(timer)
 
 
@@ -108,6 +109,21 @@ def _expert_rows(timer: Timer) -> Iterator[Row]:
         flops = 6.0 * num_tokens * top_k * hidden * inner
         what = f"{num_experts} experts, {top_k} for each of {num_tokens} tokens"
         yield timer.row(what, calls, num_bytes / len(calls), flops)
+
+
+def _quantized_rows(timer: Timer) -> Iterator[Row]:
+    """Gate and up with weights of 4 and 8 bits; the bytes are those of the quantized weight."""
+    card, shape = timer.card, timer.shape
+    inputs, outputs = (shape.hidden, 2 * shape.intermediate) if timer.is_full else (128, 64)
+    plain = card.random(outputs, inputs, dtype=timer.dtype) / inputs**0.5
+    for name, make in gate_cases.QUANTIZED.items():
+        weights = [make(plain, timer.dtype) for _ in range(card.num_sets(inputs * outputs // 2))]
+        for num_tokens in (1, 16, 64, 256, 2048) if timer.is_full else (3,):
+            x = card.random(num_tokens, inputs, dtype=timer.dtype)
+            calls = [functools.partial(own(ops.quantized_linear), x, weight, None) for weight in weights]
+            num_bytes = inputs * outputs * (0.5 if name == "int4" else 1.0)
+            flops = 2.0 * num_tokens * inputs * outputs
+            yield from timer.tried(f"{name} gate_up {inputs} x {outputs}, {num_tokens} rows", calls, num_bytes, flops)
 
 
 def _sampler_rows(timer: Timer, num_rows: int) -> Iterator[Row]:

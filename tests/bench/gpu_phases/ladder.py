@@ -17,6 +17,7 @@ OPS_BY_FILE: dict[str, tuple[str, ...]] = {
     "sampling": ("sample", "argmax_first", "uniform", "apply_penalties"),
     "step_inputs": ("prepare_inputs",),
     "experts": ("fused_experts",),
+    "quantized_linear": ("quantized_linear",),
     "histogram_sampling": ("sample", "argmax_first", "uniform", "apply_penalties"),
     "small_batch_linear": ("rms_norm_linear", "linear"),
 }
