@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,6 +40,7 @@ from quire_engine.worker.memory_budget import (
     num_kv_blocks,
     step_too_large_error,
 )
+from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps
 from quire_kernels import select_prefill_attention
 from quire_spec.documents.pod_status import MeasuredMemory
@@ -53,19 +53,6 @@ RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
 """Runs the model and the sampler once over a KV cache, without CUDA graphs."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerMemory:
-    """What startup allocates in addition to weights and adapter slots."""
-
-    kv_cache: KVCache
-    graphs: CudaGraphRunner | None
-    """None if decoding steps run without CUDA graphs."""
-    host_swap: HostSwap | None
-    """None if `swap_space` is less than one block."""
-    swap_costs: SwapCosts
-    measured: MeasuredMemory
 
 
 class RunnerStartup:

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the startup of a model runner allocates, and the runner keeps."""
+
+from dataclasses import dataclass
+
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.worker.cuda_graphs import CudaGraphRunner
+from quire_spec.documents.pod_status import MeasuredMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerMemory:
+    """What startup allocates in addition to weights and adapter slots."""
+
+    kv_cache: KVCache
+    graphs: CudaGraphRunner | None
+    """None if decoding steps run without CUDA graphs."""
+    host_swap: HostSwap | None
+    """None if `swap_space` is less than one block."""
+    swap_costs: SwapCosts
+    measured: MeasuredMemory
