@@ -94,6 +94,7 @@ MODELS = {
     "70b-fp8": checkpoint_info(LLAMA_70B, WEIGHT_BYTES["70b-fp8"]),
     "qwen": checkpoint_info(QWEN_7B),
     "moe": checkpoint_info(QWEN3_30B_A3B),
+    "moe-fp8": checkpoint_info(QWEN3_30B_A3B | {"quantization_config": {"quant_method": "fp8"}}, 31 * GIB),
     "qwen-0.5b": checkpoint_info(QWEN_05B),
     "tiny": checkpoint_info(TINY),
 }

@@ -213,8 +213,10 @@ def test_unsupported_values_are_neither_planned_nor_recommended(monkeypatch):
 
 
 def test_all_experts_count_as_weights():
-    plan = plan_for("moe", H100)
-    assert plan.bytes.weights == pytest.approx(1.01 * 2 * 30_532_122_624, rel=1e-3)
+    assert plan_for("moe", H100).bytes.weights == pytest.approx(1.01 * 2 * 30_532_122_624, rel=1e-3)
+    # They are dequantized when they are loaded.
+    spec = "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}"
+    assert plan_for("moe-fp8", None, spec).bytes.weights == plan_for("moe", None, spec).bytes.weights
 
 
 def test_unplannable_messages_have_field_value_and_fix():
