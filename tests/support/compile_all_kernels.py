@@ -99,6 +99,9 @@ def _call_all() -> None:
         _call_quantized_linears(kernel_of, num_tokens)
     for num_tokens in (1, 8):
         _call_small_batch_linears(num_tokens)
+    for spans in ([(1500, 1)] * 3, [(0, 700)]):
+        queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
+        kernel_of(ops.paged_attention)(queries, cache, batch, 0.1, sinks=torch.zeros(32, dtype=BF16))
     _call_lora(kernel_of)
     _call_experts(kernel_of)
 

@@ -72,13 +72,14 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     """Compiling takes a second and blocks all requests: the number of tokens, spans or slots must not create a
     variant."""
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
-    # Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms: alone and with the
-    # sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more than 2^31 elements
-    # adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and with a residual.
-    # Filters: by stage. Experts: two activations, tiles of few rows and of many.
+    # Attention: with sinks. Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms:
+    # alone and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more
+    # than 2^31 elements adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and
+    # with a residual. Filters: by stage. Experts: two activations, tiles of few rows and of many.
     # Quantized weights: four schemes, for few tokens and for many.
     assert several == {
-        "_split_kv_decode": 2,
+        "_split_kv_decode": 3,
+        "_prefill": 2,
         "_rope_and_cache": 2,
         "_write_kv": 2,
         "_rms_norm": 2,
@@ -140,9 +141,11 @@ def test_next_key_tile_is_loaded_during_the_multiplication(kernels):
 
 
 def test_long_spans_use_wgmma(kernels):
-    decode, decode_of_eight_bits = (k for k in kernels if k["name"] == "_split_kv_decode")
-    assert [k["matrix"] for k in kernels if k["name"] == "_prefill"] == [True]
+    decode, decode_of_eight_bits, decode_with_sinks = (k for k in kernels if k["name"] == "_split_kv_decode")
+    assert [k["matrix"] for k in kernels if k["name"] == "_prefill"] == [True, True]
     # A tile of 16 rows is too small for wgmma; three workers share a multiprocessor.
     assert 3 * decode["shared"] <= MAX_SHARED
-    assert all(3 * 128 * (-(-k["registers"] // 8) * 8) <= REGISTERS for k in (decode, decode_of_eight_bits))
+    assert all(
+        3 * 128 * (-(-k["registers"] // 8) * 8) <= REGISTERS for k in (decode, decode_of_eight_bits, decode_with_sinks)
+    )
     assert decode_of_eight_bits["shared"] <= decode["shared"]
