@@ -162,8 +162,8 @@ def pack_weight_int8(
 ) -> QuantizedWeight:
     """Return an int8 weight for `linear`.
 
-    w8a8 with the compiled kernel, two Zen 5 cores: 1.9 times as fast as bf16 for 1 token and for 64
-    (tests/bench/ops.py). torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
+    w8a8 with the compiled kernel, one Zen 5 core, 8 layers of a 135M Llama: 1.7
+    times as fast as bf16 for 1 token and 1.6 for 64. torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
 
     Args:
         values: [out_features, in_features] int8 in [-127, 127], contiguous.
@@ -199,6 +199,9 @@ def pack_weight_int4(
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`.
 
+    With the compiled kernel, one Zen 5 core, 8 layers of a 135M Llama: 2.2 times as fast as bf16 for 1 token, 0.83 for
+    64. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as long for 1 token and 2.4 times for 64.
+
     Args:
         values: [out_features, in_features] uint8 in [0, 15].
         scales: [out_features, groups] float32. The groups have equal sizes: in_features / groups inputs.
@@ -224,6 +227,9 @@ def pack_weight_fp8(
     values: Tensor, scales: Tensor, arena: HugePageArena | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedWeight:
     """Return an 8-bit floating-point weight for `linear`.
+
+    With the compiled kernel, one Zen 5 core, 8 layers of a 135M Llama: 1.5 times as fast as bf16 for 1 token, 0.94 for
+    64.
 
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
