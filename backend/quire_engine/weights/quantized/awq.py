@@ -28,7 +28,7 @@ class AWQTensor(QuantizedTensor):
 
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
         super().__init__(module, slices, scheme)
-        columns, words = slices[self.MARKER].get_shape()
+        columns, words = self.values_shape()
         self.shape = (words * _FACTOR, columns)
         self._values = self.slice_of(self.MARKER, (columns, words), ("I32",))
         num_groups = self.num_groups(columns)

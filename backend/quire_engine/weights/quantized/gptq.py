@@ -32,7 +32,7 @@ class GPTQTensor(QuantizedTensor):
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
         super().__init__(module, slices, scheme)
         self._factor = 32 // scheme.num_bits
-        words, rows = slices[self.MARKER].get_shape()
+        words, rows = self.values_shape()
         columns = words * self._factor
         self.shape = (rows, columns)
         self._values = self.slice_of(self.MARKER, (words, rows), ("I32",))

@@ -66,16 +66,16 @@ class MXFP4Tensor:
         if self.SCALES not in slices:
             raise ConfigError(f"{name}{self.SCALES} is missing; the checkpoint is incomplete")
         self._blocks, self._scales = slices[self.MARKER], slices[self.SCALES]
-        *outer, num_blocks, num_bytes = self._blocks.get_shape()
-        if list(self._scales.get_shape()) != [*outer, num_blocks] or len(outer) != 2 or num_bytes * 2 != BLOCK_SIZE:
+        shape, scales_shape = self._blocks.get_shape(), self._scales.get_shape()
+        if len(shape) != 4 or list(scales_shape) != list(shape[:3]) or shape[3] * 2 != BLOCK_SIZE:
             raise ConfigError(
-                f"{name}{self.MARKER} has shape {self._blocks.get_shape()} and {name}{self.SCALES} "
-                f"{self._scales.get_shape()}; mxfp4 requires [experts, out, in / 32, 16] and [experts, out, in / 32]"
+                f"{name}{self.MARKER} has shape {shape} and {name}{self.SCALES} {scales_shape}; mxfp4 requires "
+                "[experts, out, in / 32, 16] and [experts, out, in / 32]"
             )
         for suffix in (self.MARKER, self.SCALES):
             if slices[suffix].get_dtype() != "U8":
                 raise ConfigError(f"{name}{suffix} is {slices[suffix].get_dtype()}; mxfp4 requires U8")
-        self.shape = (*outer, num_blocks * BLOCK_SIZE)
+        self.shape: tuple[int, ...] = (shape[0], shape[1], shape[2] * BLOCK_SIZE)
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return a part of the weight of an expert, [len(rows), len(columns)]."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire_engine.weights.quantized.bit_packing import unpack_int32
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
 from quire_engine.weights.quantized.weight_codes import WeightCodes
+from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
 
@@ -28,10 +29,14 @@ class PackQuantizedTensor(QuantizedTensor):
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
         super().__init__(module, slices, scheme)
         self._factor = 32 // scheme.num_bits
-        rows, words = slices[self.MARKER].get_shape()
+        rows, words = self.values_shape()
         columns = words * self._factor
         if ".weight_shape" in slices:
-            columns = min(columns, int(slices[".weight_shape"][...][1]))
+            columns = int(self.slice_of(".weight_shape", (2,), ("I64", "I32"))[...][1])
+            if not words * self._factor - self._factor < columns <= words * self._factor:
+                raise ConfigError(
+                    f"{module}.weight_shape contains {columns} columns; {module}.weight_packed has {words}"
+                )
         self.shape = (rows, columns)
         self._values = self.slice_of(self.MARKER, (rows, words), ("I32",))
         num_groups = self.num_groups(columns)

@@ -73,6 +73,15 @@ class QuantizedTensor(ABC):
                 "of config.json; the checkpoint is incomplete"
             )
 
+    def values_shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor that contains the values; raise ConfigError if it is not a matrix."""
+        shape = tuple(self._slices[self.MARKER].get_shape())
+        if len(shape) != 2:
+            raise ConfigError(
+                f"{self.module}{self.MARKER} has shape {shape}; quantization_config of config.json implies a matrix"
+            )
+        return shape[0], shape[1]
+
     def slice_of(self, suffix: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Any:
         """Return a slice after checking its shape and dtype.
 

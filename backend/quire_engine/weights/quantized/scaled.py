@@ -26,9 +26,8 @@ class ScaledTensor(QuantizedTensor):
 
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
         super().__init__(module, slices, scheme)
-        rows, columns = shape = tuple(slices[self.MARKER].get_shape())
-        self.shape = (rows, columns)
-        self._values = self.slice_of(self.MARKER, shape, (self.DTYPE,))
+        rows, columns = self.shape = self.values_shape()
+        self._values = self.slice_of(self.MARKER, self.shape, (self.DTYPE,))
         found = tuple(slices[self._scales_name].get_shape())
         if scheme.block is None:
             # One scale, or one for each output feature; writers differ in the number of dimensions.

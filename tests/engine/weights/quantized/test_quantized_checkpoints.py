@@ -130,9 +130,7 @@ def test_mxfp4_experts_fill_a_parameter_or_a_shard_of_it(copy):
     stored = load_file(folder / "model.safetensors")
     expected = dequantize_mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"], torch.float32)
     _rewrite(folder, lambda tensors: {k: t for k, t in tensors.items() if k.startswith(f"{name}_") and "bias" not in k})
-    quantization = ModelConfig.from_config(
-        json.loads((FOLDERS["awq"] / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    ).quantization
+    quantization = ModelConfig.load(folder).quantization
     whole = torch.empty(4, 192, 64)
     load_weights(folder, [(name, whole)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
     assert torch.equal(whole, expected)
@@ -140,6 +138,9 @@ def test_mxfp4_experts_fill_a_parameter_or_a_shard_of_it(copy):
     part = ParamShard(torch.empty(4, 20, 20), (4, 192, 64), (range(10, 30, 2), range(11, 31, 2)), range(30, 50))
     load_weights(folder, [(name, part)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
     assert torch.equal(part.tensor, torch.cat([expected[:, 10:30:2, 30:50], expected[:, 11:31:2, 30:50]], 1))
+    _rewrite(folder, lambda tensors: tensors | {f"{name}_scales": torch.ones(4, dtype=torch.uint8)})
+    with pytest.raises(ConfigError, match=r"gate_up_proj_scales \[4\]; mxfp4 requires \[experts, out, in / 32, 16\]"):
+        load_weights(folder, [(name, whole)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
 
 
 def _rewrite(folder, change):
@@ -165,6 +166,8 @@ ERRORS = {
         "U8 of shape .* implies I8 of shape",
     ),
     "groups": ("gptq-desc_act", _replaced(f"{Q_PROJ}.g_idx", torch.full((64,), 2)), r"q_proj.g_idx contains .* 0\.\.1"),
+    "not a matrix": ("ct-int8", _replaced(f"{Q_PROJ}.weight", torch.ones(64).char()), r"shape \(64,\); .* a matrix"),
+    "columns": ("ct-actorder", _replaced(f"{Q_PROJ}.weight_shape", torch.tensor([64, -1])), "contains -1 columns"),
     "unexpected": ("gptq", _replaced(f"{Q_PROJ}.bias", torch.ones(64)), rf"{Q_PROJ}.bias is unexpected"),
     "other format": ("awq", _replaced(f"{Q_PROJ}.weight_packed", torch.ones(1)), "is unexpected"),
 }
