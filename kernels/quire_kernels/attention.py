@@ -398,8 +398,8 @@ def _unfused_attention(
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
     """Return whether one GEMM over all heads, whose operand is mostly zeros, is faster than torch's fused attention.
 
-    On a CPU the bf16 GEMMs of fused attention are as small as one KV head's queries. A single GEMM is faster with
-    enough keys, if there are few heads or one query head per KV head.
+    On a CPU the bf16 GEMMs of fused attention are as small as one KV head's queries. A single GEMM is faster if
+    there are enough keys, and either few heads or one query head per KV head.
     """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False

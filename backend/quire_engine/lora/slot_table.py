@@ -46,8 +46,8 @@ class SlotTable:
     sequences of the adapter wait. The slot is then held for them until the first one starts, so that no later adapter
     can take it.
 
-    Fairness. An adapter that has waited for a slot longer than RESERVE_AFTER_S gets one reserved: an idle slot, or
-    that of the running adapter whose last start is the oldest. No new sequences of its current adapter start, so
+    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S: an idle slot, or the
+    slot of the running adapter that has gone longest without starting a sequence. No new sequences of its current adapter start, so
     the slot drains. The only exception is the sequence for which this adapter was loaded. An idle slot waits for
     its new adapter only if that has a host copy or is being read. Otherwise other adapters can use the slot. At
     most half of the slots are reserved at a time, for the adapters that have waited longest. The other slots keep

@@ -70,7 +70,7 @@ class HarmonyFormat:
             self._body = "reasoning" if channel[:1] == ["analysis"] else "content"
 
     def finish(self) -> Iterator[Event]:
-        """Complete a call without arguments."""
+        """End a tool call that has no arguments."""
         if self._header is None and self._body == "call" and not self._has_arguments:
             yield ToolCallArguments(self._num_calls - 1, "{}")
 

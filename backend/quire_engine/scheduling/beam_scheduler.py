@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beam scheduler: the beam searches of a scheduler, and the sequences that are their beams.
 
-A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token; it
-runs when all beams have computed the tokens before it. Then beams that were not chosen end and free their KV blocks,
+A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token. A
+step runs when every beam has computed its earlier tokens. Then beams that were not chosen end and free their KV blocks,
 and those that were chosen several times fork: the forks share all blocks, and copy the last one before they write it.
 
 A preempted group loses the blocks of all its beams. They resume one after the other, like other sequences, and share

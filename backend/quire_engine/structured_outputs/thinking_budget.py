@@ -4,7 +4,7 @@
 The grammar of the sequence owns it and advances it with each token. A reasoning that ends by itself is not touched, and
 nothing behind it counts.
 
-Source: the name and meaning of vLLM's thinking_token_budget, whose tokens in the prompt count, too.
+Source: name and meaning are those of vLLM's thinking_token_budget. As there, reasoning tokens in the prompt count.
 """
 
 import sys

@@ -34,7 +34,7 @@ class StopStrings:
         return b"".join(reversed(chunks))
 
     def is_completed_by(self, token_id: int, tail: bytes, num_tokens: int) -> bool:
-        """Return whether a stop string ends in the text of a token.
+        """Return whether the end of a stop string lies within the text of a token.
 
         Args:
             token_id: the next token.

@@ -171,9 +171,9 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 
 @triton.jit
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the bits of a float32: the smallest weight from `low` on for which all larger weights sum to less than
-    `target`. With COUNTS, the number of larger weights must be less than `target`. The result is a token's weight or
-    `low`."""
+    """Find the smallest weight that is at least `low` and whose larger weights sum to less than `target`; return its
+    float32 bits. With COUNTS, the number of larger weights must be less than `target`. The result is a token's weight
+    or `low`."""
     # The bits of 1, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:

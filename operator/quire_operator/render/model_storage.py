@@ -94,7 +94,8 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
     """Return the container that downloads the model. If all files exist, it does nothing.
 
     It serves its progress on the health port, which the server container does not use before an init container ends.
-    It gets the environment and the files that spec.podTemplate gives to the server container, for example a proxy.
+    It gets the environment variables (for example of a proxy) and the files that spec.podTemplate gives to the server
+    container.
     """
     source = json.dumps(_source_fields(service.spec.model.source), sort_keys=True)
     container = {

@@ -192,7 +192,7 @@ class SamplingTensors:
         return token_ids
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> dict[int, list[list[Logprob]]]:
-        """Return log probabilities by row, for rows that return them, of the model's distribution before processing."""
+        """Return the log probabilities of the unprocessed logits by row, for rows whose requests ask for them."""
         if not self.logprobs:
             return {}
         index = to_device_async(list(self.logprobs), self._device)
