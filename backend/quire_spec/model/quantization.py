@@ -250,7 +250,12 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
 
 
 def _get_block(config: HFConfigReader, key: str) -> tuple[int, int]:
-    block = config.get_int_list(key)
+    value = config.get_raw(key)
+    # Old releases of compressed-tensors wrote "128x128".
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value, re.ASCII)):
+        block: tuple[int, ...] = int(match[1]), int(match[2])
+    else:
+        block = config.get_int_list(key)
     if len(block) != 2 or min(block) < 1:
         raise config.error(key, list(block), "a list of 2 positive integers")
     return block[0], block[1]

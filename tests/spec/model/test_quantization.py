@@ -30,6 +30,10 @@ CONFIGS = {
     "fp8 static": ({"quant_method": "fp8", "activation_scheme": "static"}, WeightScheme("fp8", 8, "tensor")),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, WeightScheme("fp8", 8, "channel")),
     "compressed fp8": (_compressed(FP8, "float-quantized"), WeightScheme("fp8", 8, "channel")),
+    "compressed fp8 blocks": (
+        _compressed(FP8 | {"strategy": "block", "block_structure": "128x128"}, "float-quantized"),
+        WeightScheme("fp8", 8, "block", (128, 128)),
+    ),
     "compressed int4": (_compressed(), WeightScheme("packed", 4, "group", (1, 128))),
     "compressed, no method": (
         {key: value for key, value in _compressed().items() if key != "quant_method"},
