@@ -124,6 +124,9 @@ class Sequence:
     """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Without the latest step in flight."""
     block_table: list[BlockId] = field(default_factory=list)
     """Block i contains tokens [i * block_size, (i + 1) * block_size)."""
+    num_freed_blocks: int = 0
+    """First blocks of the table that have left the sliding window. They belong to the pool again, but their entries
+    stay, so that the table on the device stays valid; attention ignores what it reads there."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Content hashes of its full blocks, as far as they are computed."""
     num_cached_tokens: int | None = None
@@ -154,6 +157,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def held_blocks(self) -> list[BlockId]:
+        """The blocks of its table that the sequence has a reference to."""
+        return self.block_table[self.num_freed_blocks :]
 
     @property
     def num_prefill_tokens(self) -> int:

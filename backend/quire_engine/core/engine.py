@@ -82,7 +82,16 @@ class Engine:
             checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.long_rope_threshold
         )
         self._scheduler = Scheduler(
-            config, self._block_pool, self._adapter_registry, block_hasher, self.max_model_len, runner.swap_costs
+            config,
+            self._block_pool,
+            self._adapter_registry,
+            block_hasher,
+            self.max_model_len,
+            runner.swap_costs,
+            # A draft model uses the same blocks, and may have no window.
+            None
+            if config.speculative_config and config.speculative_config.model
+            else checkpoint.shape.max_sliding_window,
         )
         self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Runs the copy of an adapter into a slot, by default immediately. An owner with threads can run the copy in

@@ -21,10 +21,17 @@ class BlockManager:
 
     A table has only as many blocks as the tokens of its sequence and of its last draft need. A shared or cached block
     is never written: if the shared prefix of a sequence ends within a block, it starts with a copy of that block.
+
+    If all layers of a model have a sliding window, blocks that have left the widest are freed while a sequence runs.
+    A block contains the keys and values of all layers, so one layer without a window keeps all blocks.
     """
 
-    def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts) -> None:
+    def __init__(
+        self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts, sliding_window: int | None = None
+    ) -> None:
+        """`sliding_window`: see ModelConfig.max_sliding_window."""
         self._block_pool = block_pool
+        self._sliding_window = sliding_window
         self._block_size = block_size
         self._swap_costs = swap_costs
         self._host_pool = BlockPool(swap_costs.num_host_blocks)
@@ -63,7 +70,7 @@ class BlockManager:
         # Acquire first: the allocation below could evict them. Copy sources stay acquired until the step is complete.
         self._block_pool.acquire(prefix.blocks + prefix.copy_sources)
         new_blocks = self._block_pool.allocate(self.num_blocks(sequence.num_tokens) - len(prefix.blocks))
-        sequence.block_table = prefix.blocks + new_blocks
+        sequence.block_table, sequence.num_freed_blocks = prefix.blocks + new_blocks, 0
         sequence.num_computed_tokens = prefix.num_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_tokens
@@ -128,7 +135,7 @@ class BlockManager:
 
     def share(self, sequence: Sequence) -> None:
         """Take a further reference to the blocks of a sequence, for a beam that forks from it."""
-        self._block_pool.acquire(sequence.block_table)
+        self._block_pool.acquire(sequence.held_blocks)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Ensure that a sequence has blocks for `num_tokens` tokens. Return False if too few are free."""
@@ -141,9 +148,21 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence."""
-        self._block_pool.free(sequence.block_table)
-        sequence.block_table = []
+        self._block_pool.free(sequence.held_blocks)
+        sequence.block_table, sequence.num_freed_blocks = [], 0
         sequence.num_computed_tokens = 0
+
+    def free_outside_window(self, sequence: Sequence) -> None:
+        """Free the blocks that no later step reads, if all layers have a sliding window.
+
+        A step in flight does not read them either: it begins at or after the tokens that are computed.
+        """
+        if self._sliding_window is None:
+            return
+        first_key = sequence.num_computed_tokens - self._sliding_window + 1
+        num_outside = max(first_key // self._block_size, sequence.num_freed_blocks)
+        self._block_pool.free(sequence.block_table[sequence.num_freed_blocks : num_outside])
+        sequence.num_freed_blocks = num_outside
 
     def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
         """Plan copies of a sequence's computed blocks to host memory, if that is worthwhile and they fit.
@@ -157,7 +176,8 @@ class BlockManager:
         blocks_to_swap = computed_blocks[num_shared_blocks:]
         num_tokens = sequence.num_computed_tokens - num_shared_blocks * self._block_size
         if (
-            len(blocks_to_swap) > self._host_pool.num_free
+            sequence.num_freed_blocks
+            or len(blocks_to_swap) > self._host_pool.num_free
             or sequence.needs_prompt_logprobs
             or not self._swap_costs.is_worthwhile(len(blocks_to_swap), num_tokens)
         ):
@@ -188,10 +208,10 @@ class BlockManager:
         excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
         total, totals = 0, []
         for sequence in sequences:
-            num_freed_refs.update(sequence.block_table)
+            num_freed_refs.update(sequence.held_blocks)
             total += sum(
                 1
-                for block in sequence.block_table
+                for block in sequence.held_blocks
                 if num_freed_refs[block] == self._block_pool.ref_count(block) and block not in excluded_blocks
             )
             totals.append(total)
@@ -211,10 +231,10 @@ class BlockManager:
             raise Internal(f"block tables: sequences {ids_lacking_blocks} lack blocks")
         self._host_pool.check_integrity([*(s.host_blocks for s in waiting), self._swap_in_host_blocks])
         copy_sources = [copy.source for plan in plans for copy in plan.copies]
-        self._block_pool.check_integrity([*(s.block_table for s in block_holders), copy_sources])
+        self._block_pool.check_integrity([*(s.held_blocks for s in block_holders), copy_sources])
         # Only the last one: it runs after the others and can read what they write.
         if plans:
-            self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.block_table))
+            self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.held_blocks))
 
     def _check_writes(self, spans: list[ScheduledSpan], ref_counts: Counter[BlockId]) -> None:
         """Raise Internal if a span writes a block that is shared or cached."""

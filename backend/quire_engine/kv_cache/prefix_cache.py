@@ -47,7 +47,9 @@ class PrefixCache:
         if sequence.needs_prompt_logprobs:
             return PrefixHit(0, [], [])
         parent, block_size = sequence.parent, self._block_hasher.block_size
-        if parent is not None and self._uses_long_rope(parent) != self._uses_long_rope(sequence):
+        if parent is not None and (
+            parent.num_freed_blocks or self._uses_long_rope(parent) != self._uses_long_rope(sequence)
+        ):
             parent = None
         if parent is not None and not sequence.block_hashes:
             sequence.block_hashes = parent.block_hashes[: len(sequence.prompt_token_ids) // block_size]

@@ -24,7 +24,7 @@ def count_usage(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dic
     for sequence in running:
         entry = usage[sequence.adapter_digest]
         entry.num_running += 1
-        entry.num_blocks += len(sequence.block_table)
+        entry.num_blocks += len(sequence.held_blocks)
     for sequence in waiting:
         usage[sequence.adapter_digest].num_waiting += 1
     return dict(usage)

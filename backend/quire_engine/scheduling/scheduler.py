@@ -91,13 +91,14 @@ class Scheduler:
         block_hasher: BlockHasher,
         max_model_len: int,
         swap_costs: SwapCosts,
+        sliding_window: int | None = None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
         self.prefix_cache = PrefixCache(block_pool, block_hasher, config.enable_prefix_caching)
-        self.block_manager = BlockManager(block_pool, config.block_size, swap_costs)
+        self.block_manager = BlockManager(block_pool, config.block_size, swap_costs, sliding_window)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
         self._num_arrivals = 0
@@ -247,6 +248,7 @@ class Scheduler:
                 remove_placeholder(sequence)
             sequence.num_computed_tokens = span.end - len(span.draft_token_ids)
             self.prefix_cache.cache_full_blocks(sequence)
+            self.block_manager.free_outside_window(sequence)
             if span_output.prompt_logprobs:
                 sequence.prompt_logprobs += span_output.prompt_logprobs
                 sequence.num_computed_prompt_logprobs += len(span_output.prompt_logprobs)

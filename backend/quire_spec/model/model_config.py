@@ -86,6 +86,12 @@ class ModelConfig:
         return tuple(path for path in paths if not (self.has_experts(layer) and path.startswith("mlp.")))
 
     @property
+    def max_sliding_window(self) -> int | None:
+        """Number of keys that a token attends to in any layer, including its own; None: all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def tied_embedding_name(self) -> str | None:
         """Name of the embedding tensor if it is also the output projection; None if that is a separate tensor."""
         return (

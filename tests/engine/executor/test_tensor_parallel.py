@@ -36,7 +36,7 @@ DRAWN = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 18}
 # Chunked prefill beside decoding sequences, preemptions, and prefix cache hits.
 SMALL = {"block_size": 8, "max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 128}
 NUM_BLOCKS = 17
-FAMILIES = ["llama", "qwen2", "opt", "phi3", "gemma2"]
+FAMILIES = ["llama", "qwen2", "opt", "phi3", "phi4", "gemma2"]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def _count_ahead(engine):
 # Other architectures and sizes differ in the model only; test_sharded_model.py covers them.
 @pytest.mark.parametrize(
     ("name", "size", "ahead", "replayed"),
-    [("opt", 2, False, False), ("opt", 2, True, True), ("phi3", 4, True, False), ("gemma2", 2, False, True)],
+    [("opt", 2, False, False), ("opt", 2, True, True), ("phi4", 4, True, False), ("gemma2", 2, False, True)],
 )
 def test_ranks_generate_the_tokens_of_one_rank(folders, name, size, ahead, replayed, monkeypatch):
     """With asynchronous scheduling, where rank 0 broadcasts the tokens, and with replayed decoding steps."""
