@@ -277,6 +277,48 @@ def sample(
     return torch.where(is_greedy, logits_f32.argmax(dim=-1), sampled) if any_greedy else sampled
 
 
+@sample.register("cpu")
+def _sample_cpu(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    any_filtered: bool = True,
+    any_greedy: bool = True,
+) -> Tensor:
+    """Sample rows without filters in one pass over the logits; the parameters of a row alone decide how it is sampled.
+
+    64 rows of 49,152 in bf16 take 2.0 ms instead of 9.8 ms with torch (two cores, shared).
+    """
+    filters = top_k, top_p, min_p
+    if (
+        logits.dtype not in (torch.bfloat16, torch.float32)
+        or logits.stride(-1) != 1
+        or cpu_native.load_library() is None
+    ):
+        return sample.reference(logits, temperatures, *filters, seeds, positions, any_filtered, any_greedy)
+    uniforms, tokens = uniform(seeds, positions), torch.empty(len(logits), dtype=torch.int64)
+    cpu_native.get_library().quire_sample(
+        logits.data_ptr(),
+        logits.dtype == torch.float32,
+        logits.stride(0),
+        temperatures.data_ptr(),
+        uniforms.data_ptr(),
+        tokens.data_ptr(),
+        *logits.shape,
+    )
+    if any_filtered:
+        is_filtered = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & (temperatures > 0)
+        rows = is_filtered.nonzero().flatten()
+        if len(rows):
+            selected = (each[rows] for each in (logits, temperatures, *filters, seeds, positions))
+            tokens[rows] = sample.reference(*selected, any_filtered=True, any_greedy=False)
+    return tokens
+
+
 sample.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 # Not the default: its effect has not been measured. `QUIRE_KERNELS=sample=histogram` selects it.
 sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.histogram_sampling")

@@ -24,7 +24,7 @@ constexpr int64_t kChunk = 64;
 // Keys that are prefetched at once: 384 KiB for the 135M Llama, which fit into an L2 cache.
 constexpr int64_t kTouched = 8 * kChunk;
 constexpr int64_t kFetchedByTile = 12, kFetchedByPair = 4;
-constexpr int64_t kMaxRows = 48;
+constexpr int64_t kMaxRows = 96;
 constexpr int64_t kMaxHeadDim = 256;
 constexpr float kLowest = -1e30f;
 
@@ -146,7 +146,8 @@ class Fetch {
   const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-// Workspace of a thread: 8 + 8 KiB of a chunk for a head_dim of 64, 12 + 12 + 6 KiB of scores and sums.
+// Workspace of a thread: 8 + 8 KiB of a chunk for a head_dim of 64, 24 + 24 + 12 KiB of scores, sums and
+// probabilities.
 struct alignas(64) Scratch {
   bf16 keys[kChunk / kLanes][kMaxHeadDim / 2][kLanes][2];
   bf16 values[kChunk / 2][kMaxHeadDim][2];
@@ -280,16 +281,35 @@ inline __m512 tanh(__m512 x) {
                                                        _mm512_set1_epi32(0x80000000), 0xd8));
 }
 
+// 2^x for x <= 0, to 3e-6 of the value, far less than the rounding of a probability to bf16. Polynomial: minimax of 2^f,
+// f in [-0.5, 0.5]. x = -inf only if Masked.
+template <bool Masked>
+inline __m512 probability(__m512 x) {
+  if (Masked) x = _mm512_max_ps(x, _mm512_set1_ps(-200.f));
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(9.5701000e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5917860e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4024745e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9312181e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.9999926e-1f));
+  return _mm512_scalef_ps(p, n);
+}
+
 // Convert the scores of one row to probabilities in bf16, and rescale earlier sums to the new maximum. Masked: only
 // keys [low, high) of the chunk are visible; otherwise all of them.
 template <bool Masked>
 void soften(const Shape& s, Scratch& w, int64_t row, int64_t tiles, int64_t low, int64_t high) {
-  const __m512 scale = _mm512_set1_ps(s.softcap > 0 ? s.scale / s.softcap : s.scale * kLog2E);
+  // The exponent of a score is its product with `scale`, which is applied after the subtraction of the maximum.
+  const __m512 scale = _mm512_set1_ps(s.softcap > 0 ? 1.f : s.scale * kLog2E);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 x[kChunk / kLanes], best = _mm512_set1_ps(w.highest[row]);
   for (int64_t t = 0; t < tiles; t++) {
-    x[t] = _mm512_mul_ps(_mm512_load_ps(&w.scores[row][t * kLanes]), scale);
-    if (s.softcap > 0) x[t] = _mm512_mul_ps(tanh(x[t]), _mm512_set1_ps(s.softcap * kLog2E));
+    x[t] = _mm512_load_ps(&w.scores[row][t * kLanes]);
+    if (s.softcap > 0) {
+      x[t] = tanh(_mm512_mul_ps(x[t], _mm512_set1_ps(s.scale / s.softcap)));
+      x[t] = _mm512_mul_ps(x[t], _mm512_set1_ps(s.softcap * kLog2E));
+    }
     if (Masked) {
       const __m512i key = _mm512_add_epi32(_mm512_set1_epi32((int)(t * kLanes)), lanes);
       const __mmask16 seen = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32((int)high)) &
@@ -299,15 +319,15 @@ void soften(const Shape& s, Scratch& w, int64_t row, int64_t tiles, int64_t low,
     best = _mm512_max_ps(best, x[t]);
   }
   const float highest = _mm512_reduce_max_ps(best);
-  const __m512 top = _mm512_set1_ps(highest);
+  const __m512 top = _mm512_mul_ps(_mm512_set1_ps(highest), scale);
   __m512 total = _mm512_setzero_ps();
   for (int64_t t = 0; t < tiles; t++) {
-    const __m512 p = exp2(_mm512_sub_ps(x[t], top));
+    const __m512 p = probability<Masked>(_mm512_fmsub_ps(x[t], scale, top));
     total = _mm512_add_ps(total, p);
     store(&w.probs[row][t * kLanes], p);
   }
   if (highest != w.highest[row]) {
-    const __m512 shrink = exp2(_mm512_set1_ps(w.highest[row] - highest));
+    const __m512 shrink = exp2(_mm512_mul_ps(_mm512_set1_ps(w.highest[row] - highest), scale));
     w.highest[row] = highest;
     w.total[row] *= _mm512_cvtss_f32(shrink);
     for (int64_t d = 0; d < s.head_dim; d += kLanes)
@@ -367,8 +387,9 @@ void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
     const int64_t token = item.begin + r % per_head / group, head = (item.head + r / per_head) * group + r % group;
     w.queries[r] = s.queries + token * s.ldq + head * s.head_dim;
     outs[r] = s.out + (token * s.heads + head) * s.head_dim;
-    // A sink is a score without a value.
-    w.highest[r] = s.sinks ? _mm512_cvtss_f32(widen(_mm256_set1_epi16((short)s.sinks[head]))) * kLog2E : kLowest;
+    // A sink is a score without a value, scaled already.
+    const float unit = s.softcap > 0 ? kLog2E : 1.f / s.scale;
+    w.highest[r] = s.sinks ? _mm512_cvtss_f32(widen(_mm256_set1_epi16((short)s.sinks[head]))) * unit : kLowest;
     w.total[r] = s.sinks ? 1 : 0;
     for (int64_t d = 0; d < s.head_dim; d += kLanes) _mm512_store_ps(&w.sums[r][d], _mm512_setzero_ps());
   }

@@ -27,6 +27,8 @@ inline __mmask16 first(int64_t n) { return n >= kLanes ? 0xffff : (__mmask16)((1
 
 inline __m512 load(const bf16* p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
 
+inline __m512 load(const float* p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+
 inline void store(bf16* p, __m512 v, __mmask16 mask) { _mm256_mask_storeu_epi16(p, mask, narrow(v)); }
 
 // Broadcast a pair of neighbouring elements to every lane, as vdpbf16ps multiplies them.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "ops.h"
 
@@ -39,6 +40,67 @@ inline void normalise(const bf16* x, const bf16* weight, bf16* out, int64_t size
     const __m512 v = _mm512_mul_ps(load(x + i, mask), scale);
     store(out + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
   }
+}
+
+// Tokens whose weights are added up before the sum is compared with the threshold.
+constexpr int64_t kSampledTokens = 512;
+
+// Sum of the weights 2^(scale * (x - top)) of tokens [begin, end).
+template <typename T>
+inline float sum_weights(const T* row, int64_t begin, int64_t end, __m512 scale, __m512 top) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const __mmask16 mask = first(end - i);
+    const __m512 weight = exp2(_mm512_mul_ps(_mm512_sub_ps(load(row + i, mask), top), scale));
+    sum = _mm512_mask_add_ps(sum, mask, sum, weight);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+// The first token at which the sum of the weights so far exceeds the uniform's share of their total.
+template <typename T>
+int64_t sample_row(const T* row, int64_t size, float temperature, float uniform) {
+  __m512 best = _mm512_set1_ps(-INFINITY);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __mmask16 mask = first(size - i);
+    best = _mm512_mask_max_ps(best, mask, best, load(row + i, mask));
+  }
+  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
+  if (temperature <= 0) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      if (const __mmask16 hit = _mm512_mask_cmp_ps_mask(mask, load(row + i, mask), top, _CMP_EQ_OQ))
+        return i + __builtin_ctz(hit);
+    }
+    return 0;
+  }
+  const __m512 scale = _mm512_set1_ps(kLog2E / temperature);
+  thread_local std::vector<float> sums;
+  sums.clear();
+  double total = 0;
+  for (int64_t begin = 0; begin < size; begin += kSampledTokens) {
+    sums.push_back(sum_weights(row, begin, std::min(begin + kSampledTokens, size), scale, top));
+    total += sums.back();
+  }
+  const double threshold = uniform * total;
+  double before = 0;
+  size_t block = 0;
+  while (block + 1 < sums.size() && before + sums[block] <= threshold) before += sums[block++];
+  // Rounding can leave the threshold above the last sum; then the last token with a weight is selected.
+  int64_t last = 0;
+  const int64_t begin = block * kSampledTokens, end = std::min(begin + kSampledTokens, size);
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const __mmask16 mask = first(end - i);
+    alignas(64) float weights[kLanes];
+    _mm512_store_ps(weights, exp2(_mm512_mul_ps(_mm512_sub_ps(load(row + i, mask), top), scale)));
+    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, end - i); lane++) {
+      if (weights[lane] <= 0) continue;
+      last = i + lane;
+      before += weights[lane];
+      if (before > threshold) return last;
+    }
+  }
+  return last;
 }
 
 }  // namespace
@@ -137,6 +199,16 @@ void quire_argmax(const bf16* x, int64_t* out, int64_t rows, int64_t size) {
       }
     }
   }
+}
+
+// A token per row, by inverse transform sampling: see quire_kernels.sampling.sample. Temperature 0 selects the first
+// largest logit. logits: bf16, or float32 if is_float; rows of `ld`.
+void quire_sample(const void* logits, int64_t is_float, int64_t ld, const float* temperatures, const float* uniforms,
+                  int64_t* out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++)
+    out[r] = is_float ? sample_row((const float*)logits + r * ld, size, temperatures[r], uniforms[r])
+                      : sample_row((const bf16*)logits + r * ld, size, temperatures[r], uniforms[r]);
 }
 
 }  // extern "C"
