@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts with 0.5B active parameters beside the dense model of that size, with random weights.
+
+    python tests/bench/moe.py
+
+The dense model has the shape of Qwen2.5-0.5B. The other one has 16 experts of half its intermediate size, of which each
+token uses 2. Random routers give every expert about as many tokens. Both engines are in one process (8 GiB), and their
+runs alternate. The fastest run of each counts, because other work on the machine only makes runs slower.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from workload import Workload
+
+from quire_engine import LLM, SamplingParams
+from quire_engine.weights.param_shard import LoadTarget, unsharded
+from quire_engine.worker import startup
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 151936,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 2432, "norm_topk_prob": True}
+CONFIGS = {
+    "dense": _COMMON | {"architectures": ["Qwen3ForCausalLM"]},
+    "moe": _COMMON | {"architectures": ["Qwen3MoeForCausalLM"]} | _EXPERTS,
+}
+
+
+def _fill_randomly(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_: Any) -> None:
+    """Fill with parts of one pool of random numbers, because drawing billions takes longer than the benchmark. Every
+    square linear keeps the deviation of its inputs."""
+    pool = torch.randn(1 << 24).bfloat16() * _COMMON["hidden_size"] ** -0.5
+    with torch.inference_mode():
+        for index, (name, target) in enumerate(tensors):
+            tensor = unsharded(target).tensor
+            if "norm" in name:
+                tensor.fill_(1.0)
+                continue
+            for row, part in enumerate(tensor.flatten().split(1 << 20)):
+                start = (index * 7919 + row * 104729) % (len(pool) - len(part))
+                part.copy_(pool[start : start + len(part)])
+
+
+def _load(name: str, folder: Path) -> LLM:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    with mock.patch.object(startup, "load_weights", _fill_randomly):
+        return LLM(
+            folder,
+            dtype="bfloat16",
+            max_model_len=512,
+            max_num_seqs=64,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=1 << 29,
+        )
+
+
+def _run(llm: LLM, workload: Workload, run: int) -> float:
+    """Return the output tokens per second of one run."""
+    requests = workload.requests(run)
+    params = [SamplingParams(temperature=0.0, max_tokens=r.num_output_tokens, ignore_eos=True) for r in requests]
+    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return sum(request.num_output_tokens for request in requests) / (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Print the speed of both models and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64, help="requests of a run (default 64)")
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 256), help="bounds (default 32 256)")
+    parser.add_argument("--output-tokens", type=int, nargs=2, default=(32, 128), help="bounds (default 32 128)")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each model (default 2)")
+    args = parser.parse_args()
+    workload = Workload(args.requests, tuple(args.prompt_tokens), tuple(args.output_tokens), 40_000, seed=0)
+    warmup = Workload(4, (16, 32), (4, 8), 40_000, seed=1)
+    with tempfile.TemporaryDirectory() as scratch:
+        llms = {name: _load(name, Path(scratch, name)) for name in CONFIGS}
+        for llm in llms.values():
+            _run(llm, warmup, 0)
+        speeds: dict[str, list[float]] = {name: [] for name in llms}
+        for run in range(args.runs):
+            for name, llm in llms.items():
+                speeds[name].append(_run(llm, workload, run))
+                print(f"{name} run={run} tokens_per_s={speeds[name][-1]:.1f}", flush=True)
+    print(f"moe/dense={max(speeds['moe']) / max(speeds['dense']):.2f} requests={args.requests}")
+
+
+if __name__ == "__main__":
+    main()
