@@ -46,13 +46,13 @@ class SlotTable:
     sequences of the adapter wait. The slot is then held for them until the first one starts, so that no later adapter
     can take it.
 
-    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S: an idle slot, or the
-    slot of the running adapter that has gone longest without starting a sequence. No new sequences of its current adapter start, so
-    the slot drains. The only exception is the sequence for which this adapter was loaded. An idle slot waits for
-    its new adapter only if that has a host copy or is being read. Otherwise other adapters can use the slot. At
-    most half of the slots are reserved at a time, for the adapters that have waited longest. The other slots keep
-    their large batches. So if D adapters wait and R slots can be reserved, the last one gets its slot after at most
-    ceil(D / R) drains. A drain takes as long as the longest sequence and one load.
+    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S: an idle slot, or the slot
+    of the running adapter that has gone longest without starting a sequence. No new sequences of its current adapter
+    start, so the slot drains. The only exception is the sequence for which this adapter was loaded. An idle slot waits
+    for its new adapter only if that has a host copy or is being read. Otherwise other adapters can use the slot. At
+    most half of the slots are reserved at a time, for the adapters that have waited longest. The other slots keep their
+    large batches. So if D adapters wait and R slots can be reserved, the last one gets its slot after at most ceil(D /
+    R) drains. A drain takes as long as the longest sequence and one load.
 
     Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. Only if all slots are pinned
     does an idle pinned adapter yield its slot: serving a request has priority over keeping an adapter warm.

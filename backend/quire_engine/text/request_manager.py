@@ -64,8 +64,8 @@ class RequestManager:
         chat_renderer: ChatRenderer | None = None,
         grammar_checker: GrammarChecker | None = None,
     ) -> None:
-        """`prompt_tokenizer` and `grammar_checker` are None if the model has no tokenizer. `chat_renderer` is None if it
-        has no chat template."""
+        """`prompt_tokenizer` and `grammar_checker` are None if the model has no tokenizer. `chat_renderer` is None if
+        the model has no chat template."""
         self.num_queued = 0
         """Open requests that no step has run yet."""
         self._admission = admission

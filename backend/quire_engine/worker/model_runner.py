@@ -20,23 +20,15 @@ from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.host_swap import HostSwap
 from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
-from quire_engine.models.layers.linear import ParamFactory
-from quire_engine.models.registry import get_model_class
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
-from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
-from quire_engine.weights.tensor_files import TensorFiles
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import (
-    check_free_memory,
-    init_device,
-    resolve_dtype,
-    warn_of_slow_quantization,
-)
+from quire_engine.worker.device import init_device
 from quire_engine.worker.drafting.builder import build_drafter
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
+from quire_engine.worker.model_builder import build_model
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
@@ -46,7 +38,6 @@ from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.quantization import resolve_quantization
 
 
 class DeviceModelRunner(ModelRunner):
@@ -76,15 +67,8 @@ class DeviceModelRunner(ModelRunner):
         device_wait = None if worker_group is None else worker_group.wait_until
         self._future_tokens = FutureTokens(self._device, communicator, device_wait)
         self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
-        dtype = resolve_dtype(config, shape.dtype)
-        quantization = resolve_quantization(config.quantization, shape.quantization)
-        warn_of_slow_quantization(quantization, dtype, self._device)
-        factory = ParamFactory(dtype, self._device, communicator, quantization)
-        local_shape = shape if communicator is None else communicator.shard.local_config
-        checkpoint = None if shape.quantization is None else QuantizedTensors(TensorFiles(folder), shape.quantization)
-        quantized_bytes = None if checkpoint is None else checkpoint.files.num_bytes
-        check_free_memory(config, local_shape, factory.dtype, self._device, quantized_bytes)
-        self._model = get_model_class(shape.architecture)(local_shape, replace(factory, checkpoint=checkpoint))
+        built = build_model(config, shape, folder, communicator, self._device)
+        self._model, factory = built.model, built.factory
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
         # Dummy steps run during startup, before these exist.
@@ -92,7 +76,7 @@ class DeviceModelRunner(ModelRunner):
         self._host_swap: HostSwap | None = None
         slot_bytes = self.adapter_store.slot_bytes
         startup = RunnerStartup(config, self._model, factory, slot_bytes, self._run_eager, self._drafter)
-        startup.load_model(folder, checkpoint, progress=progress)
+        startup.load_model(folder, built.checkpoint, progress=progress)
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory = memory.swap_costs, memory.measured

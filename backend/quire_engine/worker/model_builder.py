@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the model of a runner, without its weights: resolves dtype and quantization, and checks free memory first."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire_engine.distributed.communicator import Communicator
+from quire_engine.models.base import CausalLM
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
+from quire_engine.weights.tensor_files import TensorFiles
+from quire_engine.worker.device import check_free_memory, resolve_dtype, warn_of_slow_quantization
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.quantization import resolve_quantization
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model whose weights are allocated and not loaded."""
+
+    model: CausalLM
+    factory: ParamFactory
+    """Allocates parameters of the same dtype on the same device, for adapters and draft models."""
+    checkpoint: QuantizedTensors | None
+    """The tensors of a quantized checkpoint; None if the weights are floating point."""
+
+
+def build_model(
+    config: EngineConfig, shape: ModelConfig, folder: Path, communicator: Communicator | None, device: torch.device
+) -> BuiltModel:
+    """Build the model of `folder`, or this rank's shard of it; `shape` is that of the whole model.
+
+    Raises:
+        ConfigError: dtype or quantization do not fit the checkpoint or the device, or free memory is less than the
+            weights.
+    """
+    dtype = resolve_dtype(config, shape.dtype)
+    quantization = resolve_quantization(config.quantization, shape.quantization)
+    warn_of_slow_quantization(quantization, dtype, device)
+    factory = ParamFactory(dtype, device, communicator, quantization)
+    local_shape = shape if communicator is None else communicator.shard.local_config
+    checkpoint = None if shape.quantization is None else QuantizedTensors(TensorFiles(folder), shape.quantization)
+    quantized_bytes = None if checkpoint is None else checkpoint.files.num_bytes
+    check_free_memory(config, local_shape, factory.dtype, device, quantized_bytes)
+    model = get_model_class(shape.architecture)(local_shape, replace(factory, checkpoint=checkpoint))
+    return BuiltModel(model, factory, checkpoint)
