@@ -9,9 +9,9 @@ EMULATED ?= .venv-emulated
 export OMP_NUM_THREADS ?= 2
 # Waiting OpenMP threads do not spin: that would take cores from threads that have work.
 test test-fast e2e: export OMP_WAIT_POLICY ?= passive
-# Two test files at a time: half of the time they wait for servers and timers. In file order, so that the long ones, which
-# start Kubernetes, are not the last. Not on an existing cluster, where two operators would interfere.
-SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 2 --dist loadfile --no-loadscope-reorder)
+# Three test files at a time on two cores: half of the time they wait for servers and timers. In file order, so that the
+# long ones, which start Kubernetes, are not the last. Not on an existing cluster, where two operators would interfere.
+SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 3 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-env dev-env emulated-env doctor test test-fast test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated rehearsal

@@ -35,7 +35,7 @@ def test_documented_curl_requests_work(service):
     documented = [request for text in code_blocks(PARAMETERS, "sh") for request in requests(text)]
     readme_blocks = [text for text in code_blocks(README, "") if text.startswith("curl localhost:8000")]
     documented += [request for text in readme_blocks for request in requests(text)]
-    assert len(documented) == 8
+    assert len(documented) == 9
     for path, body in documented:
         events = send(service, path, body)
         assert all("error" not in event and event["text_output"] is not None for event in events), events
@@ -55,9 +55,12 @@ def test_responses_match_the_documentation(service):
 
 
 def test_documented_python_client_prints_a_stream(service):
-    (code,) = code_blocks(PARAMETERS, "python")
+    code, offline_code = code_blocks(PARAMETERS, "python")
     code = code.replace("localhost:8001", f"127.0.0.1:{service.ports['grpc']}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     # Names have nearly equal probabilities, and the most likely one depends on the rest of the batch.
     assert done.stdout.startswith(", there was a funny boy named ") and len(done.stdout) > 80
+    command = [sys.executable, "-c", offline_code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and float(done.stdout.split()[-1]) < 0, done.stderr

@@ -45,6 +45,7 @@ class OpenAIFront:
         self.url = f"http://127.0.0.1:{self.port}"
         self._flags = flags
         self._env = dict(env or {})
+        self._clients: list[openai.OpenAI] = []
         self.log_file = engine.folder / "openai.log"
         self.start()
 
@@ -66,9 +67,16 @@ class OpenAIFront:
         self.process.kill()
         self.process.wait(10)
 
+    def close_clients(self) -> None:
+        """Close the connections of all clients."""
+        for client in self._clients:
+            client.close()
+
     def client(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
-        """Return a client without retries."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **options)
+        """Return a client without retries, which is closed together with the front."""
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **options)
+        self._clients.append(client)
+        return client
 
     def request(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None
@@ -136,6 +144,7 @@ def running_front(
             engine.wait_idle()
             assert front.stop() == 0
         finally:
+            front.close_clients()
             front.kill()
 
 
