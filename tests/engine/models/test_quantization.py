@@ -90,7 +90,7 @@ def _dequantized(quantization: str) -> CausalLM:
 
 
 @requires_native_kernels
-# Perplexity in nats: measured 0.001, 0.048 and 0.002. A loss that is 0.01 larger is a perplexity that is 1 % larger.
+# Perplexity in nats: measured 0.002, 0.049 and 0.002. A loss that is 0.01 larger is a perplexity that is 1 % larger.
 @pytest.mark.parametrize(
     ("quantization", "max_error", "max_loss"), [("int8", 0.02, 0.01), ("int4", 0.01, 0.058), ("fp8", 0.01, 0.01)]
 )
