@@ -5,6 +5,7 @@ The expected tokens are those of an engine on the CPU.
 """
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from quire_kernels import SmallBatchDecoder, dispatch, linear, paged_attention, 
 from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import ConfigError
 
 pytestmark = requires_emulated_gpu
 
+TINY = Path(__file__).parents[2] / "examples/models/tiny"
 SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 96, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 48,
 }  # fmt: skip
@@ -157,6 +160,28 @@ def test_graphs_compute_prompts_and_drafts(model, adapters, monkeypatch):
     assert any(has_drafts)
     [(num_bytes, planned_bytes)] = memory
     assert num_bytes <= planned_bytes <= num_bytes + _SEGMENT_BYTES
+
+
+def test_grammars_constrain_steps_of_graphs(monkeypatch):
+    """The masks of grammars apply to logits that graphs compute, one step ahead, beside a sequence without grammar."""
+    build_input, replayed = CudaGraphRunner.build_input, []
+
+    def recording_build(self: Any, plan: Any) -> Any:
+        graph_input = build_input(self, plan)
+        replayed.append(graph_input is not None and any(span.sequence.grammar for span in plan.spans))
+        return graph_input
+
+    monkeypatch.setattr(CudaGraphRunner, "build_input", recording_build)
+    constraints = [{"regex": "[0-9]{3}-[a-f]{2}"}, {"choice": ["green ideas", "red"]}, None]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=fields and StructuredOutputsParams(**fields))
+        for fields in constraints
+    ]
+    prompts = ["Once upon a time", "The captain", "One day a dog"]
+    cpu, gpu = _generate_on_both(TINY, prompts, params, max_num_batched_tokens=96)
+    _assert_same_tokens(cpu, gpu)
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", gpu[0].text) and gpu[1].text in ("green ideas", "red")
+    assert sum(replayed) >= 3
 
 
 def test_small_batches_on_their_own_kernels(model, monkeypatch):
