@@ -18,6 +18,7 @@ from quire_engine.models.layers.mlp import MLP
 from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.rotary import RotaryEmbedding
+from quire_engine.weights.loader import summarize_names
 from quire_engine.weights.param_shard import unsharded
 from quire_kernels import HugePageArena
 from quire_spec.errors import ConfigError
@@ -103,7 +104,12 @@ class Eagle3Head(Module):
         targets = {name: unsharded(target).tensor for name, target in self.tensors("") if name != "d2t"}
         if named.keys() != targets.keys():
             missing, unexpected = sorted(targets.keys() - named), sorted(named.keys() - targets)
-            raise ConfigError(f"speculative_config.model: EAGLE-3 head lacks {missing} and has unexpected {unexpected}")
+            problems = [
+                f"{summarize_names(names)} {what}"
+                for names, what in ((missing, "missing"), (unexpected, "unexpected"))
+                if names
+            ]
+            raise ConfigError(f"speculative_config.model: not an EAGLE-3 head: {'; '.join(problems)}; give its folder")
         for name, parameter in targets.items():
             if named[name].shape != parameter.shape:
                 raise ConfigError(

@@ -66,10 +66,10 @@ def load_weights(
     )
     if missing := sorted(set(targets) - names - set(sources)):
         hint = quantized.describe_missing_config() or f"; {_MISSING_HINT}"
-        raise ConfigError(f"{folder}: {_summarize_names(missing)} missing{hint}")
+        raise ConfigError(f"{folder}: {summarize_names(missing)} missing{hint}")
     if unexpected := sorted(name for name in names - set(targets) if not quantized.is_known(name)):
         hint = quantized.describe_missing_config() or "; config.json does not match this checkpoint"
-        raise ConfigError(f"{folder}: {_summarize_names(unexpected)} unexpected{hint}")
+        raise ConfigError(f"{folder}: {summarize_names(unexpected)} unexpected{hint}")
     total = sum(t.nbytes for t in targets.values())
     device = next((target.tensor.device for target in targets.values()), torch.device("cpu"))
     with (
@@ -151,6 +151,7 @@ def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) ->
         copy(part, functools.partial(read_rows, source, target, expert, rows))
 
 
-def _summarize_names(names: list[str]) -> str:
+def summarize_names(names: list[str]) -> str:
+    """Return the first three names, the number of others, and the verb that agrees with them."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

@@ -222,5 +222,5 @@ def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculative_config.model: folder '/nowhere' does not exist"):
         models.load(speculative_config=speculation | {"model": "/nowhere"})
     _save_head(tmp_path, {n: t for n, t in _random_head().items() if n != "fc.weight"}, "safeailab")
-    with pytest.raises(ConfigError, match=r"speculative_config.model: EAGLE-3 head lacks \['fc.weight'\]"):
+    with pytest.raises(ConfigError, match=r"speculative_config.model: not an EAGLE-3 head: fc.weight is missing"):
         models.load(speculative_config=speculation | {"method": "eagle3", "model": str(tmp_path)})
