@@ -41,7 +41,7 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedAdapter
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
 from quire_kernels.norm_linear import rms_norm_linear
-from quire_kernels.prefill_attention import select_prefill_attention
+from quire_kernels.prefill_attention import prepare_chunk_attention, select_prefill_attention
 from quire_kernels.quantization import GROUP_SIZE, quantize_fp8, quantize_int4, quantize_int8
 from quire_kernels.quantized_linear import (
     QuantizedWeight,

@@ -78,7 +78,7 @@ class AttentionGroup:
 
 
 class PrefillSpan(NamedTuple):
-    """A span that begins its sequence: a whole prompt, or its first chunk. Its tokens attend only to each other."""
+    """A span of a prompt. If it begins its sequence, its tokens attend only to each other."""
 
     span_index: int
     first_row: int
@@ -101,9 +101,13 @@ class AttentionMetadata:
     lengths: Sequence[int]
     """Tokens of each span."""
     prefill_spans: tuple[PrefillSpan, ...] = ()
-    """Empty in a captured step, which has only decoding spans."""
+    """Spans that begin their sequences: whole prompts, or first chunks. Empty in a captured step."""
+    chunk_spans: tuple[PrefillSpan, ...] = ()
+    """Spans of several tokens that continue their sequences; empty in a captured step."""
     separate_prefill_min_tokens: int | None = None
     """Prefill spans of at least this many tokens are computed by another kernel; skip them."""
+    separate_chunk_min_tokens: int | None = None
+    """The same for chunk spans."""
     work_plans: dict[object, Tensor] = field(default_factory=dict)
     """Work plans on the device, cached by an implementation for all layers of the step."""
 
@@ -119,13 +123,17 @@ class AttentionMetadata:
 
     @functools.cached_property
     def max_query_len(self) -> int:
-        """Tokens of the longest span that this kernel computes."""
+        """Tokens of the longest span that this kernel computes; 0 if it computes none."""
         separate_spans = {
-            o.span_index
-            for o in self.prefill_spans
-            if self.separate_prefill_min_tokens is not None and o.length >= self.separate_prefill_min_tokens
+            span.span_index
+            for spans, min_tokens in (
+                (self.prefill_spans, self.separate_prefill_min_tokens),
+                (self.chunk_spans, self.separate_chunk_min_tokens),
+            )
+            for span in spans
+            if min_tokens is not None and span.length >= min_tokens
         }
-        return max(length for span, length in enumerate(self.lengths) if span not in separate_spans)
+        return max((length for span, length in enumerate(self.lengths) if span not in separate_spans), default=0)
 
 
 def build_attention_metadata(
@@ -145,7 +153,7 @@ def build_attention_metadata(
     for length in lengths:
         query_starts.append(query_starts[-1] + length)
     contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    prefill_spans = (PrefillSpan(i, query_starts[i], length) for i, length in enumerate(lengths) if starts[i] == 0)
+    spans = [PrefillSpan(i, query_starts[i], length) for i, length in enumerate(lengths)]
 
     def build_groups() -> tuple[AttentionGroup, ...]:
         groupings = _group_spans(starts, lengths, cache)
@@ -157,7 +165,8 @@ def build_attention_metadata(
         to_device_async(block_tables, device),
         build_groups,
         lengths,
-        tuple(prefill_spans),
+        tuple(span for span in spans if starts[span.span_index] == 0),
+        tuple(span for span in spans if starts[span.span_index] > 0 and span.length > 1),
     )
 
 
@@ -322,6 +331,7 @@ def _paged_attention_cpu(
 
 paged_attention.register_lazy("cuda", "own", "quire_kernels.gpu.attention")
 paged_attention.register_lazy("cuda", "fused", "quire_kernels.gpu.fused_attention")
+paged_attention.register_lazy("cuda", "cudnn", "quire_kernels.gpu.cudnn_attention")
 
 
 @paged_attention.register("cuda")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the attention of long prompts: cuDNN's on Hopper, after a rehearsal; elsewhere the Triton kernel."""
+"""Selection of the attention of long prompts: cuDNN's on Hopper, after a rehearsal; elsewhere the Triton kernel. On
+request, cuDNN computes long chunks behind a context, too."""
 
 import logging
 import time
 
 import torch
+from torch import Tensor
 
 from quire_kernels.attention import paged_attention
 
@@ -28,7 +30,7 @@ def select_prefill_attention(
         device: any device; on others than such a GPU nothing changes.
         max_tokens: maximum tokens of a prompt in one step.
     """
-    if paged_attention.override not in (None, "fused") or not _is_preferred_on(device):
+    if paged_attention.override not in (None, "fused", "cudnn") or not _is_preferred_on(device):
         return
     # Imports Triton, which is required only where the implementation runs.
     from quire_kernels.gpu import fused_attention
@@ -45,7 +47,38 @@ def select_prefill_attention(
     logger.info("prefill attention by cuDNN lengths=%d seconds=%.1f", num_lengths, time.perf_counter() - start)
 
 
-def _is_preferred_on(device: torch.device) -> bool:
+def prepare_chunk_attention(
+    cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, max_tokens: int, max_blocks: int
+) -> None:
+    """Build cuDNN's plans of long chunks over one layer's cache, if QUIRE_KERNELS selects paged_attention=cudnn.
+
+    Where cuDNN or the package nvidia-cudnn-frontend is missing, or the device has a compute capability below 9.0, one
+    log line gives the reason, and the other implementations compute chunks. The arguments are those of
+    `gpu/cudnn_attention.py:rehearse`. Call it in the thread that runs the steps.
+    """
+    if paged_attention.override != "cudnn":
+        return
+    # Imports Triton, which is required only where the implementation runs.
+    from quire_kernels.gpu import cudnn_attention
+
+    start = time.perf_counter()
+    if min(max_tokens, max_blocks * cache.shape[2] - 1) < cudnn_attention.MIN_TOKENS:
+        return
+    try:
+        if not _has_hopper_kernels(cache.device):
+            raise RuntimeError(f"{cache.device} is not a CUDA device of compute capability 9.0 or later")
+        num_plans = cudnn_attention.rehearse(cache, num_heads, scale, dtype, max_tokens, max_blocks)
+    except (ImportError, RuntimeError) as error:
+        logger.warning("cuDNN cannot compute chunks; other kernels compute them: %s", str(error)[:200])
+        return
+    logger.info("chunk attention by cuDNN plans=%d seconds=%.1f", num_plans, time.perf_counter() - start)
+
+
+def _has_hopper_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == _CUDNN_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= _CUDNN_CAPABILITY
+
+
+def _is_preferred_on(device: torch.device) -> bool:
+    return _has_hopper_kernels(device) and torch.cuda.get_device_capability(device) == _CUDNN_CAPABILITY

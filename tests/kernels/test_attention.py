@@ -145,7 +145,13 @@ def test_single_gemm_is_as_exact_as_fused_attention(heads, loudness, monkeypatch
 
 @pytest.mark.parametrize(
     ("overrides", "reads"),
-    [({}, False), ({"paged_attention": "fused"}, False), ({"paged_attention": "torch"}, True), ({"": "torch"}, True)],
+    [
+        ({}, False),
+        ({"paged_attention": "fused"}, False),
+        ({"paged_attention": "cudnn"}, True),
+        ({"paged_attention": "torch"}, True),
+        ({"": "torch"}, True),
+    ],
 )
 def test_cleared_blocks_depend_on_the_implementation(overrides, reads, monkeypatch):
     """Clearing is a pass over all new blocks of all layers, in steps with prompts. The kernel's own tests have NaN in

@@ -42,7 +42,7 @@ from quire_engine.worker.memory_budget import (
 )
 from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps
-from quire_kernels import select_prefill_attention
+from quire_kernels import prepare_chunk_attention, select_prefill_attention
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
@@ -119,6 +119,8 @@ class RunnerStartup:
         with naming_setting_on_oom("kv_cache_memory_bytes"):
             kv_cache = self._create_cache(num_blocks)
             draft_kv_bytes = 0 if self._drafter is None else self._drafter.allocate(num_blocks)
+        # A plan depends on the number of blocks.
+        self._prepare_chunk_attention(kv_cache)
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
@@ -191,6 +193,21 @@ class RunnerStartup:
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
             max_tokens = min(config.max_num_batched_tokens, self._max_model_len)
             select_prefill_attention(heads, self._dtype, self._device, max_tokens)
+            # The memory of plans, modules and workspaces counts; plans over the real cache replace these.
+            self._prepare_chunk_attention(self._create_cache(1))
+
+    def _prepare_chunk_attention(self, kv_cache: KVCache) -> None:
+        shape, config = self._model.shape, self._config
+        if shape.attention_softcap is not None:
+            return
+        prepare_chunk_attention(
+            kv_cache.layers[0],
+            shape.num_heads,
+            shape.attention_scale,
+            self._dtype,
+            min(config.max_num_batched_tokens, self._max_model_len),
+            -(-self._max_model_len // config.block_size),
+        )
 
     def _measure_graph_memory(self) -> int:
         """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these

@@ -230,7 +230,8 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
     """Return where each span's work begins: [2, num_spans + 1] int32, key tiles of short spans and query tiles of long
     ones. Computed by the first layer of a step, on the device, because the host may not know the lengths."""
-    key = window, max_short, short_keys, long_tokens, batch.separate_prefill_min_tokens
+    separate_from = batch.separate_prefill_min_tokens, batch.separate_chunk_min_tokens
+    key = window, max_short, short_keys, long_tokens, separate_from
     work = batch.work_plans.get(key)
     if work is None:
         num_spans = len(batch.context_lengths)
@@ -241,7 +242,7 @@ def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_
             work,
             num_spans,
             window,
-            _NO_LENGTH if batch.separate_prefill_min_tokens is None else batch.separate_prefill_min_tokens,
+            *(_NO_LENGTH if length is None else length for length in separate_from),
             MAX_SHORT=max_short,
             SHORT_KEYS=short_keys,
             LONG_TOKENS=long_tokens,
@@ -259,14 +260,15 @@ def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tu
 
 
 # A constant `separate_from` would compile a variant for each BLOCK when a long prompt joins a batch for the first time.
-@triton.jit(do_not_specialize=["num_spans", "separate_from"])
+@triton.jit(do_not_specialize=["num_spans", "separate_prompts_from", "separate_chunks_from"])
 def _build_work_plan(
     query_starts,
     context_lengths,
     work,
     num_spans,
     window,
-    separate_from,
+    separate_prompts_from,
+    separate_chunks_from,
     MAX_SHORT: tl.constexpr,
     SHORT_KEYS: tl.constexpr,
     LONG_TOKENS: tl.constexpr,
@@ -284,7 +286,8 @@ def _build_work_plan(
         context = tl.load(context_lengths + spans, mask=mask, other=0)
         skipped = tl.where(window > 0, tl.maximum(context - length - window + 1, 0) // SHORT_KEYS, 0)
         tiles = tl.where(length <= MAX_SHORT, (context + SHORT_KEYS - 1) // SHORT_KEYS - skipped, 0)
-        long = (length > MAX_SHORT) & ((length < separate_from) | (length < context))
+        separate_from = tl.where(length < context, separate_chunks_from, separate_prompts_from)
+        long = (length > MAX_SHORT) & (length < separate_from)
         blocks = tl.where(long, (length + LONG_TOKENS - 1) // LONG_TOKENS, 0)
         tl.store(work + spans + 1, short_sum + tl.cumsum(tiles, 0), mask=mask)
         tl.store(work + num_spans + 1 + spans + 1, long_sum + tl.cumsum(blocks, 0), mask=mask)

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend
 
 import quire_kernels as ops
 from gpu_phases import lora_kernels
-from gpu_phases.gate_cases import attention_case, own
+from gpu_phases.gate_cases import attention_case, own, prepare_cudnn
 from gpu_phases.process import Context
 from gpu_phases.store import Row
 from gpu_phases.timing import Call, Timer
 from quire_kernels.gpu import attention as forms
-from quire_kernels.gpu import fused_attention
+from quire_kernels.gpu import cudnn_attention, fused_attention
 from quire_kernels.gpu.occupancy import programs_per_sm
 
 EVEN = [(batch, context) for batch in (1, 8, 64, 256) for context in (1024, 8192)] + [(1, 32768)]
@@ -57,6 +57,25 @@ def fused_rows(context: Context) -> Iterator[Row]:
             with mock.patch.object(fused_attention, "BACKENDS", (backend,)):
                 key = "" if index else "prefill_attention"
                 yield from timer.tried(f"{what}, {backend.name.lower()}", [call], num_bytes, flops, key)
+    yield from _paged_cudnn_rows(timer)
+
+
+def _paged_cudnn_rows(timer: Timer) -> Iterator[Row]:
+    """The same prompts and chunks by cuDNN on the KV blocks, without copies, if nvidia-cudnn-frontend is installed."""
+    shape = timer.shape
+    for what, spans in (PREFILLS if timer.is_full else TINY_PREFILLS).items():
+        if min(length for _, length in spans) == 1:
+            continue
+
+        def form(queries: Any, cache: Any, batch: Any, scale: float) -> None:
+            if not batch.work_plans:
+                prepare_cudnn(cache, batch, shape.heads, timer.dtype)
+            plans = cudnn_attention._plans[cache.device]
+            for span in (*batch.prefill_spans, *batch.chunk_spans):
+                plans.attend(queries, cache, batch, span, scale, torch.empty_like(queries))
+
+        call, num_bytes, flops = _span_call(timer, spans, form)
+        yield from timer.tried(f"{what}, cudnn on KV blocks", [call], num_bytes, flops)
 
 
 def tune_rows(context: Context) -> Iterator[Row]:

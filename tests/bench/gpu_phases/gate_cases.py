@@ -18,7 +18,7 @@ from torch import Tensor
 import quire_kernels as ops
 from quire_kernels import Op
 from quire_kernels.dispatch import overrides
-from quire_kernels.gpu import fused_attention
+from quire_kernels.gpu import cudnn_attention, fused_attention
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Largest ||found - expected|| / ||expected||: a few roundings of the type."""
@@ -68,7 +68,7 @@ def own(op: Op[..., Any]) -> Callable[..., Any]:
 def runs(op: str) -> bool:
     """Return whether that is the implementation that runs, or that computes what another one leaves to it."""
     selected = overrides().get(op) or overrides().get("")
-    return selected in (None, "own", "fused", "side", "small", "histogram")
+    return selected in (None, "own", "fused", "cudnn", "side", "small", "histogram")
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -102,6 +102,7 @@ def cases(card: Card) -> Iterator[Case]:
                 check = lambda s=shape, o=options, d=dtype: _attention(card, s, o, d)  # noqa: E731
                 yield Case("paged_attention", what, is_timed and not index, check)
         yield Case("paged_attention=fused", kind, False, lambda d=dtype: _fused_attention(card, d))
+        yield Case("paged_attention=cudnn", kind, False, lambda d=dtype: _cudnn_attention(card, d))
         yield Case("add_lora", kind, is_timed, lambda d=dtype: _lora(card, d))
         yield Case("quantized_linear", kind, False, lambda d=dtype: _quantized_linears(card, d))
         yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
@@ -196,6 +197,38 @@ def _fused_attention(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
             queries, cache, batch = attention_case(card, spans, heads, 128, 16, dtype)
             expected = ops.paged_attention.reference(queries, cache, batch, 128**-0.5)
             yield name, error_of(form(queries, cache, batch, 128**-0.5), expected), ERRORS[dtype]
+
+
+def _cudnn_attention(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    """Chunks of 32 tokens and more by cuDNN on the KV blocks; three times, because no other test has run it."""
+    heads = (32, 8) if card.is_full else (4, 2)
+    with mock.patch.object(fused_attention, "MIN_TOKENS", 32), mock.patch.object(cudnn_attention, "MIN_TOKENS", 32):
+        for name, spans in (SPANS if card.is_full else SMALL_SPANS).items():
+            queries, cache, batch = attention_case(card, spans, heads, 128, 16, dtype)
+            # The engine clears the blocks of this implementation, which may read past a context.
+            cache.nan_to_num_()
+            try:
+                prepare_cudnn(cache, batch, heads[0], dtype)
+            except ImportError as error:
+                yield f"left out: {error}", 0.0, 0.0
+                return
+            expected = ops.paged_attention.reference(queries, cache, batch, 128**-0.5)
+            form = ops.paged_attention.get("cuda", "cudnn")
+            results = [form(queries, cache, batch, 128**-0.5) for _ in range(3)]
+            yield name, error_of(results[0], expected), ERRORS[dtype]
+            yield f"{name}, the same bits", float(any(not torch.equal(results[0], r) for r in results)), 0.0
+
+
+def prepare_cudnn(cache: Tensor, batch: ops.AttentionMetadata, num_heads: int, dtype: torch.dtype) -> None:
+    """Build cuDNN's plans for the chunks of a batch.
+
+    Raises:
+        ImportError: cuDNN or its package is missing, or has no kernels for this type or device.
+    """
+    if dtype == torch.float32 or cache.device.type != "cuda":
+        raise ImportError(f"cuDNN computes no {dtype} on {cache.device}")
+    width, scale = batch.block_tables.shape[1], cache.shape[4] ** -0.5
+    cudnn_attention.rehearse(cache, num_heads, scale, dtype, max(batch.lengths), width)
 
 
 SPANS = {
