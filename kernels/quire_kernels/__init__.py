@@ -18,6 +18,7 @@ from quire_kernels.experts import ExpertActivation, ExpertWeights, SwiGLU, fused
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
+from quire_kernels.kv_cache_layout import row_size
 from quire_kernels.kv_cache_write import as_indexable, write_kv
 from quire_kernels.linear import (
     LinearWeight,

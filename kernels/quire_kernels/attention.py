@@ -13,6 +13,7 @@ from torch import Tensor
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 from quire_kernels.host_device_copy import to_device_async
+from quire_kernels.kv_cache_layout import dequantize_rows, is_quantized, row_size
 from quire_kernels.kv_cache_write import as_indexable
 
 # Bytes of keys that one batched call gathers. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
@@ -239,8 +240,9 @@ def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
     """
     if cache.device.type == "cuda":
         return paged_attention.preferred("cuda") not in _MASKING_IMPLEMENTATIONS
-    is_supported = cache.shape[4] in _HEAD_DIMS and num_heads <= _MAX_HEADS_PER_KV_HEAD * cache.shape[3]
-    return not (cache.device.type == "cpu" and is_supported and cpu_native.supports(cache))
+    head_dim = cache.shape[4] - row_size(0, cache.dtype)
+    is_supported = head_dim in _HEAD_DIMS and num_heads <= _MAX_HEADS_PER_KV_HEAD * cache.shape[3]
+    return not (cache.device.type == "cpu" and is_supported and cpu_native.supports_cache(cache))
 
 
 @Op
@@ -257,8 +259,7 @@ def paged_attention(
 
     Args:
         queries: [num_tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], dtype of the queries or float8_e4m3fn; contains
-            every key and value of the spans' contexts, including those of this step.
+        cache: see `write_kv`; contains every key and value of the spans' contexts, including those of this step.
         batch: the spans.
         scale: factor of the scores, above 0, usually 1 / sqrt(head_dim).
         window: a token at position p attends to positions above p - window only; None: no limit. At least 1.
@@ -273,7 +274,8 @@ def paged_attention(
     for i, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[i : i + 2].tolist()
         blocks = as_indexable(cache)[:, batch.block_tables[i]].view(cache.dtype)
-        kv = blocks.flatten(1, 2)[:, :context].float()
+        kv = blocks.flatten(1, 2)[:, :context]
+        kv = dequantize_rows(kv, torch.float32) if is_quantized(kv) else kv.float()
         kv = kv.repeat_interleave(queries.shape[1] // kv.shape[2], dim=2)
         scores = torch.einsum("qhd,khd->hqk", queries[start:end].float(), kv[0]) * scale
         if softcap is not None:
@@ -301,7 +303,8 @@ def _paged_attention_cpu(
     """Read keys and values in place, without a gather; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
-    if reads_whole_blocks(cache, num_heads) or queries.dtype != cache.dtype:
+    has_kernel = cpu_native.supports(queries) and (is_quantized(cache) or queries.dtype == cache.dtype)
+    if reads_whole_blocks(cache, num_heads) or not has_kernel:
         return _paged_attention_gathered(queries, cache, batch, scale, window, softcap, sinks)
     if queries.stride(1) != head_dim or queries.stride(2) != 1:
         queries = queries.contiguous()
@@ -325,6 +328,7 @@ def _paged_attention_cpu(
         window or 0,
         softcap or 0.0,
         None if sinks is None else sinks.data_ptr(),
+        is_quantized(cache),
     )
     return out
 
@@ -440,14 +444,16 @@ def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, s
 def _gather_kv(cache: Tensor, group: AttentionGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values of a group without the skipped ones, in `dtype`, each [num_spans, num_kv_heads, num_keys,
     head_dim], strided."""
-    block_size, num_kv_heads, head_dim = cache.shape[2:]
+    block_size, num_kv_heads, size = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks
     num_skipped = group.num_skipped_keys(window, block_size)
     if num_skipped:
         blocks = blocks.view(group.num_spans, -1)[:, num_skipped // block_size :].flatten()
 
     def gather_blocks(kv_index: int) -> Tensor:
-        flat = as_indexable(rows[kv_index]).index_select(0, blocks).view(cache.dtype).to(dtype)
-        return flat.view(group.num_spans, -1, num_kv_heads, head_dim)[:, : group.num_keys - num_skipped].transpose(1, 2)
+        flat = as_indexable(rows[kv_index]).index_select(0, blocks).view(cache.dtype)
+        flat = flat.view(group.num_spans, -1, num_kv_heads, size)
+        flat = dequantize_rows(flat, dtype) if is_quantized(flat) else flat.to(dtype)
+        return flat[:, : group.num_keys - num_skipped].transpose(1, 2)
 
     return gather_blocks(0), gather_blocks(1)

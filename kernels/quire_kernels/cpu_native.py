@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire_kernels.kv_cache_layout import row_size
+
 logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
@@ -45,6 +47,9 @@ _COMPILER_FLAGS = (
     "-mfma",
     *(f"-m{name.replace('_', '')}" for name in sorted(_REQUIRED_CPU_FLAGS)),
 )
+
+
+_MAX_INT8_ROW = row_size(256, torch.int8)
 
 
 class BuildError(Exception):
@@ -70,6 +75,13 @@ def supports(*tensors: Tensor) -> bool:
     if any(t.dtype != torch.bfloat16 or t.device.type != "cpu" or t.stride(-1) != 1 for t in tensors):
         return False
     return load_library() is not None
+
+
+def supports_cache(cache: Tensor) -> bool:
+    """Return whether compiled kernels are available and accept a KV cache: bfloat16, or int8 with a head_dim of at most
+    256."""
+    is_int8 = cache.dtype == torch.int8 and cache.device.type == "cpu" and cache.shape[-1] <= _MAX_INT8_ROW
+    return load_library() is not None if is_int8 else supports(cache)
 
 
 def has_fast_gemm() -> bool:
@@ -171,11 +183,11 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_rms_norm", p, n, p, p, n, n, f),
         ("quire_norm_heads", p, n, p, p, n, n, n, n, f),
         ("quire_silu_mul", p, p, n, n),
-        ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n),
+        ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n, n),
         ("quire_argmax", p, p, n, n),
         ("quire_sample", p, n, n, p, p, p, n, n),
         ("quire_apply_bitmask", p, n, p, n, p, n, n),
-        ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f, p),
+        ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f, p, n),
         ("quire_decode", p, p, p, p, p),
     ):
         function = getattr(library, name)

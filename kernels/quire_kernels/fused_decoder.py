@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire_kernels import cpu_native, dispatch
 from quire_kernels.attention import AttentionMetadata, reads_whole_blocks
+from quire_kernels.kv_cache_layout import is_quantized
 from quire_kernels.linear import LinearWeight, is_panel_packed
 from quire_kernels.lora import LoRABatch
 from quire_kernels.lora_slots import ModuleSlots
@@ -122,6 +123,7 @@ class _Step(ctypes.Structure):
         ("spans", _N),
         ("block_size", _N),
         ("rows", _P),
+        ("is_int8", _N),
     )
 
 
@@ -144,9 +146,7 @@ class FusedDecoder:
 
     def supports(self, hidden: Tensor, caches: Sequence[Tensor]) -> bool:
         """Return whether it accepts these tensors; the answer is the same for every step of a model."""
-        is_supported = cpu_native.supports(hidden, caches[0]) and not reads_whole_blocks(
-            caches[0], self._heads.num_heads
-        )
+        is_supported = cpu_native.supports(hidden) and not reads_whole_blocks(caches[0], self._heads.num_heads)
         return is_supported and hidden.is_contiguous() and hidden.shape[1] == self._layers_struct.hidden
 
     def __call__(
@@ -193,6 +193,7 @@ class FusedDecoder:
             len(attention.context_lengths),
             caches[0].shape[2],
             None if adapters is None else ctypes.addressof(adapters.native),
+            is_quantized(caches[0]),
         )
         workspace = hidden.new_empty(
             num_tokens * self._workspace_per_token + min(num_tokens, CHUNK_ROWS) * self._workspace_per_chunk_row

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.dispatch import Op
+from quire_kernels.kv_cache_layout import quantize_rows
 
 
 @Op
@@ -15,11 +16,12 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
         keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
         cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. Has the
-            dtype of the keys, or float8_e4m3fn: then numbers are clamped to its largest, 448, and NaN stays NaN.
+            dtype of the keys, or float8_e4m3fn: then numbers are clamped to its largest, 448, and NaN stays NaN. On a
+            CPU also int8, with rows of `kv_cache_layout`.
         addresses: [num_tokens] int64, block * block_size + offset, all different (vLLM's `slot_mapping`).
     """
     num_tokens = keys.shape[0]
-    rows = as_indexable(cache).view(2, -1, keys.shape[1] * keys.shape[2])
+    rows = as_indexable(cache).view(2, -1, cache.shape[3] * cache.shape[4])
     for row, content in zip(rows, (keys, values), strict=True):
         row.index_copy_(0, addresses, as_indexable(to_cache_dtype(content, cache.dtype)).reshape(num_tokens, -1))
 
@@ -28,7 +30,9 @@ write_kv.register_lazy("cuda", "own", "quire_kernels.gpu.kv_cache_write")
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert keys or values to the dtype of the cache. e4m3 has no infinity: larger numbers would become NaN."""
+    """Convert keys or values to rows of the cache. e4m3 has no infinity: larger numbers would become NaN."""
+    if dtype == torch.int8:
+        return quantize_rows(x)
     if dtype == torch.float8_e4m3fn:
         x = x.float().clamp(-448.0, 448.0)
     return x.to(dtype)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
+from quire_kernels.kv_cache_layout import is_quantized
 from quire_kernels.kv_cache_write import write_kv
 
 
@@ -65,7 +66,8 @@ def _rope_and_cache_cpu(
     qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int
 ) -> Tensor:
     is_packed = qkv.stride(1) == qkv.shape[2] and cos.is_contiguous() and sin.is_contiguous()
-    if not is_packed or not cpu_native.supports(qkv, cos, sin, cache):
+    is_supported = cpu_native.supports(qkv, cos, sin) and cpu_native.supports_cache(cache)
+    if not is_packed or not is_supported:
         return rope_and_cache.reference(qkv, cos, sin, cache, addresses, num_heads)
     num_tokens, all_heads, head_dim = qkv.shape
     cpu_native.get_library().quire_rotate_write(
@@ -81,5 +83,6 @@ def _rope_and_cache_cpu(
         (all_heads - num_heads) // 2,
         head_dim,
         cos.shape[1],
+        is_quantized(cache),
     )
     return qkv[:, :num_heads]

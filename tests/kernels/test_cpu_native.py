@@ -32,9 +32,12 @@ from quire_kernels import (
     quantize_int8,
     rms_norm,
     rope_and_cache,
+    row_size,
     silu_mul,
     supports_embedding,
+    write_kv,
 )
+from quire_kernels.kv_cache_layout import dequantize_rows
 
 
 @pytest.fixture(autouse=True)
@@ -277,6 +280,55 @@ def test_attention_reads_no_block_of_another_sequence() -> None:
     cache[:, 2, :5] = _random(2, 5, 1, 16)
     batch = build_attention_metadata([4], [1], torch.tensor([[2]]), cache, torch.device("cpu"))
     assert paged_attention(_random(1, 1, 16), cache, batch, 0.25).isfinite().all()
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 256])
+def test_int8_keys_and_values(head_dim: int) -> None:
+    """The compiled write stores the bytes of the reference; attention reads them without another error."""
+    torch.manual_seed(head_dim)
+    heads, kv_heads, block_size, (starts, lengths) = 6, 2, 16, ([200, 0, 33, 7], [1, 70, 5, 1])
+    scales = torch.logspace(-3, 2, 24)[torch.randint(24, (15, block_size, kv_heads, 1))]
+    content = (
+        _random(2, 15 * block_size, kv_heads, head_dim).view(2, 15, block_size, kv_heads, -1) * scales
+    ).bfloat16()
+    content[:, 3, 2] = 0
+    addresses = torch.randperm(15 * block_size)
+    rows = content.flatten(1, 2)[:, addresses]
+    cache = torch.empty(2, 15, block_size, kv_heads, row_size(head_dim, torch.int8), dtype=torch.int8)
+    wanted_cache = torch.empty_like(cache)
+    write_kv(rows[0], rows[1], wanted_cache, addresses)
+    qkv = torch.cat((_random(len(addresses), heads, head_dim), rows[0], rows[1]), dim=1)
+    angles = torch.zeros(len(addresses), head_dim).bfloat16()
+    rope_and_cache(qkv, angles + 1, angles, cache, addresses, heads)
+    assert torch.equal(cache, wanted_cache)
+    error = (dequantize_rows(cache, torch.float32) - content.float()).abs()
+    assert (error <= content.abs().amax(dim=-1, keepdim=True).float() * (0.5001 / 127)).all()
+
+    values = _random(2, len(addresses), kv_heads, head_dim)
+    write_kv(values[0], values[1], cache, addresses)
+    tables = torch.stack([torch.arange(i, i + 13) % 15 for i in range(4)])
+    queries = _random(sum(lengths), heads, head_dim)
+    batch = build_attention_metadata(starts, lengths, tables, cache, torch.device("cpu"))
+    for window, softcap in ((None, None), (20, 5.0)):
+        sinks = None if window is None else _random(heads)
+        found = paged_attention(queries, cache, batch, head_dim**-0.5, window, softcap, sinks)
+        assert "groups" not in batch.__dict__, "the gathering implementation ran"
+        wanted = paged_attention.reference(queries.double(), cache, batch, head_dim**-0.5, window, softcap, sinks)
+        _close(found, wanted, EPS * 6)
+    gathered = paged_attention(queries.float(), cache, batch, head_dim**-0.5)
+    torch.testing.assert_close(gathered, paged_attention.reference(queries.float(), cache, batch, head_dim**-0.5))
+
+
+@requires_native_kernels
+def test_nan_in_int8_keys_stays_in_its_row() -> None:
+    cache = torch.zeros(2, 1, 8, 2, row_size(16, torch.int8), dtype=torch.int8)
+    qkv = _random(3, 6, 16)
+    qkv[1, 2, 5], qkv[2, 5, 0] = float("nan"), float("-inf")
+    angles = torch.zeros(3, 16).bfloat16()
+    rope_and_cache(qkv, angles + 1, angles, cache, torch.arange(3), 2)
+    is_nan = dequantize_rows(cache, torch.float32).isnan()
+    assert is_nan[0, 0, 1, 0].all() and is_nan[1, 0, 2, 1].any() and is_nan.any(dim=-1).sum() == 2
 
 
 @requires_native_kernels

@@ -78,8 +78,9 @@ class Engine:
         self._seed_generator = random.Random(config.seed)
         self._block_pool = BlockPool(memory.num_blocks)
         self._adapter_registry = _create_adapter_registry(config, checkpoint.shape, memory)
+        kv_dtype = memory.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_hasher = BlockHasher(
-            checkpoint.fingerprint, memory.dtype, config.block_size, checkpoint.shape.long_rope_threshold
+            checkpoint.fingerprint, kv_dtype, config.block_size, checkpoint.shape.long_rope_threshold
         )
         self._scheduler = Scheduler(
             config,

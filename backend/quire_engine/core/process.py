@@ -19,7 +19,7 @@ from quire_engine.core.server import CoreServer
 from quire_engine.ipc import process
 from quire_spec.constants import CORE_SOCKET
 from quire_spec.model import memory_sizing
-from quire_spec.model.capabilities import DTYPE_BYTES
+from quire_spec.model.capabilities import DTYPE_BYTES, KV_SCALE_BYTES
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ def log_memory(engine: Engine) -> None:
     num_slots = config.max_loras if config.enable_lora else 0
     weights = memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size
     lora = num_slots * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element_bytes)
-    kv = memory.num_blocks * memory_sizing.kv_block_bytes(shape, memory.block_size, kv_element_bytes)
+    kv = memory.num_blocks * memory_sizing.kv_block_bytes(
+        shape, memory.block_size, kv_element_bytes, KV_SCALE_BYTES.get(config.kv_cache_dtype, 0)
+    )
     for part, planned_bytes, measured_bytes in (
         ("weights", weights, memory.weights_bytes),
         ("lora", lora, memory.lora_bytes),

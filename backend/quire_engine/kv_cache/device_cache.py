@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, to_device_async
+from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, row_size, to_device_async
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -20,7 +20,7 @@ _MAX_COPY_BYTES = 32 * 2**20
 
 def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
-    return kv_block_bytes(shape, block_size, dtype.itemsize)
+    return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype))
 
 
 class KVCache:
@@ -44,14 +44,16 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Not zeroed here: on a CPU, pages use memory only after the first write.
-        size = (shape.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        row = row_size(shape.head_dim, dtype)
+        size = (shape.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, row)
         on_cpu = device.type == "cpu"
         typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         # A view of the same memory as an indexable dtype: torch cannot index 8-bit floats on any device.
         self._data = as_indexable(typed_data)
         self.layers: tuple[Tensor, ...] = tuple(typed_data)
-        """Per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys at 0, values at 1."""
-        self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads)
+        """Per layer [2, num_blocks, block_size, num_kv_heads, row_size]: keys at 0, values at 1; see `write_kv`."""
+        # An int8 cache does not reveal the dtype of the queries, and only bfloat16 has a kernel that reads no more.
+        self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads) or dtype == torch.int8
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +95,7 @@ class KVCache:
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
 
     def allocate_host_blocks(self, num_blocks: int) -> Tensor:
-        """Allocate host memory for blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+        """Allocate host memory for blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, row_size].
 
         The contents of a block are contiguous over all layers, so each block can be sent or kept alone. The memory is
         pinned if the cache is on a GPU.

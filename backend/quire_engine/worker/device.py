@@ -94,10 +94,20 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
     """Return the dtype of the KV cache of a model that computes in `dtype`.
 
     Raises:
-        ConfigError: the GPU has no instructions for the configured dtype.
+        ConfigError: the GPU has no instructions for the configured dtype, or no kernels.
     """
     if config.kv_cache_dtype == "auto":
         return dtype
+    if config.kv_cache_dtype == "int8_per_token_head":
+        if config.device == "cuda":
+            raise ConfigError("kv_cache_dtype: 'int8_per_token_head' has no kernels for GPUs; use 'fp8' or 'auto'")
+        if not has_quantized_kernel(dtype, torch.device(config.device)):
+            logger.warning(
+                "kv_cache_dtype int8_per_token_head is slow here: the kernels need dtype bfloat16, got %s, and a "
+                "processor with AVX-512 BF16, VBMI and VNNI",
+                str(dtype).removeprefix("torch."),
+            )
+        return torch.int8
     if config.device == "cuda" and (capability := torch.cuda.get_device_capability()) < _MIN_CAPABILITY_FOR_E4M3:
         raise ConfigError(
             f"kv_cache_dtype: {config.kv_cache_dtype!r} requires a GPU of compute capability 8.9 or higher, "

@@ -105,7 +105,9 @@ class EngineConfig:
 
     kv_cache_dtype: str = "auto"
     """Type of the KV cache; auto: dtype. fp8 or fp8_e4m3 stores twice the tokens of a 16-bit type, with 4 bits of
-    precision: the error of attention's output is about 3 % for normally distributed keys and values."""
+    precision: the error of attention's output is about 3 % for normally distributed keys and values.
+    int8_per_token_head stores 8-bit integers with a scale for each token and KV head. It exists for CPUs only, and
+    needs dtype bfloat16 and AVX-512 BF16, VBMI and VNNI to be fast."""
 
     quantization: str | None = None
     """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear

@@ -15,7 +15,9 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 SCHEDULING_POLICIES = ("fcfs", "priority")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head")
+KV_SCALE_BYTES = {"int8_per_token_head": 4}
+"""Bytes of the scale of a key or value, by KV cache dtype; a dtype that is not listed has no scales."""
 QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
 """How the engine can quantize a checkpoint when it is loaded."""
 QUANTIZED_KERNEL_DEVICES = ("cpu", "cuda")

@@ -7,9 +7,13 @@ The planner uses it before an engine exists; the engine uses it to divide its me
 from quire_spec.model.model_config import ModelConfig
 
 
-def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: int) -> int:
-    """Return the bytes of one KV block over all layers: keys and values of `block_size` tokens."""
-    return 2 * model_config.num_layers * block_size * model_config.num_kv_heads * model_config.head_dim * element_bytes
+def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: int, scale_bytes: int = 0) -> int:
+    """Return the bytes of one KV block over all layers: keys and values of `block_size` tokens.
+
+    `scale_bytes` is the size of the scale of a key or value; 0: it has none.
+    """
+    row_bytes = model_config.head_dim * element_bytes + scale_bytes
+    return 2 * model_config.num_layers * block_size * model_config.num_kv_heads * row_bytes
 
 
 def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:

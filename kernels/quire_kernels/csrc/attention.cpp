@@ -31,7 +31,7 @@ constexpr float kLowest = -1e30f;
 struct Shape {
   const bf16* queries;  // [tokens, heads, head_dim], tokens of ldq
   int64_t ldq;
-  const bf16 *keys, *values;  // [blocks, block_size, kv_heads, head_dim]
+  const char *keys, *values;  // [blocks, block_size, kv_heads], heads of head_bytes
   const int64_t* tables;      // [spans, max_blocks]
   int64_t max_blocks;
   const int32_t *starts, *contexts;  // [spans + 1], [spans]
@@ -40,6 +40,8 @@ struct Shape {
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
   const bf16* sinks;     // [heads], or null
+  bool is_int8;          // keys and values: int8 codes, and behind those of a head their float32 scale
+  int64_t head_bytes;
 };
 
 // 16 x 16 transpose of 32-bit lanes.
@@ -78,11 +80,11 @@ struct Keys {
 // Call `use(offset)` for each key in order, with its offset in the cache.
 template <typename Use>
 inline void each_key(const Shape& s, const Keys& k, Use use) {
-  const int64_t row = s.kv_heads * s.head_dim;
+  const int64_t row = s.kv_heads * s.head_bytes;
   const int64_t* block = k.table + k.from / s.block_size;
   int64_t within = k.from % s.block_size;
   for (int64_t key = k.from; key < k.to; block++, within = 0) {
-    int64_t offset = (*block * s.block_size + within) * row + k.head * s.head_dim;
+    int64_t offset = (*block * s.block_size + within) * row + k.head * s.head_bytes;
     for (; within < s.block_size && key < k.to; within++, key++, offset += row) use(offset);
   }
 }
@@ -92,13 +94,13 @@ inline void each_key(const Shape& s, const Keys& k, Use use) {
 // KV heads of 64, two Zen 5 cores: 0.53 ms instead of 0.95 ms, and 0.64 ms with software prefetches between the
 // products.
 void touch(const Shape& s, const Keys& k) {
-  const int64_t row = s.kv_heads * s.head_dim;
+  const int64_t row = s.kv_heads * s.head_bytes;
   __m512i all = _mm512_setzero_si512();
-  for (const bf16* cache : {s.keys, s.values})
+  for (const char* cache : {s.keys, s.values})
     for (int64_t key = k.from; key < k.to;) {
       const int64_t within = key % s.block_size, count = std::min(s.block_size - within, k.to - key);
-      const bf16* begin = cache + (k.table[key / s.block_size] * s.block_size + within) * row;
-      for (const bf16* line = begin; line + 32 <= begin + count * row; line += 32)
+      const char* begin = cache + (k.table[key / s.block_size] * s.block_size + within) * row;
+      for (const char* line = begin; line + 64 <= begin + count * row; line += 64)
         all = _mm512_or_si512(all, _mm512_loadu_si512(line));
       key += count;
     }
@@ -132,17 +134,17 @@ class Fetch {
       at_ = stop_ = nullptr;
       return;
     }
-    const int64_t row = s_.kv_heads * s_.head_dim, within = key_ % s_.block_size;
+    const int64_t row = s_.kv_heads * s_.head_bytes, within = key_ % s_.block_size;
     const int64_t count = std::min(s_.block_size - within, k_.to - key_);
-    at_ = (const char*)(cache_ + (k_.table[key_ / s_.block_size] * s_.block_size + within) * row);
-    stop_ = at_ + count * row * (int64_t)sizeof(bf16);
+    at_ = cache_ + (k_.table[key_ / s_.block_size] * s_.block_size + within) * row;
+    stop_ = at_ + count * row;
     key_ += count;
   }
 
   const Shape& s_;
   const Keys k_;
   int64_t key_;
-  const bf16* cache_;
+  const char* cache_;
   const char *at_ = nullptr, *stop_ = nullptr;
 };
 
@@ -156,16 +158,72 @@ struct alignas(64) Scratch {
   float sums[kMaxRows][kMaxHeadDim];
   float highest[kMaxRows], total[kMaxRows];
   const bf16 *queries[kMaxRows], *key_rows[kChunk], *value_rows[kChunk];
+  // Only for int8: codes as bf16, which represents them exactly, and scales. The last row may write 48 elements more.
+  alignas(64) bf16 key_codes[kChunk * kMaxHeadDim + 64], value_codes[kChunk * kMaxHeadDim + 64];
+  float key_scales[kChunk], value_scales[kChunk];
 };
+
+// Magnitudes 0 to 127 as bf16, in two bytes.
+struct alignas(64) Magnitudes {
+  uint8_t low[128], high[128];
+
+  Magnitudes() {
+    for (int i = 0; i < 128; i++) {
+      const float x = i;
+      uint32_t bits;
+      __builtin_memcpy(&bits, &x, sizeof bits);
+      low[i] = bits >> 16, high[i] = bits >> 24;
+    }
+  }
+};
+const Magnitudes kMagnitudes;
+
+// The table in registers.
+struct Table {
+  const __m512i low[2] = {_mm512_load_si512(kMagnitudes.low), _mm512_load_si512(kMagnitudes.low + 64)};
+  const __m512i high[2] = {_mm512_load_si512(kMagnitudes.high), _mm512_load_si512(kMagnitudes.high + 64)};
+};
+
+// Convert the codes of a head to bf16 and return their scale.
+inline float expand(const Table& table, const char* row, int64_t head_dim, bf16* out) {
+  // The unpack instructions split the codes of a register; this order restores that of the dimensions.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int64_t d = 0; d < head_dim; d += 64) {
+    const __mmask64 mask = head_dim - d >= 64 ? ~0ull : (1ull << (head_dim - d)) - 1;
+    const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(mask, row + d));
+    const __m512i magnitude = _mm512_abs_epi8(codes);
+    const __m512i a = _mm512_permutex2var_epi8(table.low[0], magnitude, table.low[1]);
+    const __m512i b = _mm512_permutex2var_epi8(table.high[0], magnitude, table.high[1]);
+    const __m512i c = _mm512_ternarylogic_epi32(b, codes, _mm512_set1_epi8((char)0x80), 0xf8);  // b | codes & sign
+    _mm512_storeu_si512(out + d, _mm512_unpacklo_epi8(a, c));
+    if (head_dim - d > 32) _mm512_storeu_si512(out + d + 32, _mm512_unpackhi_epi8(a, c));
+  }
+  float scale;
+  __builtin_memcpy(&scale, row + head_dim, sizeof scale);
+  return scale;
+}
 
 // Find the rows of a chunk; missing rows repeat the last one.
 void find_rows(const Shape& s, Scratch& w, const Keys& k) {
   int64_t count = 0;
-  each_key(s, k, [&](int64_t offset) {
-    w.key_rows[count] = s.keys + offset;
-    w.value_rows[count++] = s.values + offset;
-  });
+  if (s.is_int8) {
+    const Table table;
+    each_key(s, k, [&](int64_t offset) {
+      bf16 *key = w.key_codes + count * s.head_dim, *value = w.value_codes + count * s.head_dim;
+      w.key_scales[count] = expand(table, s.keys + offset, s.head_dim, key);
+      w.value_scales[count] = expand(table, s.values + offset, s.head_dim, value);
+      w.key_rows[count] = key;
+      w.value_rows[count++] = value;
+    });
+  } else {
+    each_key(s, k, [&](int64_t offset) {
+      w.key_rows[count] = (const bf16*)(s.keys + offset);
+      w.value_rows[count++] = (const bf16*)(s.values + offset);
+    });
+  }
   for (; count < kChunk; count++) {
+    w.key_scales[count] = w.key_scales[count - 1];
+    w.value_scales[count] = w.value_scales[count - 1];
     w.key_rows[count] = w.key_rows[count - 1];
     w.value_rows[count] = w.value_rows[count - 1];
   }
@@ -306,6 +364,7 @@ void soften(const Shape& s, Scratch& w, int64_t row, int64_t tiles, int64_t low,
   __m512 x[kChunk / kLanes], best = _mm512_set1_ps(w.highest[row]);
   for (int64_t t = 0; t < tiles; t++) {
     x[t] = _mm512_load_ps(&w.scores[row][t * kLanes]);
+    if (s.is_int8) x[t] = _mm512_mul_ps(x[t], _mm512_loadu_ps(w.key_scales + t * kLanes));
     if (s.softcap > 0) {
       x[t] = tanh(_mm512_mul_ps(x[t], _mm512_set1_ps(s.scale / s.softcap)));
       x[t] = _mm512_mul_ps(x[t], _mm512_set1_ps(s.softcap * kLog2E));
@@ -322,8 +381,9 @@ void soften(const Shape& s, Scratch& w, int64_t row, int64_t tiles, int64_t low,
   const __m512 top = _mm512_mul_ps(_mm512_set1_ps(highest), scale);
   __m512 total = _mm512_setzero_ps();
   for (int64_t t = 0; t < tiles; t++) {
-    const __m512 p = probability<Masked>(_mm512_fmsub_ps(x[t], scale, top));
+    __m512 p = probability<Masked>(_mm512_fmsub_ps(x[t], scale, top));
     total = _mm512_add_ps(total, p);
+    if (s.is_int8) p = _mm512_mul_ps(p, _mm512_loadu_ps(w.value_scales + t * kLanes));
     store(&w.probs[row][t * kLanes], p);
   }
   if (highest != w.highest[row]) {
@@ -408,12 +468,16 @@ void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
 extern "C" {
 
 // See quire_kernels.attention.paged_attention. head_dim is a multiple of 16, at most 256; heads / kv_heads at most 48.
-void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const bf16* values, const int64_t* tables,
+void quire_attention(const bf16* queries, int64_t ldq, const void* keys, const void* values, const int64_t* tables,
                      int64_t max_blocks, const int32_t* starts, const int32_t* contexts, bf16* out, int64_t spans,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                     int64_t window, float softcap, const bf16* sinks) {
-  const Shape s = {queries, ldq,   keys,     values,   tables,     max_blocks, starts, contexts,
-                   out,     heads, kv_heads, head_dim, block_size, scale,      softcap, window, sinks};
+                     int64_t window, float softcap, const bf16* sinks, int64_t is_int8) {
+  const int64_t head_bytes = is_int8 ? head_dim + sizeof(float) : head_dim * sizeof(bf16);
+  const Shape s = {queries,    ldq,      (const char*)keys, (const char*)values,
+                   tables,     max_blocks, starts,          contexts,
+                   out,        heads,    kv_heads,          head_dim,
+                   block_size, scale,    softcap,           window,
+                   sinks,      is_int8 != 0, head_bytes};
   const int64_t group = heads / kv_heads, step = std::max<int64_t>(1, kMaxRows / group);
   // The last tiles of a prompt are first, because they have the most keys.
   std::vector<Item> work;

@@ -50,6 +50,7 @@ struct QuireStep {
   const int32_t *starts, *contexts;
   int64_t spans, block_size;
   const QuireLoraRows* rows;  // null: no token has an adapter
+  int64_t is_int8;            // see quire_attention
 };
 
 }  // extern "C"
@@ -108,7 +109,7 @@ extern "C" {
 
 // hidden [tokens, hidden], in place. caches: keys and values of each layer. workspace: qkv and attention output of all
 // tokens; then, for the rows of a chunk, the widest input of a linear and the output of gate_up.
-void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, bf16* const* caches, bf16* workspace) {
+void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, void* const* caches, bf16* workspace) {
   const QuireLayers& a = *all;
   const QuireStep& s = *step;
   const std::vector<Part> parts = parts_of(s);
@@ -116,7 +117,7 @@ void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, b
   for (int64_t i = 0; i < a.num_layers; i++) {
     const QuireLayer& l = a.layers[i];
     const int64_t gated = l.gate_up.outputs / 2, ldq = l.qkv.outputs;
-    bf16 *keys = caches[2 * i], *values = caches[2 * i + 1];
+    void *keys = caches[2 * i], *values = caches[2 * i + 1];
     bf16* const qkv = workspace;
     bf16* const attended = qkv + s.tokens * ldq;
     bf16* const input = attended + s.tokens * width;
@@ -129,10 +130,10 @@ void quire_decode(bf16* hidden, const QuireLayers* all, const QuireStep* step, b
         quire_norm_heads(qkv + at * ldq, ldq, l.query_norm, l.key_norm, part.count, a.heads, a.kv_heads, a.head_dim,
                          a.eps);
       quire_rotate_write(qkv + at * ldq, ldq, s.cos + at * s.rotary_dim, s.sin + at * s.rotary_dim, keys, values,
-                         s.addresses + at, part.count, a.heads, a.kv_heads, a.head_dim, s.rotary_dim);
+                         s.addresses + at, part.count, a.heads, a.kv_heads, a.head_dim, s.rotary_dim, s.is_int8);
     }
     quire_attention(qkv, ldq, keys, values, s.tables, s.max_blocks, s.starts, s.contexts, attended, s.spans, a.heads,
-                    a.kv_heads, a.head_dim, s.block_size, a.scale, l.window, a.softcap, nullptr);
+                    a.kv_heads, a.head_dim, s.block_size, a.scale, l.window, a.softcap, nullptr, s.is_int8);
     for (const Part& part : parts) {
       bf16* const rows = hidden + part.begin * a.hidden;
       multiply(l.output, part, attended + part.begin * width, width, rows, true);

@@ -56,13 +56,13 @@ void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, i
 void quire_norm_heads(bf16* qkv, int64_t ldq, const bf16* query_weight, const bf16* key_weight, int64_t tokens,
                       int64_t heads, int64_t kv_heads, int64_t head_dim, float eps);
 void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size);
-void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, bf16* keys, bf16* values,
+void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, void* keys, void* values,
                         const int64_t* addresses, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                        int64_t rotary_dim);
-void quire_attention(const bf16* queries, int64_t ldq, const bf16* keys, const bf16* values, const int64_t* tables,
+                        int64_t rotary_dim, int64_t is_int8);
+void quire_attention(const bf16* queries, int64_t ldq, const void* keys, const void* values, const int64_t* tables,
                      int64_t max_blocks, const int32_t* starts, const int32_t* contexts, bf16* out, int64_t spans,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                     int64_t window, float softcap, const bf16* sinks);
+                     int64_t window, float softcap, const bf16* sinks, int64_t is_int8);
 
 }  // extern "C"
 }  // namespace quire

@@ -136,12 +136,43 @@ void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size) 
   }
 }
 
+}  // extern "C"
+
+namespace {
+
+// Store a head as int8 codes and their scale: `quantize_rows` of kv_cache_layout.py.
+void quantise(const bf16* x, int64_t size, char* out) {
+  // The largest magnitude, as an integer: NaN is above infinity.
+  __m512i most = _mm512_setzero_si512();
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __m512i v = _mm512_castps_si512(load(x + i, first(size - i)));
+    most = _mm512_max_epi32(most, _mm512_and_si512(v, magnitude));
+  }
+  const int32_t bits = _mm512_reduce_max_epi32(most);
+  float largest;
+  __builtin_memcpy(&largest, &bits, sizeof largest);
+  const __m512 factor = _mm512_set1_ps(largest == 0 ? 0.f : 127.f / largest);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __mmask16 mask = first(size - i);
+    const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i, mask), factor));
+    _mm512_mask_cvtsepi32_storeu_epi8(out + i, mask, codes);
+  }
+  const float scale = largest * (float)(1 / 127.);
+  __builtin_memcpy(out + size, &scale, sizeof scale);
+}
+
+}  // namespace
+
+extern "C" {
+
 // Rotate queries in place, write rotated keys to the cache, and copy values there.
 // qkv [tokens, heads + 2 * kv_heads, head_dim] with rows of ldq; cos, sin [tokens, rotary_dim];
-// keys, values: a layer's cache, rows of kv_heads * head_dim at `addresses`.
-void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, bf16* keys, bf16* values,
+// keys, values: a layer's cache, rows of kv_heads * head_dim at `addresses`: bf16, or int8 codes with a float32 scale
+// behind each head, whose head_dim is at most 256.
+void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin, void* keys, void* values,
                         const int64_t* addresses, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                        int64_t rotary_dim) {
+                        int64_t rotary_dim, int64_t is_int8) {
   const int64_t width = kv_heads * head_dim;
 #pragma omp parallel for schedule(static) if (tokens * (heads + kv_heads) * head_dim > kParallel)
   for (int64_t t = 0; t < tokens; t++) {
@@ -149,12 +180,22 @@ void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin
     const bf16 *c = cos + t * rotary_dim, *s = sin + t * rotary_dim;
     for (int64_t h = 0; h < heads; h++) rotate(row + h * head_dim, c, s, row + h * head_dim, rotary_dim);
     row += heads * head_dim;
-    bf16* key = keys + addresses[t] * width;
+    if (is_int8) {
+      const int64_t size = head_dim + sizeof(float), at = addresses[t] * kv_heads * size;
+      for (int64_t h = 0; h < kv_heads; h++) {
+        bf16* head = row + h * head_dim;
+        rotate(head, c, s, head, rotary_dim);
+        quantise(head, head_dim, (char*)keys + at + h * size);
+        quantise(head + width, head_dim, (char*)values + at + h * size);
+      }
+      continue;
+    }
+    bf16* key = (bf16*)keys + addresses[t] * width;
     for (int64_t h = 0; h < kv_heads; h++) {
       rotate(row + h * head_dim, c, s, key + h * head_dim, rotary_dim);
       std::copy(row + h * head_dim + rotary_dim, row + (h + 1) * head_dim, key + h * head_dim + rotary_dim);
     }
-    std::copy(row + width, row + 2 * width, values + addresses[t] * width);
+    std::copy(row + width, row + 2 * width, (bf16*)values + addresses[t] * width);
   }
 }
 

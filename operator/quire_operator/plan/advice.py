@@ -98,7 +98,7 @@ def _attempt_row(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, ...]
 def _min_kv_bytes(inputs: PlannerInputs, tp: int) -> int:
     pinned = inputs.engine.maxModelLen
     tokens = round_up_to_blocks(pinned or limits.min_context(inputs) * inputs.engine.minConcurrency)
-    return tokens * device_memory.kv_bytes_per_token(inputs.model.shape, limits.kv_element_bytes(inputs), tp)
+    return tokens * limits.kv_bytes_per_token(inputs, tp)
 
 
 def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:

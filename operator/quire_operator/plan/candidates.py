@@ -87,7 +87,7 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
         lora=device_memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.maxRank, dtype_bytes),
     )
     utilization = _utilization(inputs, tp)
-    per_token = device_memory.kv_bytes_per_token(shape, limits.kv_element_bytes(inputs), tp)
+    per_token = limits.kv_bytes_per_token(inputs, tp)
     kv_bytes = _kv_bytes(inputs, tp, costs, utilization, seqs, per_token)
     kv_tokens = min(max(0, kv_bytes // per_token), MAX_KV_TOKENS)
     return Candidate(tp, tokens, seqs, utilization, costs, kv_bytes, kv_tokens, _context_length(inputs, kv_tokens))

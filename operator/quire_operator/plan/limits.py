@@ -77,6 +77,9 @@ def check_dtypes(inputs: PlannerInputs) -> None:
         fix = f"which the engine does not support; set {' or '.join(capabilities.DTYPE_BYTES)}"
         message = f"spec.engine.dtype: {_describe_dtype(inputs)}, {fix}"
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, message)
+    if inputs.gpu is not None and inputs.engine.kvCacheDtype == "int8_per_token_head":
+        fix = "GPUs have no kernels for it; set it to fp8 or auto"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, f"spec.engine.kvCacheDtype: int8_per_token_head: {fix}")
     if inputs.gpu is not None and (problem := dtype_error(inputs, inputs.gpu)):
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, problem)
 
@@ -154,6 +157,12 @@ def element_bytes(inputs: PlannerInputs) -> int:
 def kv_element_bytes(inputs: PlannerInputs) -> int:
     """Return the bytes of an element in the KV cache."""
     return element_bytes(inputs) if inputs.engine.kvCacheDtype in (None, "auto") else 1
+
+
+def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
+    """Return the KV bytes of one token on each of `tp` devices."""
+    scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
+    return device_memory.kv_bytes_per_token(inputs.model.shape, kv_element_bytes(inputs), tp, scale_bytes)
 
 
 def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:

@@ -35,7 +35,7 @@ def random_cache(num_blocks: int, device: str, dtype: torch.dtype = torch.float3
     """Return a cache with random contents."""
     kv_cache = KVCache(SHAPE, num_blocks, 8, dtype, torch.device(device))
     for index, layer in enumerate(kv_cache.layers):
-        layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(100 * seed + index)))
+        layer.copy_(10 * torch.randn(layer.shape, generator=torch.Generator().manual_seed(100 * seed + index)))
     return kv_cache
 
 
@@ -45,7 +45,7 @@ def contents(kv_cache: KVCache) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("blocks_per_copy", [1, 3, 100])
 def test_blocks_stored_by_one_cache_load_into_another(device, dtype, blocks_per_copy, monkeypatch):
     kv_cache, other = random_cache(12, device, dtype), random_cache(9, device, dtype, seed=1)

@@ -48,11 +48,11 @@ def _load(dtype: torch.dtype, quantization: str | None = None) -> CausalLM:
 
 
 @torch.inference_mode()
-def _logits(model: CausalLM, tokens: list[int]) -> Tensor:
+def _logits(model: CausalLM, tokens: list[int], cache_dtype: torch.dtype | None = None) -> Tensor:
     model.pack()
     sequence = Sequence(0, tokens, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
     sequence.block_table = list(range(-(-len(tokens) // 16)))
-    dtype = model.embed_tokens.dtype
+    dtype = cache_dtype or model.embed_tokens.dtype
     kv = KVCache(model.shape, len(sequence.block_table), 16, dtype, CPU)
     span = ScheduledSpan(sequence, 0, len(tokens), None)
     batch = build_forward_batch(build_step_input([span], 16, None), kv, CPU)
@@ -74,8 +74,13 @@ def tokens() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def plain_loss(tokens: list[int]) -> float:
-    return _loss(_logits(_load(torch.float32), tokens), tokens)
+def plain_logits(tokens: list[int]) -> Tensor:
+    return _logits(_load(torch.float32), tokens)
+
+
+@pytest.fixture(scope="module")
+def plain_loss(plain_logits: Tensor, tokens: list[int]) -> float:
+    return _loss(plain_logits, tokens)
 
 
 def _dequantized(quantization: str) -> CausalLM:
@@ -87,6 +92,18 @@ def _dequantized(quantization: str) -> CausalLM:
         scheme = "int8_weight_only" if (linear is model.lm_head and quantization == "int4") else quantization
         linear.weight.copy_(quantize_weight(linear.weight, scheme).dequantize())
     return model
+
+
+# Error of the logits, against float32: measured 0.0080, and in bfloat16 0.0122 instead of 0.0091 with a bfloat16 cache.
+@pytest.mark.parametrize(
+    ("dtype", "max_error"), [(torch.float32, 0.01), pytest.param(torch.bfloat16, 0.015, marks=requires_native_kernels)]
+)
+def test_int8_kv_cache(
+    dtype: torch.dtype, max_error: float, tokens: list[int], plain_logits: Tensor, plain_loss: float
+) -> None:
+    logits = _logits(_load(dtype), tokens, torch.int8)
+    assert 0 < (logits - plain_logits).std() <= max_error * plain_logits.std()
+    assert abs(_loss(logits, tokens) - plain_loss) <= 0.005
 
 
 @requires_native_kernels

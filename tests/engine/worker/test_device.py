@@ -43,6 +43,8 @@ def test_rejects_eight_bit_cache_on_gpus_without_e4m3(monkeypatch):
     assert resolve_cache_dtype(on_gpu, torch.bfloat16) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' requires .* got 8\.0; use 'auto'"):
         resolve_cache_dtype(on_gpu, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'int8_per_token_head' .* use 'fp8' or 'auto'"):
+        resolve_cache_dtype(dataclasses.replace(on_gpu, kv_cache_dtype="int8_per_token_head"), torch.bfloat16)
     assert resolve_cache_dtype(dataclasses.replace(on_gpu, kv_cache_dtype="auto"), torch.float16) == torch.float16
 
 

@@ -13,6 +13,7 @@ from quire_engine.lora.peft.adapter import WEIGHTS_FILE
 from quire_engine.step.plan import ScheduledSpan, StepPlan
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.errors import ConfigError
+from quire_spec.model.capabilities import KV_SCALE_BYTES
 from quire_spec.model.memory_sizing import kv_block_bytes
 
 
@@ -60,18 +61,19 @@ def test_overflowing_adapter_affects_only_its_own_sequences(llama_folder, llama_
 def test_eight_bit_cache_is_smaller_and_changes_logprobs_little(dtype, llama_folder, llama_shape):
     """Compares log probabilities of a prompt computed in two chunks, so that the second chunk reads the cache."""
     logprobs = []
-    for kv_cache_dtype in ("auto", "fp8"):
+    for kv_cache_dtype in ("auto", "fp8", "int8_per_token_head"):
         config = dataclasses.replace(CONFIG, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
         runner = DeviceModelRunner(config, llama_shape, llama_folder)
         sequence = SequenceFactory().create(random_prompt(60), prompt_logprobs=0)
         runner.execute(StepPlan([ScheduledSpan(sequence, 0, 40, None)]))
         [output] = runner.execute(StepPlan([ScheduledSpan(sequence, 40, 20, None)]))
         logprobs.append(torch.tensor([entries[0].logprob for entries in output.prompt_logprobs]))
-        element_bytes = 1 if kv_cache_dtype == "fp8" else getattr(torch, dtype).itemsize
-        assert runner.memory.kv_bytes // runner.memory.num_blocks == kv_block_bytes(llama_shape, 8, element_bytes)
-    error = (logprobs[1] - logprobs[0]).norm() / logprobs[0].norm()
+        element_bytes = getattr(torch, dtype).itemsize if kv_cache_dtype == "auto" else 1
+        block_bytes = kv_block_bytes(llama_shape, 8, element_bytes, KV_SCALE_BYTES.get(kv_cache_dtype, 0))
+        assert runner.memory.kv_bytes // runner.memory.num_blocks == block_bytes
+    fp8_error, int8_error = ((each - logprobs[0]).norm() / logprobs[0].norm() for each in logprobs[1:])
     # 3 % of the attention output per layer, in two layers. This model's weights are ten times as wide as trained ones.
-    assert 1e-4 < error < 0.15
+    assert 1e-4 < int8_error < fp8_error < 0.15
 
 
 def test_rejects_cuda_without_a_cuda_device(llama_folder, llama_shape, monkeypatch):

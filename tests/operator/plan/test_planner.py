@@ -24,6 +24,7 @@ from quire_operator.api.llmservice import LoraSpec
 from quire_operator.plan import candidates, planner
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, MemorySource
+from quire_operator.plan.limits import kv_bytes_per_token
 from quire_operator.plan.plan import FitReason, Plan
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -249,6 +250,17 @@ def test_unplannable_messages_have_field_value_and_fix():
         "spec.engine.kvCacheDtype: fp8: NVIDIA-A100-SXM4-80GB has compute capability 8.0, but fp8 needs 8.9; set it to "
         "auto, or use another GPU",
     )
+    assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: int8_per_token_head}") == (
+        UnplannableReason.UNSUPPORTED_DTYPE,
+        "spec.engine.kvCacheDtype: int8_per_token_head: GPUs have no kernels for it; set it to fp8 or auto",
+    )
+
+
+def test_counts_the_scales_of_an_int8_kv_cache():
+    """4 KV heads of 128 codes and a scale, keys and values, 28 layers; four times as many bytes in float32."""
+    inputs = planner_inputs("qwen", None, NO_LORA + "\nengine: {kvCacheDtype: int8_per_token_head}")
+    assert kv_bytes_per_token(inputs, 1) == 28 * 2 * 4 * (128 + 4)
+    assert kv_bytes_per_token(planner_inputs("qwen", None, NO_LORA), 1) == 28 * 2 * 4 * 128 * 4
 
 
 def test_rejects_a_context_longer_than_the_model_supports():

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the KV cache: how the key or the value of one token and KV head is stored.
+
+A row contains `head_dim` numbers in a float dtype, or int8 codes and behind them the float32 scale of the row. Because
+the scale is part of the row, every copy of a block also copies its scales. vLLM's name is `int8_per_token_head`.
+"""
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+_MAX_CODE = 127.0
+
+
+def is_quantized(cache: Tensor) -> bool:
+    """Return whether the cache contains int8 codes with scales."""
+    return cache.dtype == torch.int8
+
+
+def row_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the elements of a row: the last dimension of a cache of this dtype."""
+    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def quantize_rows(x: Tensor) -> Tensor:
+    """Return int8 rows [..., head_dim + 4] of keys or values [..., head_dim].
+
+    The largest number of a row has the code 127 or -127. A row with NaN or infinity becomes NaN.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    # `127 / largest` would multiply with the rounded reciprocal.
+    factor = torch.where(largest == 0, 0.0, torch.full_like(largest, _MAX_CODE) / largest)
+    codes = (x * factor).round().nan_to_num(0.0).to(torch.int8)
+    return torch.cat((codes, (largest * (1 / _MAX_CODE)).view(torch.int8)), dim=-1)
+
+
+def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values [..., head_dim] of int8 rows, in `dtype`; inverse of `quantize_rows`."""
+    scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (rows[..., :-SCALE_BYTES].float() * scales).to(dtype)
