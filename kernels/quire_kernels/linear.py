@@ -160,7 +160,7 @@ def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | No
     if weight.device.type == "cpu" and cpu_native.supports(weight) and not has_kernel_for_shape(*weight.shape):
         return pack_weight(weight, arena)
     if quantization == "int4":
-        return pack_weight_int4(*quantize_int4(weight), arena, dtype=dtype)
+        return pack_weight_int4(*quantize_int4(weight), arena, dtype=dtype, int8_activations=True)
     if quantization == "fp8":
         return pack_weight_fp8(*quantize_fp8(weight), arena, dtype=dtype)
     weight_only = quantization == "int8_weight_only"

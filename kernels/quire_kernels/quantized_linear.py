@@ -3,7 +3,8 @@
 
 Schemes, with the names that vLLM uses:
 
-- w4a16: 4 bits; groups of inputs have a scale, and optionally a zero point or a table of values (MXFP4).
+- w4a16: 4 bits; groups of inputs have a scale, and optionally a zero point or a table of values (MXFP4). For weights
+  that were quantized at load, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
 - fp8: float8_e4m3fn; a scale for each row, or for each block of 128 x 128.
 - w8a16: integers of 8 bits; a scale for each row.
 - w8a8: the same, and each 64 inputs of a token are quantized to 8 bits as well.
@@ -47,7 +48,7 @@ class _Weight(ctypes.Structure):
     _fields_ = (
         ("panels", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_bytes", "has_zeros")),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_bytes", "has_zeros", "int8_inputs")),
     )
 
 
@@ -196,6 +197,7 @@ def pack_weight_int4(
     *,
     dtype: torch.dtype = torch.bfloat16,
     codebook: Tensor | None = None,
+    int8_activations: bool = False,
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`.
 
@@ -209,15 +211,19 @@ def pack_weight_int4(
         arena: allocates panels.
         dtype: of the activations.
         codebook: [16], exact in bfloat16: a code q stands for scale * codebook[q]. Excludes `zeros`.
+        int8_activations: whether the compiled kernel quantizes the activations of each group to 8 bits. Excludes
+            `codebook`.
     """
     out_features, in_features = values.shape
     group_size = in_features // scales.shape[1]
     assert group_size * scales.shape[1] == in_features and in_features % 2 == 0
-    assert codebook is None or zeros is None
+    assert codebook is None or (zeros is None and not int8_activations)
     table = int4_codebook() if codebook is None else codebook.to("cpu", torch.bfloat16).contiguous()
     scales = scales.float().contiguous()
     if _has_kernel(values, dtype) and group_size % 4 == 0:
-        return _pack_codes("w4a16", values, scales, zeros, group_size, table, arena)
+        return _pack_codes(
+            "w4a16", values, scales, zeros, group_size, table, arena, int8_activations and group_size % 16 == 0
+        )
     pairs = values[:, ::2] | values[:, 1::2] << 4
     table = table.to(values.device)
     return QuantizedWeight("w4a16", (out_features, in_features), pairs, group_size, scales, zeros, table)
@@ -286,6 +292,7 @@ def _pack_codes(
     group_size: int,
     codebook: Tensor,
     arena: HugePageArena | None,
+    int8_inputs: bool = False,
 ) -> QuantizedWeight:
     """Pack codes into panels of csrc/codes.cpp. Scales take two bytes if that does not change them."""
     (out_features, in_features), bits = codes.shape, 4 if scheme == "w4a16" else 8
@@ -295,7 +302,7 @@ def _pack_codes(
     panel_bytes = PANEL_COLUMNS * in_features * bits // 8 + scales.shape[1] * group_bytes
     panels = (arena or HugePageArena()).empty((out_features // PANEL_COLUMNS, panel_bytes), torch.uint8)
     addresses = panels.data_ptr(), codebook.data_ptr()
-    struct = _Weight(*addresses, bits, group_size, stored_scales.itemsize, zeros is not None)
+    struct = _Weight(*addresses, bits, group_size, stored_scales.itemsize, zeros is not None, int8_inputs)
     codes, zeros = codes.contiguous(), None if zeros is None else zeros.contiguous()
     cpu_native.get_library().quire_pack_codes(
         codes.data_ptr(),

@@ -301,6 +301,7 @@ void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t
 void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
                         int64_t n, int64_t k, int64_t add) {
   const QuireWeight& w = *weight;
+  if (w.int8_inputs) return quire_linear_int4(x, ldx, weight, bias, out, m, n, k, add);
   const int64_t panels = n / kColumns, bytes = panel_bytes(w, k), groups = num_groups(w, k);
   const ComputeCodes* const direct = w.bits == 4 ? kComputeCodes<Nibbles> : kComputeCodes<Bytes>;
   const auto expand_panel = w.bits == 4 ? expand<Nibbles> : expand<Bytes>;

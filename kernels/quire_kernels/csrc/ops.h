@@ -42,6 +42,7 @@ struct QuireWeight {
   int64_t group;      // inputs that have a common scale; the last group can be smaller
   int64_t scale_bytes;  // 2: float16; 4: float32
   int64_t has_zeros;    // 1: each group and column has a zero point, else it is 8
+  int64_t int8_inputs;  // 1: inputs are quantized to 8 bits, see int4.cpp
 };
 
 void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
@@ -50,6 +51,8 @@ void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const 
                        int64_t n, int64_t k, int64_t add);
 void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
                         int64_t n, int64_t k, int64_t add);
+void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
+                       int64_t n, int64_t k, int64_t add);
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps);
