@@ -34,6 +34,8 @@ _FIXES: dict[str | None, str] = {
     "found unexpected end of stream": "close the quotes that begin here",
     "did not find expected node content": "close each [ and {, or quote them; render Helm templates first",
     "found undefined alias": "quote text that begins with *",
+    # The parser of PyYAML 6.0.4 counts brackets before _check_depth does.
+    "exceeded maximum nesting depth": "nest at most 100 objects and lists",
 }
 """Fixes for the most common errors, by the message of the YAML parser."""
 

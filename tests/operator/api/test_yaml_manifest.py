@@ -74,7 +74,9 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("a: b: c\n", "f.yaml:1:5: not YAML: mapping values are not allowed in this context; correct the indentation"),
         ("a: 1\nb: 'c\nd: 1\n", "f.yaml:2:4: not YAML: found unexpected end of stream; close the quotes that begin"),
         ("a: !!python/object:os.system x\n", "f.yaml:1:4: not YAML: could not determine a constructor for the tag"),
-        ("a: " + 100_000 * "[", "f.yaml:1:104: more than 100 nested objects and lists"),
+        ("a: " + 500 * "[", "f.yaml:1:104: more than 100 nested objects and lists"),
+        # From 1,000 levels on, the column and the message depend on PyYAML's release.
+        ("a: " + 100_000 * "[", "f.yaml:1:10"),
         ("a: &a {<<: *a, b: 1}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
         ("a: {<<: 1}\n", "f.yaml:1:9: << requires an object or a list of objects; quote it"),
         ("a: !!timestamp b\n", 'f.yaml:1:4: "b" is not a valid timestamp; put it in quotes'),
