@@ -39,10 +39,10 @@ def parse_engine_options(
 ) -> argparse.Namespace:
     """Parse, and check as far as possible without loading anything; the options `positive` must be positive."""
     args = parser.parse_args(argv)
-    if args.vllm_python and not os.access(args.vllm_python, os.X_OK):
-        parser.error(
-            f"--vllm-python: {args.vllm_python!r} is not an executable; give the python of an environment that has vllm"
-        )
+    for name, python in vars(args).items():
+        if name.endswith("_python") and python and not os.access(python, os.X_OK):
+            package = name.removesuffix("_python")
+            parser.error(f"--{package}-python: {python!r} is not an executable; give the python of its environment")
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"--model: {args.model} contains no config.json; give the folder of a checkpoint")
     for name in ("requests", "runs", *positive):

@@ -19,11 +19,11 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "hack")]
 
 from support.quire_serve import QuireServeProcess  # noqa: E402
 
-ENGINE_NAMES = ("offline", "http", "grpc", "openai", "transformers", "vllm", "vllm-serve")
+ENGINE_NAMES = ("offline", "http", "grpc", "openai", "transformers", "vllm", "vllm-serve", "openvino")
 PROTOCOLS = ("http", "grpc", "openai")
-PEERS = ("vllm", "vllm-serve")
-"""Engines that run in vLLM's own environment."""
-ENGINES_WITH_RATES = (*PROTOCOLS, *PEERS)
+PEERS = {"vllm": "vllm", "vllm-serve": "vllm", "openvino": "openvino"}
+"""Engines that run in another environment, and the option that names its interpreter, without `-python`."""
+ENGINES_WITH_RATES = (*PROTOCOLS, "vllm", "vllm-serve")
 """Engines that accept requests while others run."""
 STATIC_BATCH = 16
 
@@ -55,11 +55,12 @@ class BenchmarkEngine:
 
 @contextlib.contextmanager
 def running_engines(
-    names: Sequence[str], settings: dict[str, Any], vllm_python: str | None, folder: Path
+    names: Sequence[str], settings: dict[str, Any], pythons: dict[str, str | None], folder: Path
 ) -> Iterator[dict[str, BenchmarkEngine]]:
     """Start the named engines; all their processes end with the block.
 
-    `settings`: fields of EngineConfig, for every engine as far as it has them.
+    `settings`: fields of EngineConfig, for every engine as far as it has them. `pythons`: the interpreter of each
+    environment of PEERS.
     """
     with contextlib.ExitStack() as stack:
 
@@ -86,10 +87,11 @@ def running_engines(
             )
         # On a CPU it takes no blocks of 16.
         child_settings = {name: value for name, value in settings.items() if name != "block_size"}
-        if "vllm" in names and vllm_python:
-            started["vllm"] = BenchmarkEngine("vllm", start("vllm", "vllm_offline.py", child_settings, vllm_python))
-        if "vllm-serve" in names and vllm_python:
-            server = start("vllm-serve", "vllm_serve.py", {"python": vllm_python, **child_settings})
+        for name, script in (("vllm", "vllm_offline.py"), ("openvino", "openvino_offline.py")):
+            if name in names and (python := pythons[name]):
+                started[name] = BenchmarkEngine(name, start(name, script, child_settings, python))
+        if "vllm-serve" in names and pythons["vllm"]:
+            server = start("vllm-serve", "vllm_serve.py", {"python": pythons["vllm"], **child_settings})
             started["vllm-serve"] = BenchmarkEngine("vllm-serve", server)
         yield started
 
@@ -114,13 +116,19 @@ def check_float32(model: str, requests: Sequence[Request], oracle: ChildProcess,
             raise WrongOutput(f"in float32, request {i}: this engine generates {ids}, transformers {expected_ids}")
 
 
-def check_gap(name: str, requests: Sequence[Request], token_ids: Sequence[list[int]], oracle: ChildProcess) -> float:
-    """Return the largest gap of the outputs in the measured dtype; raise WrongOutput if it exceeds MAX_GAP."""
+def check_gap(
+    name: str,
+    requests: Sequence[Request],
+    token_ids: Sequence[list[int]],
+    oracle: ChildProcess,
+    max_gap: float = MAX_GAP,
+) -> float:
+    """Return the largest gap of the outputs in the measured dtype; raise WrongOutput if it exceeds `max_gap`."""
     pairs = zip(requests, token_ids, strict=True)
     gap = max(oracle.call("worst_gap", prompt=request.prompt_token_ids, output=ids) for request, ids in pairs)
-    if gap > MAX_GAP:
+    if gap > max_gap:
         raise WrongOutput(
             f"{name}: a token is {gap:.2f} standard deviations of the logits below the likeliest one in float32; "
-            f"another rounding accounts for {MAX_GAP} at most"
+            f"rounding accounts for {max_gap} at most"
         )
     return float(gap)

@@ -18,6 +18,8 @@ from workload import Request
 MAX_GAP = 0.5
 """Standard deviations of the logits that a token may fall short of the likeliest one. Computing in bfloat16 costs up to
 0.1 (random weights, 30 layers); a wrong token is 4 below."""
+MAX_QUANTIZED_GAP = 2.0
+"""The same for quantized weights."""
 
 
 class WrongOutput(Exception):

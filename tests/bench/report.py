@@ -9,6 +9,7 @@ from measure import summarize_spread
 
 ENGINE_RATIOS = (
     ("offline", "vllm"),
+    ("offline", "openvino"),
     ("http", "offline"),
     ("grpc", "offline"),
     ("openai", "grpc"),

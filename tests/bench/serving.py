@@ -2,8 +2,8 @@
 """The serving benchmark: one trace, one set of weights, several engines in alternating runs.
 
 Engines: Quire offline and through the real server (HTTP, gRPC, OpenAI), transformers.generate in static batches, and
-vLLM offline and as `vllm serve`, if an environment has it. No speed is reported unless outputs are correct. See
-docs/benchmarks.md.
+vLLM offline and as `vllm serve`, and OpenVINO GenAI, if environments have them. No speed is reported unless outputs are
+correct. See docs/benchmarks.md.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from engines import (
     check_gap,
     running_engines,
 )
-from measure import MAX_GAP, WrongOutput, kv_usage, measure
+from measure import MAX_GAP, MAX_QUANTIZED_GAP, WrongOutput, kv_usage, measure
 from tqdm import tqdm
 from workload import Request, Workload
 
@@ -55,6 +55,7 @@ examples:
   python tests/bench/serving.py --shape 135m -o results.json
   python tests/bench/serving.py --shape 135m --rates 1,2,4 --engines offline,http
   python tests/bench/serving.py --shape 135m --vllm-python ~/vllm/bin/python --markdown docs/benchmarks.md
+  python tests/bench/serving.py --shape 135m --engines offline,openvino --openvino-python ~/openvino/bin/python
 
 Run it on a machine that does nothing else: the load before and after is part of the report.
 """
@@ -72,9 +73,11 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "model": str((args.model or random_checkpoint.cached_checkpoint(args.shape)).resolve()),
         "block_size": 16,
     }
+    settings |= {"quantization": args.quantization} if args.quantization else {}
+    pythons = {name: getattr(args, f"{name}_python") for name in {*PEERS.values()}}
     vocab_size = json.loads(Path(settings["model"], "config.json").read_text())["vocab_size"]
     workload = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
-    names = args.engines or [name for name in ENGINE_NAMES if name not in PEERS or args.vllm_python]
+    names = args.engines or [name for name in ENGINE_NAMES if name not in PEERS or pythons[PEERS[name]]]
     results = {"format": FORMAT, **environment_info(), "settings": settings}
     workload_fields = ("requests", "prompt_tokens", "output_tokens", "rates", "runs", "prefix_tokens", "seed")
     results["workload"] = {name: getattr(args, name) for name in workload_fields}
@@ -84,15 +87,16 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         with ChildProcess("oracle", "static_batches.py", oracle_settings, folder) as oracle:
             # All load at the same time: reading weights and importing torch keeps one core busy for each.
             log(f"loading {', '.join(names)}")
-            children = stack.enter_context(running_engines(names, settings, args.vllm_python, folder))
+            children = stack.enter_context(running_engines(names, settings, pythons, folder))
             checked_requests = warm_up_requests(workload)[:NUM_CHECKED] if {"offline", *PROTOCOLS} & set(names) else []
             if checked_requests:
                 log("checking this engine against transformers, both in float32")
                 check_float32(settings["model"], checked_requests, oracle, folder)
             results["about"] = {name: engine.about() for name, engine in children.items()}
             log("warming up, and checking what each generates")
-            gaps = {name: _warm_up(engine, workload, oracle) for name, engine in children.items()}
-        results["check"] = {"requests": len(checked_requests), "max_gap": MAX_GAP, "gaps": gaps}
+            max_gap = MAX_QUANTIZED_GAP if args.quantization else MAX_GAP
+            gaps = {name: _warm_up(engine, workload, oracle, max_gap) for name, engine in children.items()}
+        results["check"] = {"requests": len(checked_requests), "max_gap": max_gap, "gaps": gaps}
         results["runs"], results["kv"] = _run_rounds(children, workload, args)
         results["prefix"] = _measure_prefix(children, workload, args) if args.prefix_tokens else []
         memory_report = children["offline"].child.call("memory") if "offline" in children else None
@@ -107,7 +111,7 @@ def warm_up_requests(workload: Workload) -> list[Request]:
     return [Request(prompt, min(num_tokens, MAX_WARM_UP_TOKENS)) for prompt, num_tokens in workload.requests(WARM_UP)]
 
 
-def _warm_up(engine: BenchmarkEngine, workload: Workload, oracle: ChildProcess) -> float:
+def _warm_up(engine: BenchmarkEngine, workload: Workload, oracle: ChildProcess, max_gap: float) -> float:
     """A run that does not count; the worst gap of its outputs.
 
     Of all requests, so that everything is allocated that a run needs, but with short outputs: a third of its time.
@@ -115,7 +119,7 @@ def _warm_up(engine: BenchmarkEngine, workload: Workload, oracle: ChildProcess) 
     requests = warm_up_requests(workload)
     reply = engine.run(requests)
     measure(requests, None, reply)
-    return check_gap(engine.name, requests[:NUM_CHECKED], reply["token_ids"][:NUM_CHECKED], oracle)
+    return check_gap(engine.name, requests[:NUM_CHECKED], reply["token_ids"][:NUM_CHECKED], oracle, max_gap)
 
 
 def _run_rounds(
@@ -202,11 +206,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     add("--max-num-seqs", type=int, default=64, metavar="N", help="sequences in a step (default 64)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens in a step (default 2048)")
+    add("--quantization", choices=("int8", "int4"), help="weights of this engine and of OpenVINO, quantized at load")
+    add("--openvino-python", metavar="FILE", help="interpreter of OpenVINO GenAI's environment; adds openvino")
     args = command_line.parse_engine_options(parser, argv, ())
     if unknown := sorted(set(args.engines or ()) - set(ENGINE_NAMES)):
         parser.error(f"--engines: {unknown[0]!r} is not one of {names}")
-    if {*PEERS} & {*(args.engines or ())} and not args.vllm_python:
-        parser.error(f"--engines: {' and '.join(PEERS)} need --vllm-python")
+    for name in args.engines or ():
+        if name in PEERS and not getattr(args, f"{PEERS[name]}_python"):
+            parser.error(f"--engines: {name} needs --{PEERS[name]}-python")
+        if args.quantization and name not in ("offline", *PROTOCOLS, "openvino"):
+            parser.error(f"--quantization: {name} cannot quantize weights; leave it out of --engines")
+    if args.quantization and not args.engines:
+        parser.error("--quantization: give --engines, for example offline,openvino")
     if min(args.rates, default=1) <= 0:
         parser.error("--rates must be positive")
     return args
