@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponential backoff: how long to wait before a retry. Called by everything that retries; it does not sleep itself."""
+"""Exponential backoff: seconds to wait before a retry. This module only computes the delay; the caller sleeps."""
 
 import random
 
 _MAX_DOUBLINGS = 60
-"""2**60 seconds are beyond every cap; without a limit a long outage would end in an OverflowError."""
+"""Maximum number of doublings: 2**60 s exceed every cap. Without it a long outage would raise OverflowError."""
 
 
 def backoff(attempt: int, first: float, cap: float, jitter: float = 0.0) -> float:
-    """Return the seconds to wait before retry `attempt`, counted from 0: `first`, doubled each time, at most `cap`.
+    """Return the seconds to wait before retry `attempt`, counted from 0: min(cap, first * 2**attempt).
 
-    `jitter` is the largest fraction that is subtracted at random, so that clients that failed together do not retry
-    together.
+    A random fraction of the result, at most `jitter`, is subtracted. Clients that failed at the same time then retry at
+    different times.
     """
     delay = min(first * 2.0 ** min(attempt, _MAX_DOUBLINGS), cap)
     return delay * random.uniform(1.0 - jitter, 1.0) if jitter else delay

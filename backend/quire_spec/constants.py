@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that more than one package uses: ports, file names, tensors, the form of a model name."""
+"""Constants that more than one package uses: ports, file names, tensor names, the pattern of a model name."""
 
 import re
 from typing import NewType
@@ -12,7 +12,7 @@ AdapterDigest = NewType("AdapterDigest", str)
 """Identity of an adapter: `sha256:<64 hex digits>` of its content."""
 
 SERVER_PROTOCOLS = ("http", "grpc")
-"""Protocols of the server that can be exposed."""
+"""Protocols of Triton Inference Server that can be exposed outside the pod."""
 HTTP_PORT = 8000
 GRPC_PORT = 8001
 SERVER_METRICS_PORT = 8002
@@ -20,7 +20,7 @@ HEALTH_PORT = 8003
 """The supervisor's port: probes, metrics, status, admin."""
 OPENAI_PORT = 8004
 OPENAI_FRONTEND = "/openai"
-"""Name of the OpenAI front in its Hello; not a valid model name."""
+"""Name of the OpenAI front in its message Hello; it is not a valid model name, so no model can have it."""
 
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"
@@ -31,12 +31,13 @@ SUPERVISOR_SOCKET = "supervisor.sock"
 MAX_OPENAI_FRONTS = 16
 """Maximum number of processes of the OpenAI front in a pod."""
 CLOSING_FILE = "closing"
-"""File in the run folder of a pod that is about to stop: the OpenAI front then sends its clients to other pods."""
+"""File in the run folder of a pod that is about to stop. If it exists, the OpenAI front closes its connections, so
+that clients connect to other pods."""
 MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes: the size of sockaddr_un on Linux."""
 
 EXIT_CONFIG = 2
-"""Exit code of a process that cannot run with its configuration. Restarting it does not help."""
+"""Exit code of a process whose configuration is invalid; a restart would fail again."""
 
 API_GROUP = "quire.dev"
 API_VERSION = "v1alpha1"
@@ -44,10 +45,11 @@ KIND = "LLMService"
 
 MAX_MODEL_NAME = 63
 MODEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?")
-"""Allowed by the server in a URL and by Kubernetes in a label value. Applies to servedName and adapter names."""
+"""Pattern of servedName and of adapter names: valid in the server's URLs and as a Kubernetes label value."""
 
 MAX_EXPOSED_ADAPTERS = 64
-"""Number of adapters that get their own server model by default. Each costs a stub process of about 22 MiB."""
+"""Number of adapters that get their own server model by default. Each such model needs a stub process of about
+22 MiB."""
 
 # Tensors of the model interface: first those of NVIDIA's vllm_backend, then Quire's own.
 TEXT_INPUT = "text_input"
@@ -76,12 +78,12 @@ LORA_NAME = "lora_name"
 
 
 def openai_probe_socket(index: int) -> str:
-    """Return the name of the socket on which one of the OpenAI fronts answers probes."""
+    """Return the name of the socket on which OpenAI front `index` answers probes."""
     return f"openai-{index}.sock"
 
 
 def check_model_name(name: str, field_path: str) -> None:
-    """Reject a name early that the server or Kubernetes would reject later with a less clear message.
+    """Reject a model name that the server or Kubernetes does not accept.
 
     Raises:
         InvalidArgument: the name is empty, too long, or has a character outside `[A-Za-z0-9._-]`.

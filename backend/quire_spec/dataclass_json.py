@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict conversion between JSON documents and frozen dataclasses. Unknown keys and wrong types are errors.
 
-Each error names the path of the field. All documents (engine.json, adapters.json, status) are read by `from_json`, so
-that their errors have the same form.
+Each error names the path of the field. `from_json` reads all documents (engine.json, adapters.json, status), so their
+errors have the same form.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: 
     is accepted where a float is expected.
 
     Args:
-        field_path: path of `data` in its document, for messages.
-        ignore_unknown: drop unknown keys, for a document that a later release may have written.
+        field_path: path of `data` in its document, for error messages.
+        ignore_unknown: True drops unknown keys, because a later release may have written the document.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type.
@@ -98,7 +98,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _convert_value(hint: Any, value: object, field_path: str, ignore_unknown: bool) -> Any:
-    # A NewType is checked as the type that it is made of.
+    # A NewType is checked as its supertype.
     hint = getattr(hint, "__supertype__", hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter catalog (adapters.json): the adapters that a pod should serve, and the source of each.
 
-The operator and `quire serve` write it; the supervisor applies it. It is the complete desired state, not a change: an
-adapter that is missing from it is removed. A name is an alias; adapter content is identified by its digest.
+The operator and `quire serve` write the catalog; the supervisor applies it. The catalog is the complete desired state:
+the supervisor removes an adapter that the catalog lacks. A name is an alias; a digest identifies adapter content.
 """
 
 import hashlib
@@ -18,20 +18,20 @@ from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
 REPLACES_HEADER = "Quire-Replaces"
-"""Header of PUT /adapters: digest of the catalog to replace, even if that has a higher generation.
+"""Header of PUT /adapters: digest of the catalog to replace. The pod then accepts a lower generation.
 
-The operator sets it when the pod's catalog is not a later state of the same service. This happens after the service was
-restored from a backup or created again: the cluster then has no record of the pod's generation.
+The operator sets the header if the pod's catalog has a generation that the service never had. A service that was
+restored from a backup or created again starts with a lower generation than its pods have.
 """
 
 
 class Expose(StrEnum):
-    """How clients reach an adapter; `lora_name` on the base works for every adapter."""
+    """How clients select an adapter. The parameter `lora_name` of the base model selects any adapter."""
 
     MODEL = "Model"
-    """As a server model with the adapter's name."""
+    """The adapter is also a server model with the adapter's name."""
     PARAMETER = "Parameter"
-    """Only through `lora_name` on the base model."""
+    """Only the parameter `lora_name` of the base model selects the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class S3Source:
     endpoint: str | None = None
     region: str | None = None
     credentialsSecretRef: SecretRef | None = None
-    """Keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    """Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class HttpSource:
     sha256: str | None = None
     """SHA-256 that adapter_model.safetensors must have."""
     headersSecretRef: SecretRef | None = None
-    """Each key of the Secret is sent as a header."""
+    """Secret whose keys and values are sent as HTTP headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Limits of an adapter on each pod; a request beyond them is rejected with UNAVAILABLE."""
+    """Limits of an adapter on each pod. A request that exceeds a limit is rejected with UNAVAILABLE."""
 
     maxConcurrentRequests: int | None = None
-    """Maximum number of open requests, including queued ones; None: no limit."""
+    """Maximum number of running and queued requests; None: no limit."""
     maxTokensPerSecond: int | None = None
-    """Average rate of prompt and output tokens together; None: no limit. Bursts of up to ten seconds' worth pass."""
+    """Maximum average rate of prompt and output tokens together; None: no limit. A burst can use the tokens of ten
+    seconds at once."""
 
     def validate(self, field_path: str) -> None:
         """Raise ConfigError for a limit that rejects every request."""
@@ -136,9 +137,9 @@ class AdapterSpec:
     name: str
     source: Source
     pinned: bool = False
-    """Keep the adapter in an adapter slot on the device."""
+    """True keeps the adapter in an adapter slot on the device."""
     expose: Expose | None = None
-    """None: as `Model` while fewer than 64 adapters have a model, else as `Parameter`."""
+    """None means `Model` while fewer than 64 adapters have a server model, and `Parameter` after that."""
     limits: AdapterLimits | None = None
 
 
@@ -156,8 +157,8 @@ class AdapterCatalog:
     """The adapters that a pod should serve."""
 
     generation: int = 0
-    """Increases with every change. A catalog with a lower generation is stale, unless the request names the catalog
-    that it replaces (REPLACES_HEADER)."""
+    """Number that increases with every change. The pod rejects a catalog with a lower generation as stale. The header
+    REPLACES_HEADER overrides this check."""
     adapters: tuple[AdapterSpec, ...] = ()
 
     @classmethod
@@ -183,7 +184,7 @@ class AdapterCatalog:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read adapters.json from `path`. Raises ConfigError if `from_json` does, or if the text is not JSON."""
+        """Read adapters.json from `path`. Raises ConfigError as `from_json`, and if the text is not JSON."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
@@ -193,12 +194,12 @@ class AdapterCatalog:
 
     @property
     def version(self) -> CatalogVersion:
-        """Generation and digest. The digest omits unset fields, so that a new optional field does not change it."""
+        """Generation and digest. The digest omits unset fields, so a new optional field does not change the digest."""
         text = json.dumps(drop_nulls(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     def exposed_names(self) -> frozenset[str]:
-        """Return the names that get a server model: those with `Model`, then the first unset ones up to the limit."""
+        """Return the names of adapters with a server model: all with `Model`, then unset ones in order up to 64."""
         explicit_names = [a.name for a in self.adapters if a.expose is Expose.MODEL]
         default_names = [a.name for a in self.adapters if a.expose is None]
         num_free = max(0, constants.MAX_EXPOSED_ADAPTERS - len(explicit_names))

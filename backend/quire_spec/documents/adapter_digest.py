@@ -17,12 +17,12 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 """The files that every adapter has."""
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""A file that an adapter can have: the template of its conversations. No other file of its folder is read."""
+"""Optional file of an adapter: its chat template. Quire reads no files of an adapter but these three."""
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
-"""Age below which a file's times are not trusted: the file can change again within their resolution. Git's word for
-such files is racy."""
+"""A file that changed less than this number of seconds ago can change again without a new timestamp. Git calls such a
+file racy."""
 
 
 def file_sha256(path: Path) -> bytes:
@@ -41,9 +41,8 @@ def file_sha256(path: Path) -> bytes:
 def adapter_digest(folder: Path) -> AdapterDigest:
     """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
-    The hash covers for each of `ADAPTER_FILES`, and for the chat template if there is one, in order: length and UTF-8
-    bytes of the name, the content's length, and the content's SHA-256. Lengths are 8 bytes, little-endian, so that the
-    encoding is unique.
+    The files are `ADAPTER_FILES`, in order, then the chat template if it exists. The hash covers for each file: length
+    and UTF-8 bytes of its name, length of its content, SHA-256 of its content. Each length has 8 bytes, little-endian.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -58,17 +57,17 @@ def adapter_digest(folder: Path) -> AdapterDigest:
 
 
 class DigestCache:
-    """Digests of adapter folders. Files are read again only when they changed, which saves 5 ms per 10 MB.
+    """Cache of the digests of adapter folders. It reads files again only after a change; reading takes 5 ms per 10 MB.
 
-    A changed file has another inode, size or time. Like Git's index, the cache does not trust files that changed just
-    before they were read.
+    The cache finds a change by the file's inode, size and times. It always reads a file again that changed less than
+    `_RACY_S` before it was read.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Path, tuple[object, AdapterDigest]] = {}
 
     def get(self, folder: Path) -> AdapterDigest:
-        """Return the folder's `adapter_digest`. Raises the same errors as that function."""
+        """Return `adapter_digest(folder)`; raises the same errors as `adapter_digest`."""
         now = time.time()
         stats = [os.stat(folder / name) for name in _present_files(folder)]
         file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)

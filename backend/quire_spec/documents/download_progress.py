@@ -9,10 +9,10 @@ from quire_spec.errors import ConfigError
 
 PROGRESS_PATH = "/progress"
 PROGRESS_PORT_VARIABLE = "QUIRE_PROGRESS_PORT"
-"""Environment variable with the port of GET /progress. It is not an argument: a plan keeps its image when the operator
-is upgraded, and the program of an older image rejects unknown arguments."""
+"""Environment variable with the port of GET /progress. A newer operator can run an older image, whose download program
+would reject an unknown argument, so the port is not an argument."""
 _MAX_BYTES = 2**63
-"""Larger numbers are rejected as invalid."""
+"""Upper bound of valid byte counts; `parse` rejects larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class DownloadProgress:
     """Progress of one download."""
 
     bytes: int
-    """Bytes on the volume, in complete and partial files, including those of earlier runs."""
+    """Bytes of complete and partial files on the volume, including files that earlier runs downloaded."""
     total: int | None = None
     """Bytes of all files; None while unknown."""
     bytes_per_s: int | None = None
-    """Recent rate; None before the first measurement."""
+    """Recent download rate in bytes per second; None before the first measurement."""
 
     @property
     def percent(self) -> int | None:
@@ -33,14 +33,14 @@ class DownloadProgress:
 
     @property
     def eta_s(self) -> int | None:
-        """Seconds until the end at the current rate; None while total or rate is unknown."""
+        """Seconds until the download ends at its current rate; None while the total or the rate is unknown."""
         if self.total is None or not self.bytes_per_s:
             return None
         return max(self.total - self.bytes, 0) // self.bytes_per_s
 
     @classmethod
     def parse(cls, text: str) -> "DownloadProgress | None":
-        """Parse a response of this release or a later one; return None for anything else."""
+        """Parse a response of this release or a later one; return None if `text` is not such a response."""
         try:
             progress = from_json(cls, json.loads(text), ignore_unknown=True)
         except (ValueError, RecursionError, ConfigError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result of a model download: the Job's program writes it to its termination message, the operator reads it."""
+"""Result of a model download. The program in the Job writes it as its termination message; the operator reads it."""
 
 import json
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from quire_spec.dataclass_json import drop_nulls, from_json, to_json
 from quire_spec.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 3072
-"""Maximum size of the document. The kubelet keeps 4096 bytes of all containers together."""
+"""Maximum size of the document. The kubelet keeps 4096 bytes for the termination messages of all containers of a
+pod."""
 
 
 class DownloadReason(StrEnum):
-    """Outcome of a download. All values but the first and the last are reasons of the condition ModelCached."""
+    """Outcome of a download. All values except the first and the last are reasons of the condition ModelCached."""
 
     DOWNLOADED = "Downloaded"
     AUTH_FAILED = "AuthFailed"
@@ -23,11 +24,11 @@ class DownloadReason(StrEnum):
     NO_SPACE = "NoSpace"
     """The volume is full."""
     DIGEST_MISMATCH = "DigestMismatch"
-    """The content does not have the digest that the source announces."""
+    """The digest of the content differs from the digest that the source announces."""
     SOURCE_INVALID = "SourceInvalid"
-    """The files are not a servable model, or the kind of source is not supported."""
+    """The files are not a model that Quire can serve, or the kind of source is not supported."""
     UNREACHABLE = "Unreachable"
-    """Temporary failure: network, proxy, or a busy source."""
+    """Temporary failure of the network, a proxy or the source."""
 
 
 PERMANENT_REASONS = (
@@ -37,7 +38,7 @@ PERMANENT_REASONS = (
     DownloadReason.DIGEST_MISMATCH,
     DownloadReason.SOURCE_INVALID,
 )
-"""Reasons that a retry does not resolve: a user must act."""
+"""Reasons that remain after a retry; a user must correct the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class DownloadResult:
 
     @classmethod
     def parse(cls, text: str) -> "DownloadResult | None":
-        """Parse a termination message; return None for one that the program did not write."""
+        """Parse a termination message; return None if the download program did not write it."""
         try:
             return from_json(cls, json.loads(text))
         except (ValueError, ConfigError):

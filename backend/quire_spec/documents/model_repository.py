@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of model repositories: of NVIDIA's vllm_backend, and of other models that are served beside ours.
+"""Layout of model repositories: those of NVIDIA's vllm_backend, and those of other models in the same server.
 
-Reads names only, no file contents. Callers: the reader of vllm_backend repositories, the supervisor, `quire serve`.
+This module reads names of files and folders, no contents. Callers: the reader of vllm_backend repositories, the
+supervisor, `quire serve`.
 """
 
 from collections.abc import Set
@@ -23,11 +24,11 @@ class VllmModelFolder:
     path: Path
     """Folder of the model; its name is the model's name."""
     version: int
-    """The highest version, which Triton Inference Server loads by default."""
+    """Highest version of the model, the one that Triton Inference Server loads by default."""
     other_versions: tuple[int, ...]
-    """Versions that are not served, ascending."""
+    """Versions of the model that are not served, ascending."""
     other_models: tuple[str, ...]
-    """Names of the repository's other models, which are not of vllm_backend."""
+    """Names of the repository's models with other backends."""
 
     @property
     def name(self) -> str:
@@ -41,10 +42,10 @@ class VllmModelFolder:
 
 
 def find_vllm_model(folder: Path) -> VllmModelFolder:
-    """Return the vllm_backend model in `folder`, a model's folder or a repository.
+    """Return the vllm_backend model in `folder`, which is the model's folder or a repository.
 
     Raises:
-        ConfigError: `folder` contains no such model, or more than one; the message names them.
+        ConfigError: `folder` contains no vllm_backend model, or several; the message names them.
     """
     if versions := _versions(folder):
         return VllmModelFolder(folder, versions[-1], versions[:-1], ())
@@ -64,11 +65,11 @@ def find_vllm_model(folder: Path) -> VllmModelFolder:
 def find_other_models(folder: Path, own_names: Set[str], own_folder: Path | None = None) -> tuple[str, ...]:
     """Return the names of the models in the repository `folder`, ascending.
 
-    `own_names` are the names of the base model and the adapters. `own_folder` is the folder of a vllm_backend model
-    that Quire serves itself; it is left out.
+    `own_names` are the names of the base model and the adapters. `own_folder` is the folder of the vllm_backend model
+    that Quire serves; the result omits it.
 
     Raises:
-        ConfigError: `folder` cannot be read, or the name of a model is not valid or one of `own_names`.
+        ConfigError: `folder` cannot be read, a model's name is not valid, or a model's name is one of `own_names`.
     """
     try:
         children = sorted(child for child in folder.iterdir() if child.is_dir() and _is_model(child))
@@ -90,7 +91,10 @@ def find_other_models(folder: Path, own_names: Set[str], own_folder: Path | None
 
 
 def _versions(folder: Path) -> tuple[int, ...]:
-    """Return the version folders with a model.json, ascending. The server ignores names that begin with 0."""
+    """Return the numbers of version folders with a model.json, ascending.
+
+    The server ignores folders whose names begin with 0.
+    """
     names = (file.parent.name for file in folder.glob(f"[1-9]*/{MODEL_FILE}"))
     return tuple(sorted(int(name) for name in names if name.isdecimal()))
 

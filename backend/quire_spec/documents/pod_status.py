@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Status document of a pod: the response of GET /status, and the operator's only source of the pod's state."""
+"""Status document of a pod: the response of GET /status. The operator reads a pod's state only from it."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ class AdapterState(StrEnum):
 
 
 class OtherModelState(StrEnum):
-    """State of a model that is served beside those of Quire."""
+    """State of a model of --model-repository."""
 
     LOADING = "Loading"
     READY = "Ready"
@@ -41,9 +41,9 @@ class AdapterStatus:
     since: str
     """Time at which the adapter entered this state, RFC 3339."""
     digest: str | None = None
-    """sha256:... of the adapter's content, once fetched."""
+    """sha256:... of the adapter's content; None before the adapter is fetched."""
     model: str | None = None
-    """The adapter's server model; None if it is reachable only through lora_name."""
+    """Name of the adapter's server model; None if only the parameter lora_name selects the adapter."""
     error: str = ""
 
 
@@ -68,7 +68,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Measured bytes on each of the engine's devices."""
+    """Measured memory in bytes on each device of the engine."""
 
     weights_bytes: int
     lora_bytes: int
@@ -86,31 +86,31 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """The whole document."""
+    """Status of a pod; the whole document."""
 
     version: str
     """Version of Quire."""
     served_name: str
     ready: bool
     reason: str
-    """Why the pod is not ready, in a sentence; empty when ready."""
+    """Sentence with the reason why the pod is not ready; empty if the pod is ready."""
     core_started_at: str | None
     generation: int
     """Generation of the catalog that this pod applies."""
     processes: dict[str, ProcessStatus]
-    """server, text, core."""
+    """State of each process by its name: server, text, core."""
     memory: MeasuredMemory | None
     models: list[str] = field(default_factory=list)
-    """Server models that clients can use now."""
+    """Names of the server models that clients can use now."""
     adapters: list[AdapterStatus] = field(default_factory=list)
     catalogue: str = ""
-    """Digest of that catalog (CatalogVersion.digest); empty before the first catalog."""
+    """Digest of the catalog that this pod applies (CatalogVersion.digest); empty before the first catalog."""
     tool_call_parser: str | None = None
-    """Format of tool calls in chat outputs; None: unknown, calls stay in the text."""
+    """Format of tool calls in chat outputs; None: the format is unknown, and tool calls stay in the text."""
     reasoning_parser: str | None = None
-    """Format of the reasoning in chat outputs; None: unknown, it stays in the text."""
+    """Format of the reasoning in chat outputs; None: the format is unknown, and the reasoning stays in the text."""
     other_models: list[OtherModelStatus] = field(default_factory=list)
-    """Models of --model-repository."""
+    """Status of each model of --model-repository."""
 
 
 def utc_now() -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of Triton Inference Server that a user may set: an allow list with the form of each value.
+"""Arguments of Triton Inference Server that a user may set: an allow list with the pattern of each value.
 
-An argument has the form NAME=VALUE, such as `http-thread-count=16`. Everything else belongs to the supervisor:
-addresses, ports, folders, restrictions, and which models run. Callers: `quire serve`, render, and the supervisor.
+An argument has the form NAME=VALUE, such as `http-thread-count=16`. The supervisor sets all other arguments: addresses,
+ports, folders, restrictions, and models to load. Callers: `quire serve`, render, and the supervisor.
 """
 
 import re
@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "rate-limit": (r"(off|execution_count)", "off or execution_count"),
     "rate-limit-resource": (r"[A-Za-z0-9_.-]{1,63}:[1-9][0-9]{0,5}(:[0-9]{1,3})?", "NAME:COUNT or NAME:COUNT:DEVICE"),
 }
-"""Name to the pattern of the value, and its description."""
+"""By argument name: the pattern of its value, and a description of valid values for error messages."""
 
 HEADER_PATTERNS = ("http-header-forward-pattern", "grpc-header-forward-pattern")
 _FILES = ("grpc-server-cert", "grpc-server-key")
@@ -54,10 +54,10 @@ _FORBIDDEN = (
 
 
 def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, list[str]]:
-    """Return the values by name; `field` is the option or field that contains them, for messages.
+    """Return the values by argument name; error messages name `field`, the option or field with the arguments.
 
     Raises:
-        ConfigError: an argument is not allowed, malformed, repeated, or incomplete without another.
+        ConfigError: an argument is not allowed, malformed, repeated, or requires another argument that is missing.
     """
     values: dict[str, list[str]] = {}
     for argument in arguments:
@@ -76,7 +76,7 @@ def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, li
 
 
 def check_server_files(values: dict[str, list[str]], field: str) -> None:
-    """Check that the files of arguments exist on this machine; raises ConfigError."""
+    """Raise ConfigError unless the files that arguments name can be read on this machine."""
     for name in _FILES:
         for value in values.get(name, ()):
             try:
@@ -93,11 +93,11 @@ def _reason(name: str) -> str:
         return f"write {known}=VALUE, without leading dashes"
     reason = _REASONS.get(known) or next((text for word, text in _FORBIDDEN if re.search(word, known)), None)
     allowed = f"allowed are {', '.join(ALLOWED)}"
-    return f"not allowed: {reason}; {allowed}" if reason else f"not an argument that can be set; {allowed}"
+    return f"not allowed: {reason}; {allowed}" if reason else f"not an allowed argument; {allowed}"
 
 
 def _check_patterns(values: dict[str, list[str]], field: str) -> None:
-    """The server ends with a stack trace if a pattern is wrong, so the check comes first."""
+    """Check patterns before the server starts: the server exits with a stack trace if a pattern is wrong."""
     for name in HEADER_PATTERNS:
         for value in values.get(name, ()):
             try:

@@ -14,41 +14,46 @@ _DEFAULT_PROMPT_LOOKUP = 5
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How draft tokens are found, and how many a step verifies."""
+    """Method that proposes draft tokens, and the maximum number of draft tokens that a step verifies."""
 
     method: str
-    """ngram: the tokens that followed the last tokens when these occurred before in the same sequence. suffix: also the
-    most frequent ones in past outputs of the same adapter and cache salt. draft_model: a smaller model proposes tokens.
-    eagle3: an EAGLE-3 head does, which reads hidden states of the model. medusa: so do Medusa heads, one per token."""
+    """Source of the draft tokens. ngram: the tokens after an earlier occurrence of the sequence's last tokens. suffix:
+    the most frequent continuation in the sequence and in past outputs of the same adapter and cache salt. draft_model:
+    a smaller model. eagle3: an EAGLE-3 head, which reads the model's hidden states. medusa: one Medusa head for each
+    draft token."""
 
     num_speculative_tokens: int
-    """Maximum number of draft tokens per sequence and step. A step uses fewer, or none, if it has many sequences or if
-    few of the last draft tokens were accepted."""
+    """Maximum number of draft tokens per sequence and step. A step verifies fewer draft tokens, or none, if it has many
+    sequences or if few recent draft tokens were accepted."""
 
     model: str | None = None
-    """Folder or hub id of the draft model or of the heads; only for these methods. Its dtype is the model's."""
+    """Folder or hub id of the draft model or of the heads; only for the methods draft_model, eagle3 and medusa. Its
+    dtype is that of the main model."""
 
     prompt_lookup_min: int | None = None
-    """Minimum number of last tokens that must occur before. None: prompt_lookup_max, or 5 if that is None too."""
+    """Minimum number of last tokens that an earlier occurrence must match. None: the value of prompt_lookup_max, or 5
+    if that is None."""
 
     prompt_lookup_max: int | None = None
-    """Maximum number of last tokens to search for; the longest match counts. None: prompt_lookup_min, or 5."""
+    """Maximum number of last tokens to search for; the longest match is used. None: the value of prompt_lookup_min, or
+    5 if that is None."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """Maximum number of tokens of a match and its draft together."""
+    """Maximum number of tokens of a match and the draft after it together."""
 
     suffix_decoding_max_cached_requests: int = 10_000
-    """Maximum number of past outputs that are kept; memory limits them too. 0: only the sequence itself is searched."""
+    """Maximum number of past outputs in memory; a fixed limit in bytes also applies. 0: only the sequence itself is
+    searched."""
 
     suffix_decoding_max_spec_factor: float = 1.0
-    """A draft has at most this many tokens per token of the match."""
+    """Maximum number of draft tokens for each matched token."""
 
     suffix_decoding_min_token_prob: float = 0.1
-    """A draft ends before a token whose estimated probability, from counts, is lower."""
+    """A draft ends before the first token whose probability, estimated from counts, is less than this value."""
 
     @property
     def lookup_lengths(self) -> range:
-        """Numbers of last tokens to search for, ascending."""
+        """Lengths of the token sequences to search for, ascending."""
         smallest = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_PROMPT_LOOKUP
         return range(smallest, (self.prompt_lookup_max or smallest) + 1)
 

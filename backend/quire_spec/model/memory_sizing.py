@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory sizing: bytes of weights, KV blocks and adapter slots of a model. Pure arithmetic on integers.
 
-The planner uses it before an engine exists; the engine uses it to divide its memory. Both log the results.
+The planner calls it before an engine exists, and the engine calls it to divide its memory. Both log the results.
 """
 
 from quire_spec.model.model_config import ModelConfig
@@ -10,7 +10,7 @@ from quire_spec.model.model_config import ModelConfig
 def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: int, scale_bytes: int = 0) -> int:
     """Return the bytes of one KV block over all layers: keys and values of `block_size` tokens.
 
-    `scale_bytes` is the size of the scale of a key or value; 0: it has none.
+    `scale_bytes` is the size of the scale of a key or value; 0 means that keys and values have no scales.
     """
     row_bytes = model_config.head_dim * element_bytes + scale_bytes
     return 2 * model_config.num_layers * block_size * model_config.num_kv_heads * row_bytes
@@ -19,8 +19,8 @@ def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: in
 def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:
     """Return the bytes of one adapter slot at the largest LoRA rank.
 
-    A slot contains A and B of every linear of every layer, of the embedding, and of the output projection. Ranks are
-    padded to even numbers, and every matrix starts at a multiple of 32 elements.
+    A slot contains LoRA matrices A and B for the embedding, the output projection, and every linear of every layer.
+    LoRA ranks are padded to even numbers, and every matrix starts at a multiple of 32 elements.
     """
     rank = max_rank + max_rank % 2
     by_path = linear_sizes(model_config)
@@ -30,7 +30,7 @@ def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
-    """Return the bytes of a checkpoint without biases and norms (at most 0.2 % together). All experts count."""
+    """Return the bytes of a checkpoint's weights, all experts included, without biases and norms (at most 0.2 %)."""
     elements = {path: d_in * d_out for path, (d_in, d_out) in linear_sizes(model_config).items()}
     layers = sum(
         sum(elements[path] for path in model_config.layer_linears(layer)) + _expert_elements(model_config, layer)
