@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that cross a process boundary, each with the code that clients of the server receive.
 
-The code is chosen where the error is raised and travels unchanged to the client (protocol/messages.py). The message
-names the field or object, states what is wrong with the value, and what to do.
+The code that raises an error chooses its class; each process passes the error code on unchanged
+(protocol/messages.py). The message names the field or object, the problem, and the fix.
 
     QuireError
     +-- InvalidArgument     the request or document is wrong; a retry does not help
     |   +-- ConfigError     a configuration file or field is wrong
     +-- NotFound            no model, adapter or file has that name
-    +-- Unavailable         valid but not possible now: queue full, engine restarting, draining
+    +-- Unavailable         the request is valid but cannot be served now: queue full, engine restarting, draining
     |   +-- AccessDenied    a source denies access: the Secret is missing, wrong, or lacks permission
     +-- Cancelled           the client cancelled or disconnected
     +-- Internal            a defect in Quire
@@ -55,13 +55,13 @@ class Unavailable(QuireError):
     code = Code.UNAVAILABLE
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
-        """`retry_after_s` is the delay that the peer asked for (Retry-After); None if it did not."""
+        """`retry_after_s` is the delay in the peer's header Retry-After; None if the peer sent none."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class AccessDenied(Unavailable):
-    """A source denies access. Succeeds once the Secret is correct."""
+    """A source denies access. A retry succeeds after the Secret is corrected."""
 
 
 class Cancelled(QuireError):

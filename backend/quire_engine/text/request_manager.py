@@ -256,7 +256,7 @@ class RequestManager:
             return
         if constraint is not None and request_state.params.use_beam_search:
             # Those of the request itself are rejected before.
-            reason = "tools: not possible with use_beam_search; leave out one of them"
+            reason = "tools: not allowed with use_beam_search; omit one of the two"
             self._fail(request_state, InvalidArgument(reason))
         elif constraint is None:
             self._submit_to_core(request_state, tokenized, None)

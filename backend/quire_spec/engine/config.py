@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine configuration (engine.json): all arguments of an engine as one frozen value.
 
-`quire render` and the operator write it; every process of a pod reads it. Field names are vLLM's engine arguments where
-the meaning is the same. It is not overridden elsewhere: environment variables exist only for debugging
+`quire render` and the operator write the file; every process of a pod reads it. A field has the name of vLLM's engine
+argument if the meaning is the same. Nothing overrides the file: environment variables exist only for debugging
 (docs/gpu-design.md).
 """
 
@@ -33,13 +33,13 @@ class EngineConfig:
 
     generation_config: str = "auto"
     """Source of the default sampling parameters of `LLM` and of the OpenAI API. auto: generation_config.json of the
-    checkpoint; vllm: none; else a folder with that file."""
+    checkpoint; vllm: vLLM's own defaults; any other value: a folder with a generation_config.json."""
 
     device: str = "cpu"
-    """Device of the tensors: cpu or cuda. There is no automatic choice and no fallback."""
+    """Device of the tensors: cpu or cuda. The engine never chooses another device itself."""
 
     dtype: str = "auto"
-    """Type of weights and activations. auto: the checkpoint's, or float32 on a CPU without bf16 instructions."""
+    """Type of weights and activations. auto: the checkpoint's dtype, or float32 on a CPU without bf16 instructions."""
 
     max_model_len: int | None = None
     """Maximum tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
@@ -48,16 +48,17 @@ class EngineConfig:
     """Fraction of the GPU's memory for weights, activations and KV cache together."""
 
     kv_cache_memory_bytes: int | None = None
-    """KV cache size in bytes. None: measured at startup on a GPU, a bounded share of free memory on a CPU."""
+    """Size of the KV cache in bytes. None: the engine measures memory at startup on a GPU, and uses a bounded share of
+    free memory on a CPU."""
 
     block_size: int = 16
-    """Tokens per KV block. Small blocks share more of a prefix, large ones need shorter block tables."""
+    """Tokens per KV block. Smaller blocks share more tokens of a prefix; larger blocks need shorter block tables."""
 
     max_num_seqs: int = 64
     """Maximum number of sequences in a step."""
 
     max_num_batched_tokens: int = 2048
-    """Token budget of a step; a prompt that exceeds the remaining budget is prefilled in chunks."""
+    """Maximum number of tokens in a step. A prompt that exceeds the rest of this budget is prefilled in chunks."""
 
     max_num_queued_reqs: int = 1024
     """Maximum number of requests waiting for their first step; further requests are rejected with UNAVAILABLE."""
@@ -79,8 +80,9 @@ class EngineConfig:
     Settings in bytes apply to each rank."""
 
     async_scheduling: bool | None = None
-    """Plan and launch a step while the previous one computes, so that the device does not wait for the host. A request
-    that ends by a stop token costs one wasted token. None: enabled on a GPU only, and not with speculative_config."""
+    """Schedule and launch a step while the previous step computes, so that the device does not wait for the host. A
+    request that ends with a stop token then computes one unused token. None: enabled on a GPU without
+    speculative_config."""
 
     enable_lora: bool = False
     """Reserve adapter slots and accept adapters."""
@@ -89,53 +91,55 @@ class EngineConfig:
     """Number of adapter slots on the device: the maximum number of adapters in one step."""
 
     max_lora_rank: int = 16
-    """Largest LoRA rank of an adapter; every adapter slot has this size."""
+    """Largest LoRA rank of an adapter; every adapter slot has memory for this rank."""
 
     max_cpu_loras: int | None = None
     """Maximum number of adapters in host memory. None: four times max_loras, or no limit if cpu_lora_memory_bytes is
     set."""
 
     cpu_lora_memory_bytes: int | None = None
-    """Host memory for adapters, in bytes; None: only max_cpu_loras limits. Adapters of a small LoRA rank need less
-    memory, so that a limit in bytes keeps more of them."""
+    """Host memory for adapters, in bytes; None: only max_cpu_loras limits their number. Adapters of a small LoRA rank
+    need less memory, so more of them fit into a limit in bytes."""
 
     swap_space: float = 0.0
-    """Host memory for KV blocks of preempted requests, in GiB; pinned with a GPU. Blocks are swapped if this is faster
-    than recomputing them, as measured at startup. 0 by default, because the pod must request this memory."""
+    """Host memory for KV blocks of preempted requests, in GiB; pinned memory if the device is a GPU. Blocks are
+    swapped if this is faster than recomputing them, according to measurements at startup. The default is 0, because the
+    pod must request this memory."""
 
     kv_cache_dtype: str = "auto"
-    """Type of the KV cache; auto: dtype. fp8 or fp8_e4m3 stores twice the tokens of a 16-bit type, with 4 bits of
-    precision: the error of attention's output is about 3 % for normally distributed keys and values.
-    int8_per_token_head stores 8-bit integers with a scale for each token and KV head. It exists for CPUs only, and
-    needs dtype bfloat16 and AVX-512 BF16, VBMI and VNNI to be fast."""
+    """Type of the KV cache; auto: the value of dtype. fp8 or fp8_e4m3 stores twice as many tokens as a 16-bit type,
+    with 4 bits of precision. The error of attention's output is then about 3 % for normally distributed keys and
+    values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. It is supported on CPUs
+    only. It is fast only with dtype bfloat16 on a CPU with AVX-512 BF16, VBMI and VNNI."""
 
     quantization: str | None = None
     """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear
     layers when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale and a zero
-    point for each 32 inputs. On a CPU int8 also quantizes the inputs of the layers, and on a GPU fp8 does. A CPU needs
-    dtype bfloat16 and AVX-512 BF16, VBMI and VNNI to be fast. A quantized checkpoint needs no value. The name of its
-    quant_method is accepted."""
+    point for each 32 inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a CPU,
+    quantization is fast only with dtype bfloat16, AVX-512 BF16, VBMI and VNNI. For a quantized checkpoint, use None
+    or the name of its quant_method."""
 
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The
-    output has the same distribution as without. Excludes async_scheduling."""
+    distribution of the output does not change. async_scheduling must not be true."""
 
     tool_call_parser: str = "auto"
-    """Format of tool calls in outputs, with the names of vLLM's --tool-call-parser. auto: found from the chat template
-    and the tokens of the checkpoint; none: calls stay in the text."""
+    """Format of tool calls in outputs, with the names of vLLM's --tool-call-parser. auto: the engine finds the format
+    from the checkpoint's chat template and tokens; none: tool calls stay in the text."""
 
     reasoning_parser: str = "auto"
-    """The same for the reasoning before an answer, with the names of vLLM's --reasoning-parser."""
+    """Format of the reasoning before an answer, with the names of vLLM's --reasoning-parser. auto and none have the
+    same meaning as for tool_call_parser."""
 
     chat_template: str | None = None
-    """File with a chat template that replaces the checkpoint's; None: the checkpoint's."""
+    """File with a chat template; None: the chat template of the checkpoint."""
 
     skip_tokenizer_init: bool = False
-    """Load no tokenizer: prompts are token ids, and outputs have no text. Without it, a model without a tokenizer is an
+    """Load no tokenizer: prompts are token ids, and outputs have no text. If false, a model without a tokenizer is an
     error."""
 
     seed: int = 0
-    """Seed for requests that do not set one."""
+    """Seed of requests that set no seed."""
 
     @property
     def max_host_loras(self) -> int:
@@ -156,7 +160,7 @@ class EngineConfig:
         """Read a parsed engine.json.
 
         Raises:
-            ConfigError: unknown key, wrong type, value out of range, or something the engine cannot do.
+            ConfigError: unknown key, wrong type, value out of range, or a value that the engine does not support.
         """
         config = from_json(cls, data)
         config.validate()
@@ -164,7 +168,7 @@ class EngineConfig:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read engine.json from `path`. Raises ConfigError if `from_json` does, or if the text is not JSON."""
+        """Read engine.json from `path`. Raises ConfigError as `from_json`, and if the text is not JSON."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
@@ -173,7 +177,7 @@ class EngineConfig:
         return document
 
     def validate(self) -> None:
-        """Raise ConfigError for the first field that is out of range or not in the capability table."""
+        """Raise ConfigError for the first field with a value that is out of range or not in the capability table."""
         self._check_choices()
         self._check_ranges()
         if self.max_loras > self.max_host_loras:
@@ -195,8 +199,8 @@ class EngineConfig:
                 )
             if self.async_scheduling:
                 raise ConfigError(
-                    "async_scheduling: must not be true with speculative_config, because a draft continues the tokens "
-                    "of the step before; remove one of them"
+                    "async_scheduling: must not be true with speculative_config, because drafts need the tokens of the "
+                    "previous step; remove one of the two"
                 )
 
     def _check_choices(self) -> None:
@@ -233,7 +237,7 @@ class EngineConfig:
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs: must be at least -1, got {self.max_logprobs}")
         if not 0.0 <= self.swap_space < math.inf:
-            raise ConfigError(f"swap_space: must be a size in GiB, got {self.swap_space}; use 0 for none")
+            raise ConfigError(f"swap_space: must be a size in GiB, got {self.swap_space}; use 0 for no swap space")
         if not self.model:
             raise ConfigError("model: empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing and validation of one request parameter: text form, type, range.
+"""Parsing and validation of the value of one request parameter: text form, type, range.
 
-sampling_params.py declares the parameters. The functions here handle a single value and know no parameter by name.
+sampling_params.py declares the parameters. The functions of this module treat all parameters alike.
 """
 
 import json
@@ -16,16 +16,16 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 
 _MAX_MAGNITUDE = 2**63
 _LIST_OF_STRINGS = re.compile(r"""\[\s*["']""")
-"""Start of a list of strings, in JSON or Python notation; "[INST]" is a string."""
+"""Start of a list of strings, in JSON or Python notation. It does not match a plain string such as [INST]."""
 
 
 def in_range(low: float, high: float) -> Mapping[str, Any]:
-    """Return metadata of a field whose value, unless None, must be from `low` to `high`."""
+    """Return metadata of a field whose value must be None or from `low` to `high`."""
     return {"range": (low, high)}
 
 
 def one_of(*values: str) -> Mapping[str, Any]:
-    """Return metadata of a text field with one of these values."""
+    """Return metadata of a text field whose value must be one of `values`."""
     return {"values": values}
 
 
@@ -35,13 +35,13 @@ def max_entries(limit: int) -> Mapping[str, Any]:
 
 
 def parse_text(parameter: Field[Any], value: Any) -> Any:
-    """Parse a value that was sent as text; return it unchanged if it does not parse.
+    """Parse a value that was sent as text; return the value unchanged if it cannot be parsed.
 
-    Numbers and booleans can be strings ("0.5", "true"), as clients of NVIDIA's vllm_backend send them. Lists and
-    objects can be JSON strings ('["a", "b"]'), because the server's generate endpoint accepts neither.
+    Numbers and booleans can be strings ("0.5", "true"), because clients of NVIDIA's vllm_backend send strings. Lists
+    and objects can be JSON strings ('["a", "b"]'), because the server's generate endpoint rejects lists and objects.
 
     Raises:
-        InvalidArgument: a text begins like a list of strings but is not JSON. It would be used as a single string.
+        InvalidArgument: a text begins like a list of strings but is not JSON, so it could be a list or one string.
     """
     kind = type_name(parameter)
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
@@ -60,7 +60,7 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
 
 
 def normalize(parameter: Field[Any], value: Any) -> Any:
-    """Return `value` in the form that the parameter stores, if it has one of the forms that vLLM accepts."""
+    """Return `value` in the form that the field stores; unchanged if vLLM does not accept its form."""
     kind = type_name(parameter)
     if isinstance(value, list):
         return tuple(value)
@@ -75,7 +75,7 @@ def normalize(parameter: Field[Any], value: Any) -> Any:
 
 
 def validate(parameter: Field[Any], value: Any) -> Any:
-    """Return the valid `value`; an integer becomes a float for a float parameter.
+    """Return `value` if it is valid; the integer of a float parameter is returned as a float.
 
     Raises:
         InvalidArgument: wrong type, out of range, or too many entries; the message names the parameter.
@@ -162,4 +162,4 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, StructuredOutputsParams),
     ),
 }
-"""By type: its description in error messages, and the check for a value of this type."""
+"""By type annotation: description of the type in error messages, and function that checks a value."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters of one request, with vLLM's names and meanings.
 
-They are validated where a request enters (frontend, text process, offline LLM) and trusted afterwards. Unknown names
-are rejected, so that a misspelt or unsupported parameter is never ignored silently.
+The process that a request enters (frontend, text process, offline LLM) validates them; later code does not repeat that.
+Unknown names are rejected, so that a misspelt or unsupported parameter is never ignored silently.
 """
 
 import difflib
@@ -18,13 +18,13 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1024
-"""Characters of a stop string or bad word."""
+"""Maximum number of characters of a stop string or bad word."""
 MAX_BAD_WORDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65536
 MAX_LOGPROB_TOKENS = 128
 MAX_BIAS = 100.0
-"""Larger biases are clamped to this value, as in vLLM and OpenAI's API."""
+"""Largest absolute value of a logit bias; larger values are clamped, as in vLLM and OpenAI's API."""
 MAX_PROMPT_LOGPROBS = 2**20
 """Maximum number of log probabilities of one prompt in total: about 100 MB in the response."""
 MAX_OUTPUTS = 128
@@ -47,13 +47,13 @@ class SamplingParams:
     """0 selects the most likely token; higher values are more random."""
 
     top_p: float = field(default=1.0, metadata=in_range(1e-6, 1.0))
-    """Keep the smallest set of tokens whose probabilities add up to this value."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to at least this value."""
 
     top_k: int = field(default=0, metadata=in_range(-1, _MAX_COUNT))
-    """Keep this number of most likely tokens; 0 or -1 keeps all."""
+    """Sample from this number of most likely tokens; 0 or -1 selects all tokens."""
 
     min_p: float = field(default=0.0, metadata=in_range(0.0, 1.0))
-    """Drop tokens less likely than this fraction of the most likely token's probability."""
+    """Exclude tokens whose probability is less than min_p times that of the most likely token."""
 
     presence_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
     """Subtracted from the logit of each token that occurs in the output; negative values favour repetition."""
@@ -65,44 +65,46 @@ class SamplingParams:
     """Divides positive logits and multiplies negative logits of tokens in the prompt or output; 1 disables it."""
 
     logit_bias: dict[int, float] | None = field(default=None, metadata=max_entries(MAX_BIASED_TOKENS))
-    """Added to the logits of these token ids; values are clamped to -100..100."""
+    """Values by token id that are added to the tokens' logits; each value is clamped to -100..100."""
 
     allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
-    """Only these tokens can be sampled; None allows all."""
+    """Ids of the only tokens that can be sampled; None allows all tokens."""
 
     bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
-    """Words that the output must not contain: the last token of a word is never sampled after its other tokens."""
+    """Words that the output must not contain: a word's last token is never sampled after the word's other tokens."""
 
     seed: int | None = field(default=None, metadata=in_range(-1, MAX_SEED))
-    """Makes sampling reproducible, independent of the batch; None or -1 samples differently each time."""
+    """Seed that makes sampling reproducible in any batch; None or -1 gives different samples each time."""
 
     max_tokens: int | None = field(default=16, metadata=in_range(1, _MAX_COUNT))
-    """Maximum number of output tokens; None: up to max_model_len."""
+    """Maximum number of output tokens; None: as many as max_model_len allows."""
 
     min_tokens: int = field(default=0, metadata=in_range(0, _MAX_COUNT))
-    """Number of output tokens before an end-of-sequence token, stop token or stop string can end the output."""
+    """Minimum number of output tokens; before it, no end-of-sequence token, stop token or stop string ends the
+    output."""
 
     stop: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_STOP_STRINGS))
-    """Strings that end the output; excluded from the output unless include_stop_str_in_output."""
+    """Strings that end the output. The text contains the stop string only with include_stop_str_in_output."""
 
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=max_entries(MAX_STOP_TOKENS))
-    """Tokens that end the output."""
+    """Ids of tokens that end the output."""
 
     ignore_eos: bool = False
-    """Continue after the end-of-sequence token."""
+    """Generate further tokens after an end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of most likely tokens with log probabilities at each position, in addition to the sampled token; -1: all.
-    The engine's max_logprobs limits it."""
+    """Number of most likely tokens whose log probabilities are returned at each position, beside the sampled token.
+    -1: all tokens. The maximum is the engine's max_logprobs."""
 
     logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
-    """With logprobs: return the log probabilities of these tokens instead of the most likely ones."""
+    """If logprobs is set: ids of the tokens whose log probabilities are returned, instead of the most likely tokens."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """The same for each token of the prompt but the first. Such a request computes its whole prompt, cached or not."""
+    """Number of most likely tokens whose log probabilities are returned at each prompt position except the first. A
+    request with prompt_logprobs computes its whole prompt and does not read the prefix cache."""
 
     detokenize: bool = True
-    """Turn the output into text; False gives token ids only."""
+    """Convert the output to text; False returns token ids only."""
 
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
@@ -114,29 +116,32 @@ class SamplingParams:
     """Keep the space that some tokenizers insert between two adjacent added tokens."""
 
     truncate_prompt_tokens: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Keep only this number of tokens of the prompt; -1 keeps as many as leave space for max_tokens."""
+    """Number of prompt tokens to keep; -1: max_model_len minus max_tokens."""
 
     truncation_side: str = field(default="left", metadata=one_of("left", "right"))
-    """The side of the prompt that truncate_prompt_tokens removes."""
+    """Side of the prompt from which truncate_prompt_tokens removes tokens."""
 
     thinking_token_budget: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Maximum number of tokens of the reasoning, after which its end mark is forced; None or -1: no maximum."""
+    """Maximum number of reasoning tokens; the engine then forces the end mark of the reasoning. None or -1: no
+    maximum."""
 
     n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
-    """Outputs per prompt. With a seed, output i uses seed + i. More than one requires a temperature."""
+    """Number of outputs per prompt. With a seed, output i uses seed + i. Several outputs require a temperature above
+    0."""
 
     best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
-    """Outputs to generate (default n). The request returns those n that have the highest cumulative log probability."""
+    """Number of outputs to generate (default n). The request returns the n outputs with the highest cumulative log
+    probability."""
 
     use_beam_search: bool = False
-    """Search for the outputs with the highest scores instead of sampling: best_of beams, n of which are returned."""
+    """Run a beam search instead of sampling: it has best_of beams and returns the n outputs with the highest scores."""
 
     length_penalty: float = field(default=1.0, metadata=in_range(-10.0, 10.0))
-    """Of beam search: a score is the sum of log probabilities divided by the length to the power of this value."""
+    """Exponent in the score of a beam: sum of log probabilities / length ** length_penalty."""
 
     early_stopping: bool | str = False
-    """Of beam search: True ends it when best_of outputs are complete, False when no beam is likely to become better,
-    "never" when none can."""
+    """Condition that ends a beam search. True: best_of outputs are complete. False: no beam is likely to exceed their
+    scores. "never": no beam can exceed their scores."""
 
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the output, such as a JSON schema; None allows any text."""
@@ -174,7 +179,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of tokens with log probabilities at each position, beside the sampled one; None for none."""
+        """Number of tokens with log probabilities at each position, beside the sampled token; None: no log
+        probabilities."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
@@ -194,7 +200,7 @@ class SamplingParams:
     def child_params(self, index: int) -> Self:
         """Return the parameters of output `index`, which is a separate sequence for the engine core.
 
-        The outputs of a beam search are one sequence.
+        A beam search is one sequence for the engine core, with all its outputs.
         """
         if self.use_beam_search:
             return replace(self)
@@ -218,7 +224,7 @@ class SamplingParams:
         return max(1, max_model_len - (self.max_tokens or 1))
 
     def truncate_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Return the token ids of a prompt that `max_prompt_tokens` keeps."""
+        """Return `token_ids` cut to `max_prompt_tokens(max_model_len)` tokens."""
         if (limit := self.max_prompt_tokens(max_model_len)) is None:
             return token_ids
         return token_ids[-limit:] if self.truncation_side == "left" else token_ids[:limit]
@@ -227,7 +233,7 @@ class SamplingParams:
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:
         """Build from the parameters that a client sent; `param_fields.parse_text` defines the accepted forms.
 
-        `extra_names` are further names that a request can contain, for the suggestion in the error.
+        `extra_names` are other parameters of a request; the error for an unknown name can suggest one of them.
 
         Raises:
             InvalidArgument: a name is unknown or a value is wrong.
@@ -254,8 +260,8 @@ class SamplingParams:
         for name, count in (("n", self.n), ("best_of", self.best_of or 1)):
             if count > 1 and self.greedy and not self.use_beam_search:
                 raise InvalidArgument(
-                    f"sampling parameter {name!r}: must be 1 with temperature 0, where all outputs are equal, got "
-                    f"{count}; use 1, or set a temperature"
+                    f"sampling parameter {name!r}: must be 1 with temperature 0, because all outputs would be equal, "
+                    f"got {count}; use 1, or set a temperature"
                 )
         self._check_beam_search()
         if self.truncate_prompt_tokens == 0:
@@ -276,7 +282,7 @@ class SamplingParams:
             for name in ("structured_outputs", "prompt_logprobs", "thinking_token_budget"):
                 if getattr(self, name) is not None:
                     raise InvalidArgument(
-                        f"sampling parameter {name!r}: not possible with use_beam_search; omit one of them"
+                        f"sampling parameter {name!r}: not allowed with use_beam_search; omit one of the two"
                     )
             return
         for name, default in (("length_penalty", 1.0), ("early_stopping", False)):

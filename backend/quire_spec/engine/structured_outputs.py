@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constraint on the output of a request, with vLLM's names: a JSON schema, a regular expression, choices or a grammar.
 
-It checks types and sizes, without any library for grammars. Whether the constraint compiles is checked in the text
-process (quire_engine.structured_outputs). `SamplingParams` contains it.
+This module checks types and sizes of a constraint and needs no grammar library. The text process compiles the
+constraint (quire_engine.structured_outputs). A field of `SamplingParams` contains the constraint.
 """
 
 import json
@@ -13,32 +13,32 @@ from typing import Any, Self
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 MAX_CONSTRAINT_BYTES = 256 * 1024
-"""Size of a constraint as JSON in UTF-8."""
+"""Maximum size of a constraint as JSON in UTF-8."""
 MAX_SCHEMA_DEPTH = 32
-"""Levels of objects and lists in a JSON schema or structural tag."""
+"""Maximum depth of objects and lists in a JSON schema or structural tag."""
 MAX_ENUM_VALUES = 10_000
-"""Values of an `enum`, and strings of `choice`."""
+"""Maximum number of values of an `enum`, and of strings of `choice`."""
 MAX_BEGIN_TOKENS = 16
 CONSTRAINT_NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Fields of which exactly one is set."""
+"""Names of the constraint fields; exactly one of them is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output must match. Exactly one of the first six fields is set.
+    """Constraint that the output must match. Exactly one of the first six fields is set.
 
     Raises:
-        InvalidArgument: none or several of them are set, or a value has the wrong type or is too large.
+        InvalidArgument: none or several of these six fields are set, or a value has the wrong type or is too large.
     """
 
     json: dict[str, Any] | bool | str | None = None
-    """JSON schema of the output; a text is parsed."""
+    """JSON schema of the output, as an object or as JSON text."""
 
     regex: str | None = None
-    """Regular expression that the whole output matches, in the syntax of Rust's regex library."""
+    """Regular expression that the whole output must match, in the syntax of Rust's regex library."""
 
     choice: tuple[str, ...] | None = None
-    """Strings, one of which is the output."""
+    """Possible outputs; the output is one of these strings."""
 
     grammar: str | None = None
     """Grammar of the output in Lark or GBNF notation."""
@@ -47,24 +47,25 @@ class StructuredOutputsParams:
     """True: the output is any JSON object."""
 
     structural_tag: dict[str, Any] | str | None = None
-    """Free text with constrained parts: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; a text is
-    parsed."""
+    """Free text with constrained parts: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as an object
+    or as JSON text."""
 
     disable_any_whitespace: bool = True
-    """JSON without whitespace between its parts. False allows any: a small model can then fill max_tokens with it."""
+    """Generate JSON without whitespace between its parts. With False, a small model can generate whitespace until
+    max_tokens."""
 
     disable_additional_properties: bool = False
-    """JSON objects have only the properties that the schema names, unless the schema says otherwise."""
+    """Generate only properties that the schema names, unless the schema sets additionalProperties."""
 
     whitespace_pattern: str | None = None
-    """Regular expression of the whitespace between the parts of JSON; replaces disable_any_whitespace."""
+    """Regular expression of the whitespace between the parts of JSON; it overrides disable_any_whitespace."""
 
     begin_after_token_ids: tuple[int, ...] = ()
-    """The constraint begins after these tokens, such as the end of the model's reasoning. The output cannot end before
-    them. Empty: it begins with the output."""
+    """Tokens after which the constraint begins, such as the end mark of the reasoning. The output cannot end before
+    these tokens. Empty: the constraint begins with the output."""
 
     def __post_init__(self) -> None:
-        # The schema `false` is a constraint, if one that nothing matches; json_object false is none.
+        # The schema `false` is a constraint, although no output matches it. json_object=False sets no constraint.
         values = {name: getattr(self, name) for name in CONSTRAINT_NAMES}
         present = [name for name, v in values.items() if v is not None and not (name == "json_object" and v is False)]
         if len(present) != 1:
@@ -92,7 +93,7 @@ class StructuredOutputsParams:
         return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
 
     def _normalize_json(self, name: str) -> None:
-        """Parse a text, and check that the value is an object; a schema can also be true or false."""
+        """Parse JSON text, and check that the value is an object; a JSON schema can also be true or false."""
         value = getattr(self, name)
         if isinstance(value, str):
             if len(value) > MAX_CONSTRAINT_BYTES:
@@ -178,14 +179,14 @@ _FORMER_NAMES = {
 }
 """Names of the fields as parameters of a request in vLLM before 0.12."""
 FORMER_NAMES = frozenset({*_FORMER_NAMES, "guided_decoding", "guided_decoding_backend"})
-"""Names that `merge_former_names` replaces."""
+"""Names of request parameters that `merge_former_names` replaces."""
 
 
 def merge_former_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of a request with vLLM's older names replaced by `structured_outputs`.
+    """Return the parameters of a request with `structured_outputs` in place of vLLM's older names.
 
     Raises:
-        InvalidArgument: both forms are present, or guided_decoding is not an object.
+        InvalidArgument: old and new names are both present, or guided_decoding is not an object.
     """
     if not any(name in values for name in FORMER_NAMES):
         return values
@@ -202,12 +203,12 @@ def merge_former_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not merged:
         return remaining
     if remaining.get("structured_outputs") is not None:
-        raise _error(f"it is set, and so is its older name for {next(iter(merged))}; use one of them")
+        raise _error(f"set together with its older name for {next(iter(merged))}; remove the older name")
     return remaining | {"structured_outputs": merged}
 
 
 def _parse_list(text: str) -> Any:
-    """Return the list that a text contains as JSON, for endpoints that accept only text."""
+    """Return the list in a JSON text, for endpoints that accept only text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -217,5 +218,5 @@ def _parse_list(text: str) -> Any:
 def GuidedDecodingParams(
     *, backend: str | None = None, disable_fallback: bool | None = None, **constraint: Any
 ) -> StructuredOutputsParams:
-    """Return a constraint by vLLM's older class name; `backend` and `disable_fallback` have no effect."""
+    """Return a `StructuredOutputsParams`, by vLLM's older name; `backend` and `disable_fallback` have no effect."""
     return StructuredOutputsParams(**constraint)

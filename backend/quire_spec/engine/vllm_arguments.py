@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of vLLM's engine arguments to fields of EngineConfig.
 
-Arguments that do not change the output of this engine are accepted, with one warning. Some arguments accept only the
-values that this engine supports. All problems of a set of arguments are reported together. Callers: the offline LLM and
+Arguments that do not change the output of this engine are accepted; one warning names all of them. Some arguments
+accept only the values that this engine supports. One error reports all wrong arguments. Callers: the offline LLM and
 the reader of vllm_backend repositories.
 """
 
@@ -42,7 +42,7 @@ _IGNORED_ARGUMENTS = frozenset(
         ),
     )
 )
-"""Arguments that change how vLLM computes, logs or starts, but not which tokens this engine generates."""
+"""Arguments that affect only how vLLM computes, logs or starts; they never change the tokens of this engine."""
 
 _HUB_TOKEN_FIX = "set the environment variable HF_TOKEN, or tokenSecretRef in an LLMService"
 _TOKENIZER_FIX = "the tokenizer is always the checkpoint's; remove the argument"
@@ -85,14 +85,14 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "logits_processor_pattern": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "enable_reasoning": ((False,), "remove the argument"),
 }
-"""Arguments of which this engine supports only these values, and what to do instead of another value."""
+"""By argument: values that this engine supports, and the fix for any other value in the error message."""
 OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
 """Arguments of vLLM that EngineConfig does not have."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dict[str, Any]:
-    """Convert vLLM's engine arguments to fields of EngineConfig; numbers and booleans may be strings.
+    """Convert vLLM's engine arguments to fields of EngineConfig; numbers and booleans can be strings.
 
     Raises:
         ConfigError: arguments are unknown or have unsupported values. Each line of the message begins with `location`
@@ -134,7 +134,7 @@ def _unknown_argument(name: str, known: Sequence[str]) -> str:
 
 
 def _unsupported_value(name: str, value: object, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the problem of an argument that accepts only some values, or an empty list."""
+    """Return a list with the problem of an argument that has an unsupported value; empty if the value is supported."""
     allowed, fix = _SUPPORTED_VALUES[name]
     if name == "tokenizer":
         allowed = (*allowed, arguments.get("model"))
@@ -142,7 +142,7 @@ def _unsupported_value(name: str, value: object, arguments: Mapping[str, Any]) -
 
 
 def _parse_literal(value: object) -> object:
-    """Parse numbers and booleans from strings, as vllm_backend's own examples contain them."""
+    """Parse numbers and booleans from strings, because vllm_backend's own examples contain strings."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of supported architectures as data, so that the planner needs no model code.
 
-Each row contains the differences between transformers' reading of that architecture's config.json and of Llama's, and
-the linears of a layer. The model code is the row's module in quire_engine/models.
+A row contains an architecture's differences from Llama in the meaning of config.json, and the linears of a layer. The
+source of these differences is transformers. The row's module in quire_engine/models contains the model code.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,51 +55,56 @@ class Architecture:
     """Module of quire_engine/models that defines the model class, see `quire_engine.models.registry`."""
 
     linears: Mapping[str, tuple[str, str]] = field(default_factory=lambda: LLAMA_LINEARS)
-    """By the linear's path in the layer: kinds of its input and output features, see `memory_sizing.linear_sizes`. An
-    adapter can change each of them."""
+    """Kinds of input and output features of each linear, by its path in the layer; see `memory_sizing.linear_sizes`.
+    An adapter can change each of these linears."""
 
     layers_path: str = "model.layers"
-    """Path of the layers in a checkpoint."""
+    """Prefix of the layers' tensor names in a checkpoint."""
 
     key_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Llama's keys of config.json that have another name in this architecture."""
+    """By Llama's key of config.json: its name in this architecture."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults for keys of config.json that Llama does not have or that have another default there."""
+    """transformers' defaults of keys of config.json that Llama lacks, and defaults that differ from Llama's."""
 
     ignored_keys: tuple[str, ...] = ()
     """Llama's keys of config.json that this architecture ignores."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    """Biases on q, k and v; on the output of attention; in the MLP. A string is the key of config.json that decides."""
+    """Whether biases exist: on q, k and v; on the output projection of attention; in the MLP. A string is the key of
+    config.json with the value."""
 
     uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
-    """Return True if attention of a layer is limited to `sliding_window`. None: never, regardless of config.json."""
+    """Function that returns True for a layer with sliding-window attention. None: no layer has it, even if config.json
+    sets `sliding_window`."""
 
     learned_position_offset: int | None = None
-    """If set, positions are learned, not rotary, and the table has this number of rows before the first position."""
+    """Number of rows before position 0 in the table of learned positions. None: positions are rotary."""
 
     uses_rope: Callable[[HFConfigReader, int], bool] | None = None
-    """Return True if a layer rotates its queries and keys. None: every layer, unless positions are learned."""
+    """Function that returns True for a layer with rotary positions. None: all layers, unless positions are learned."""
 
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of rope types that mean another type in this architecture."""
+    """By rope type in config.json: the rope type that it means in this architecture."""
 
     local_rope_theta: str | None = None
-    """Key of config.json with the rope base of layers with a sliding window; None: that of all layers."""
+    """Key of config.json with the rope base of sliding-window layers; None: these layers have the base of all
+    layers."""
 
     text_types: tuple[str, ...] = ()
-    """If the language model is a part of this architecture, and only that part is served: the possible `model_type`s of
-    `text_config`. The rows of these types describe config.json."""
+    """Allowed values of `model_type` in `text_config`, for a multimodal architecture. Only its language model is
+    served, and the rows with these types describe it."""
 
     flags: tuple[str, ...] = ()
-    """Boolean keys of config.json that only this architecture's model code uses; all have an entry in `defaults`."""
+    """Boolean keys of config.json that only this architecture's model code uses; `defaults` contains each of them."""
 
     factors: tuple[str, ...] = ()
-    """The same for positive numbers."""
+    """Keys of config.json with positive numbers that only this architecture's model code uses; `defaults` contains each
+    of them."""
 
     uses_experts: Callable[[HFConfigReader, int], bool] | None = None
-    """Return True if a layer has a mixture of experts in place of its MLP, see MoEConfig. None: never."""
+    """Function that returns True for a layer with a mixture of experts in place of its MLP, see MoEConfig. None: no
+    layer has experts."""
 
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
@@ -112,7 +117,7 @@ def _is_sliding_unless_listed(config: HFConfigReader, index: int) -> bool:
 
 
 def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | None:
-    """Read `layer_types`, which transformers writes since 4.54; None if it is absent."""
+    """Read `layer_types`, which transformers writes since 4.54; return None if config.json lacks it."""
     if "layer_types" not in config:
         return None
     layer_types = config.get_str_list("layer_types")
@@ -143,7 +148,7 @@ def _is_sliding_unless_sixth(config: HFConfigReader, index: int) -> bool:
 
 
 def _uses_rope_unless_listed(config: HFConfigReader, index: int) -> bool:
-    """Read `no_rope_layers`, in which 1 stands for a layer with rope."""
+    """Read `no_rope_layers`, a list in which 1 means that the layer has rotary positions."""
     if "no_rope_layers" not in config:
         return (index + 1) % config.get_int("no_rope_layer_interval") != 0
     layers = config.get_int_list("no_rope_layers")
@@ -393,4 +398,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_rope=_uses_rope_unless_listed,
     ),
 }
-"""By the name in `architectures` of config.json."""
+"""Rows of the table, by the name in `architectures` of config.json."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capabilities of the engine as data. The planner and the engine's validation both read this table.
 
-A plan therefore never requests an unsupported feature. The engine's tests check that each architecture listed here has
-a model class and vice versa.
+A plan therefore never requests an unsupported feature. Tests check that each architecture of this table has a model
+class, and that each model class is in this table.
 """
 
 from quire_spec.model.architectures import ARCHITECTURES
@@ -10,31 +10,32 @@ from quire_spec.model.architectures import ARCHITECTURES
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
-"""transformers' aliases of these names."""
+"""By transformers' alias of an activation: its name in ACTIVATIONS."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head")
 KV_SCALE_BYTES = {"int8_per_token_head": 4}
-"""Bytes of the scale of a key or value, by KV cache dtype; a dtype that is not listed has no scales."""
+"""Bytes of the scale of a key or value, by KV cache dtype. Other dtypes have no scales."""
 QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
-"""How the engine can quantize a checkpoint when it is loaded."""
+"""Formats to which the engine can quantize a checkpoint when it loads the checkpoint."""
 QUANTIZED_KERNEL_DEVICES = ("cpu", "cuda")
-"""Devices with kernels for quantized weights. Elsewhere a quantized checkpoint is dequantized when it is loaded."""
+"""Devices with kernels for quantized weights. On other devices the engine dequantizes a quantized checkpoint when it
+loads the checkpoint."""
 CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
-"""Values of quant_method in config.json of quantized checkpoints."""
+"""Supported values of quant_method in config.json of quantized checkpoints."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
-"""Methods that need weights of their own."""
+"""Methods of speculative decoding that need weights beside those of the main model."""
 SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
 TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     "openai",
 )
-"""Formats of tool calls, with the names of vLLM's --tool-call-parser."""
+"""Supported formats of tool calls, with the names of vLLM's --tool-call-parser."""
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "mistral", "openai_gptoss")
-"""Formats of reasoning, with the names of vLLM's --reasoning-parser."""
+"""Supported formats of reasoning, with the names of vLLM's --reasoning-parser."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

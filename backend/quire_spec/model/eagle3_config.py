@@ -17,29 +17,29 @@ _UNSUPPORTED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """One decoder layer that reads hidden states of a target model."""
+    """Configuration of an EAGLE-3 head: one decoder layer that reads hidden states of a target model."""
 
     layer: ModelConfig
-    """Shape of the layer, as that of a Llama with one layer and the vocabulary of the target."""
+    """Configuration of a Llama with this one decoder layer and the vocabulary of the target model."""
     aux_layers: tuple[int, ...]
-    """Layers of the target whose inputs the head reads."""
+    """Indices of the target model's layers whose inputs the head reads."""
     draft_vocab_size: int
-    """Tokens that the head can propose."""
+    """Number of tokens that the head can propose."""
     norm_before_residual: bool
-    """True if the normalized hidden state, not the hidden state, is the residual of the layer."""
+    """True if the layer adds its output to the normalized hidden state instead of the hidden state."""
 
     @classmethod
     def load(cls, folder: Path, target: ModelConfig) -> Self:
-        """Read `folder`/config.json of a head for `target`.
+        """Read `folder`/config.json of a head for the model `target`.
 
         Raises:
-            ConfigError: the file cannot be read, or the head does not fit the target; the message names the key.
+            ConfigError: the file cannot be read, or the head does not match `target`; the message names the key.
         """
         return cls.from_config(read_json(folder / "config.json"), target)
 
     @classmethod
     def from_config(cls, config: object, target: ModelConfig) -> Self:
-        """Read a parsed config.json; raises as `load`."""
+        """Read a parsed config.json; raises ConfigError if the head does not match `target`."""
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
         layer_config: Any = config.get("transformer_layer_config", config)
@@ -55,8 +55,8 @@ class Eagle3Config:
                 raise reader.error(key, True, "false (a head with this normalization is not supported)")
         if layer.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"config.json: vocab_size {layer.vocab_size} of the EAGLE-3 head differs from {target.vocab_size} of "
-                "the model; use a head that was trained for this model"
+                f"config.json: vocab_size of the EAGLE-3 head is {layer.vocab_size}, but that of the model is "
+                f"{target.vocab_size}; use a head that was trained for this model"
             )
         count = target.num_layers
         ids: tuple[int, ...] = (2, count // 2, count - 3)

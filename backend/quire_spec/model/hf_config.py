@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed reader of a checkpoint's config.json that checks each value.
+"""Typed reader of a checkpoint's config.json. The reader checks the type and range of each value.
 
 architectures.py and model_config.py define the meaning of the keys.
 """
@@ -15,16 +15,16 @@ _MAX_NUMBER = 1e15
 
 
 class HFConfigReader:
-    """An object of config.json. A null key counts as absent, as in transformers.
+    """An object of config.json. A key with the value null is treated as absent, as in transformers.
 
-    Every getter raises ConfigError with the key and the value if the type is wrong, or if the key is absent and has no
-    default.
+    Every getter raises ConfigError if the value has the wrong type, or if the key is absent and has no default. The
+    message names key and value.
     """
 
     def __init__(
         self, values: object, defaults: Mapping[str, Any] | None = None, location: str = "config.json"
     ) -> None:
-        """`defaults`: values of absent keys (not of null keys)."""
+        """`defaults` are the values of absent keys; a key that is null in `values` has no default."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{location}: expected an object, got {truncated_repr(values)}")
         self._values = {**(defaults or {}), **values}
@@ -109,7 +109,7 @@ class HFConfigReader:
         return tuple(items)
 
     def get_section(self, *keys: str) -> "HFConfigReader":
-        """Return the first of these sub-objects that is not empty, or an empty one."""
+        """Return the sub-object of the first key in `keys` that has a non-empty one; an empty reader if none has."""
         key = next((key for key in keys if self._values.get(key) not in (None, {})), keys[-1])
         value = self._values.get(key)
         return HFConfigReader({} if value is None else value, location=f"{self._location}: {key}")

@@ -35,44 +35,45 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     embedding_size: int
-    """Width of the embedding and of the output projection's input; differs from hidden_size only in some OPT models."""
+    """Width of the embedding and of the output projection's input. Only in some OPT models this differs from
+    hidden_size."""
     max_position_embeddings: int
     num_learned_positions: int
-    """Rows of the table of learned positions; 0 if positions are rotary."""
+    """Number of rows of the table of learned positions; 0 if positions are rotary."""
     ropes: tuple[RopeConfig, ...]
     """Rotary settings of each layer; empty if positions are learned."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer, the number of keys that a token attends to, including its own; None: all."""
+    """For each layer, the maximum number of keys that a token attends to, including its own key; None: no limit."""
     attention_scale: float
-    """Factor of the attention scores."""
+    """Factor by which attention scores are multiplied."""
     attention_softcap: float | None
-    """Soft cap of the attention scores: cap * tanh(score / cap)."""
+    """Soft cap of the attention scores: cap * tanh(score / cap); None: no soft cap."""
     logits_softcap: float | None
-    """Soft cap of the logits."""
+    """Soft cap of the logits: cap * tanh(logit / cap); None: no soft cap."""
     norm_eps: float
     activation: str
     """Activation of the MLP; one of capabilities.ACTIVATIONS."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Biases on q, k and v."""
+    """Whether the projections of q, k and v have biases."""
     output_bias: bool
-    """Bias on the output of attention."""
+    """Whether the output projection of attention has a bias."""
     mlp_bias: bool
     flags: Mapping[str, bool]
-    """Boolean keys of config.json that only this architecture has."""
+    """Values of the boolean keys of config.json that only this architecture has."""
     factors: Mapping[str, float]
-    """Positive numbers of config.json that only this architecture has."""
+    """Values of the numeric keys of config.json that only this architecture has; all are positive."""
     moe: MoEConfig | None
     """Experts that replace the MLP of some layers; None: no layer has experts."""
     dtype: str
-    """Type of the checkpoint's weights that are not quantized, and of activations."""
+    """Type of activations and of weights that are not quantized."""
     quantization: QuantizationScheme | None
-    """How weights of linear layers are quantized in the checkpoint; None: they are not."""
+    """Quantization of the linear layers' weights in the checkpoint; None: the weights are not quantized."""
     eos_token_ids: tuple[int, ...]
 
     @property
     def architecture_info(self) -> Architecture:
-        """The architecture's row of the table."""
+        """Row of this model's architecture in the table of architectures."""
         return ARCHITECTURES[self.architecture]
 
     def has_experts(self, layer: int) -> bool:
@@ -80,20 +81,21 @@ class ModelConfig:
         return self.moe is not None and self.moe.layers[layer]
 
     def layer_linears(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of the linears of a layer that adapters can change; those of experts and routers are not
-        among them."""
+        """Return the paths of the linears of a layer that adapters can change. Adapters cannot change experts and
+        routers."""
         paths = self.architecture_info.linears
         return tuple(path for path in paths if not (self.has_experts(layer) and path.startswith("mlp.")))
 
     @property
     def max_sliding_window(self) -> int | None:
-        """Number of keys that a token attends to in any layer, including its own; None: all."""
+        """Maximum number of keys that a token attends to in any layer, including its own key; None: no limit."""
         windows = [window for window in self.sliding_windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
     @property
     def tied_embedding_name(self) -> str | None:
-        """Name of the embedding tensor if it is also the output projection; None if that is a separate tensor."""
+        """Name of the embedding tensor if it is also the output projection; None if the output projection is a separate
+        tensor."""
         return (
             f"{self.architecture_info.layers_path.removesuffix('layers')}embed_tokens.weight"
             if self.tie_word_embeddings
@@ -102,7 +104,7 @@ class ModelConfig:
 
     @property
     def long_rope_threshold(self) -> int | None:
-        """Sequence length above which all keys of a sequence use the long rope factors; None: never."""
+        """Sequence length above which all keys of a sequence use `long_factor`; None: the model has no longrope."""
         return next((rope.long_threshold for rope in self.ropes if rope.long_threshold is not None), None)
 
     @classmethod
@@ -110,8 +112,8 @@ class ModelConfig:
         """Read a Hugging Face config.json.
 
         Raises:
-            ConfigError: the architecture is not supported (the message lists those that are), or a value is missing,
-                has the wrong type, or is not supported; the message names its key.
+            ConfigError: the architecture is not supported (the message lists supported ones), or a value is missing,
+                has the wrong type, or is not supported (the message names its key).
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
@@ -139,7 +141,7 @@ class ModelConfig:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read `folder`/config.json. Raises ConfigError if `from_config` does, or if the file cannot be read."""
+        """Read `folder`/config.json. Raises ConfigError as `from_config`, and if the file cannot be read."""
         return cls.from_config(read_json(folder / "config.json"))
 
     @classmethod
@@ -192,7 +194,7 @@ class ModelConfig:
 
 
 def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:
-    """Return the config of the language model that is a part of a larger one, and the row that describes it."""
+    """Return the config of a multimodal model's language model, and the row of its architecture."""
     text_config = config.get("text_config")
     text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
     if not isinstance(text_config, Mapping) or text_type not in architecture_info.text_types:
@@ -205,9 +207,9 @@ def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> 
 
 
 def _reject_unsupported(config: HFConfigReader) -> None:
-    """Reject settings that transformers applies to every architecture and that this engine does not support."""
+    """Reject settings that transformers supports for every architecture but this engine does not support."""
     if not config.get_section("per_layer_config").is_empty:
-        raise ConfigError("config.json: per_layer_config: layers that differ from each other are not supported")
+        raise ConfigError("config.json: per_layer_config: a separate configuration for each layer is not supported")
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.get_bool(key, required) is not required:
             raise config.error(key, not required, f"{required} (only causal attention is supported)")
@@ -266,7 +268,7 @@ def _ropes(
 
 
 def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:
-    """Return a number that only architectures with this key in `defaults` use."""
+    """Return the number at `key` if `defaults` of the architecture contains `key`, else None."""
     return config.get_float(key) if key in architecture_info.defaults and key in config else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts settings of a checkpoint: which layers have experts, how many, and how tokens choose them."""
+"""Mixture-of-experts settings of a checkpoint: layers with experts, number of experts, and the routing of tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ _MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Experts that replace the MLP of some layers."""
+    """Configuration of the experts that replace the MLP in some layers."""
 
     layers: tuple[bool, ...]
-    """For each layer, whether it has experts in place of an MLP."""
+    """For each layer, True if it has experts in place of an MLP."""
     num_experts: int
     top_k: int
-    """num_experts_per_tok: experts that compute a token."""
+    """num_experts_per_tok: number of experts that compute each token."""
     intermediate_size: int
-    """Intermediate features of one expert."""
+    """Number of intermediate features of one expert."""
     normalize: bool
     """norm_topk_prob: divide the router's weights of a token's experts by their sum."""
 
@@ -38,8 +38,8 @@ class MoEConfig:
         Args:
             config: reader of config.json.
             uses_experts: see Architecture.uses_experts.
-            defaults: see Architecture.defaults; a key that is absent there is not used by the architecture.
-            num_layers: of the model.
+            defaults: see Architecture.defaults. The architecture does not use keys that `defaults` lacks.
+            num_layers: number of layers of the model.
 
         Returns:
             None if no layer has experts.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of a checkpoint, from `quantization_config` of config.json. Torch-free.
+"""Quantization of a checkpoint, from `quantization_config` of config.json. This module does not import torch.
 
 `weights/quantized/` of the engine reads the tensors. The planner compares `spec.engine.quantization` with the method.
-The names of methods, formats and keys are those of the programs that write such checkpoints.
+Methods, formats and keys have the names that programs write into quantized checkpoints.
 """
 
 import re
@@ -14,7 +14,7 @@ from quire_spec.model import capabilities
 from quire_spec.model.hf_config import HFConfigReader
 
 FP8_BLOCK = (128, 128)
-"""Output and input features of the blocks of float8_e4m3fn for which there are kernels."""
+"""Number of output and input features in a block of float8_e4m3fn weights; kernels support only this block."""
 LAYOUT_BY_FORMAT = {
     ("naive-quantized", "float", 8): "fp8",
     ("float-quantized", "float", 8): "fp8",
@@ -23,7 +23,7 @@ LAYOUT_BY_FORMAT = {
     ("pack-quantized", "int", 4): "packed",
     ("pack-quantized", "int", 8): "packed",
 }
-"""Layouts of tensors by format, type and number of bits of a group of compressed-tensors."""
+"""Layout of the tensors of a compressed-tensors group, by its format, type and number of bits."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
@@ -31,27 +31,27 @@ _LINEAR_CLASS = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How the weights of some linear layers are stored."""
+    """Storage of the quantized weights of some linear layers."""
 
     layout: str
     """Names and arrangement of the tensors: fp8, int8, packed, awq, gptq or mxfp4."""
     num_bits: int
     strategy: str
-    """What shares one scale: tensor, channel (output feature), group (of input features) or block."""
+    """Weights that share one scale: tensor, channel (output feature), group (of input features) or block."""
     block: tuple[int, int] | None = None
-    """Output and input features that share a scale, if the strategy is group or block."""
+    """Number of output and input features that share a scale, if the strategy is group or block."""
     has_zeros: bool = False
-    """Whether zero points are stored."""
+    """Whether the checkpoint contains zero points."""
     has_act_order: bool = False
-    """Whether the input features of a group need not be adjacent."""
+    """Whether a group can contain input features that are not adjacent."""
     has_quantized_inputs: bool = False
-    """Whether the program that wrote the checkpoint intends inputs to be quantized, too."""
+    """Whether config.json of the checkpoint requests quantized inputs of the layers."""
     zeros_minus_one: bool = False
-    """Whether a stored zero point is 1 less than the zero point, as in the first version of GPTQ."""
+    """Whether the checkpoint contains each zero point minus 1, as the first version of GPTQ does."""
 
     @property
     def has_kernel(self) -> bool:
-        """Whether weights stay quantized in memory, if the device has kernels for quantized weights at all."""
+        """Whether these weights stay quantized in memory on a device that has kernels for quantized weights."""
         if self.layout == "fp8":
             return self.block in (None, FP8_BLOCK)
         if self.layout == "int8":
@@ -61,14 +61,14 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
-    """How a checkpoint is quantized."""
+    """Quantization of a checkpoint."""
 
     method: str
     """quant_method of config.json."""
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
-    """Schemes, each with its targets: names of modules, `re:` patterns, or the class `Linear`."""
+    """Pairs of targets and their scheme. A target is the name of a module, an `re:` pattern, or the class `Linear`."""
     ignore: tuple[str, ...]
-    """Names of modules, or `re:` patterns, that are not quantized."""
+    """Modules that are not quantized, as names or `re:` patterns."""
     ignore_key: str
     """Key of config.json that contains `ignore`."""
 
@@ -77,7 +77,7 @@ class QuantizationScheme:
         """Read `quantization_config`, a section of config.json; None if the section is empty.
 
         Raises:
-            ConfigError: the method, or a key of it, is not supported; the message names the key and what is supported.
+            ConfigError: the method, or a value of a key, is not supported; the message names key and supported values.
         """
         if config.is_empty:
             return None
@@ -96,24 +96,24 @@ class QuantizationScheme:
         return cls(method, groups, ignore, ignore_key)
 
     def has_kernels(self, tensor_parallel_size: int) -> bool:
-        """Return whether all weights stay quantized in memory, if the device has kernels for quantized weights at all.
+        """Return whether all weights stay quantized in memory on a device that has kernels for quantized weights.
 
-        With act order, a rank's part of the input features has parts of many groups, which kernels do not support.
+        With act order, a rank's input features belong to many incomplete groups, which the kernels do not support.
         """
         return all(
             scheme.has_kernel and not (scheme.has_act_order and tensor_parallel_size > 1) for _, scheme in self.groups
         )
 
     def scheme_of(self, module: str) -> WeightScheme:
-        """Return the scheme of a module whose tensors are quantized, by its name in the checkpoint.
+        """Return the scheme of `module`, the name of a module with quantized tensors in the checkpoint.
 
         Raises:
-            ConfigError: config.json describes the layer as not quantized.
+            ConfigError: according to config.json, the module is not quantized.
         """
         if any(_matches(pattern, module, is_exact=self.method == "compressed-tensors") for pattern in self.ignore):
             raise ConfigError(
-                f"config.json: quantization_config: {self.ignore_key}: contains {module}, but the checkpoint's tensors "
-                "of it are quantized; remove the entry"
+                f"config.json: quantization_config: {self.ignore_key}: contains {module}, but the checkpoint "
+                "has quantized tensors of this module; remove the entry"
             )
         for targets, scheme in self.groups:
             if any(target != _LINEAR_CLASS and _matches(target, module, is_exact=True) for target in targets):
@@ -122,8 +122,8 @@ class QuantizationScheme:
             if _LINEAR_CLASS in targets:
                 return scheme
         raise ConfigError(
-            f"config.json: quantization_config: config_groups: no target is {module}, but the checkpoint's tensors of "
-            "it are quantized; add it to the targets of its group"
+            f"config.json: quantization_config: config_groups: no target is {module}, but the checkpoint has quantized "
+            "tensors of this module; add it to the targets of its group"
         )
 
 
@@ -131,8 +131,8 @@ _IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 
 
 def _matches(pattern: str, module: str, *, is_exact: bool) -> bool:
-    """Return whether a name or an `re:` pattern selects a module. Without `is_exact`, a name can be a part of the
-    module's."""
+    """Return whether a name or an `re:` pattern selects `module`. If `is_exact` is False, a part of the module's name
+    is sufficient."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return module == pattern or (not is_exact and f".{pattern}." in f".{module}.")
@@ -159,14 +159,14 @@ def _for_all(scheme: WeightScheme) -> tuple[tuple[tuple[str, ...], WeightScheme]
 
 
 def _group_block(config: HFConfigReader, key: str) -> tuple[str, tuple[int, int] | None]:
-    """Return strategy and block of a group size, which is -1 for one group per output feature."""
+    """Return strategy and block of a group size; -1 means one group per output feature."""
     if config.get_raw(key) == -1:
         return "channel", None
     return "group", (1, config.get_int(key))
 
 
 def _parse_fp8(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
-    # Static scales of activations are not used: the engine scales each token, or does not quantize activations.
+    # The engine ignores static scales of activations: it computes a scale for each token, or quantizes no activations.
     _require(config, "activation_scheme", config.get_str("activation_scheme", "dynamic"), ("dynamic", "static"))
     _require(config, "fmt", config.get_str("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     if "weight_block_size" not in config:
@@ -222,7 +222,7 @@ def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, 
 
 
 def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[str, ...], WeightScheme]:
-    """Read one of `config_groups`."""
+    """Read one entry of `config_groups`."""
     format_name = group.get_str("format", config.get_str("format", "mixed-precision"))
     weights = group.get_section("weights")
     if not group.get_section("output_activations").is_empty:
@@ -273,11 +273,11 @@ assert tuple(_PARSERS) == capabilities.CHECKPOINT_QUANTIZATIONS
 
 
 def resolve_quantization(quantization: str | None, scheme: QuantizationScheme | None) -> str | None:
-    """Return how the engine must quantize the weights when it loads them; None: it uses them as they are.
+    """Return the format to which the engine must quantize the weights when it loads them; None: no quantization.
 
     Args:
         quantization: see EngineConfig.
-        scheme: of the checkpoint; None if it is not quantized.
+        scheme: quantization of the checkpoint; None if the checkpoint is not quantized.
 
     Raises:
         ConfigError: `quantization` does not match the checkpoint.
@@ -287,7 +287,7 @@ def resolve_quantization(quantization: str | None, scheme: QuantizationScheme | 
     if scheme is None:
         raise ConfigError(
             f"quantization: is {quantization!r}, but config.json of the checkpoint has no quantization_config; remove "
-            f"quantization, or use {' or '.join(capabilities.QUANTIZATIONS)}, which quantizes it when it is loaded"
+            f"quantization, or use {' or '.join(capabilities.QUANTIZATIONS)} to quantize the weights at loading"
         )
     if quantization not in (None, scheme.method):
         raise ConfigError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position settings of a checkpoint, in both formats of transformers. The engine computes the angles.
 
-transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` and `rope_scaling`. Phi-3
-has some of these values at the top level of config.json.
+transformers 5 writes one object, `rope_parameters`. Earlier versions of transformers write `rope_theta` and
+`rope_scaling`. Phi-3 has some of these values at the top level of config.json.
 """
 
 import math
@@ -22,37 +22,38 @@ class RopeConfig:
     """Type and parameters of a model's rotary embedding."""
 
     rope_type: str
-    """One of ROPE_TYPES, or "none": angles of 0, which change nothing."""
+    """One of ROPE_TYPES, or "none": no rotation."""
     theta: float
     dim: int
-    """Number of leading elements of each head that are rotated; the others pass unchanged."""
+    """Number of elements at the start of each head that are rotated; the rotation leaves the other elements
+    unchanged."""
     factor: float = 1.0
-    """Context extension factor. `dynamic` uses it only after max_position_embeddings, and such positions are never
-    served."""
+    """Context extension factor. The type `dynamic` uses it only for positions after max_position_embeddings, which the
+    engine rejects."""
     original_max_position: int = 0
     """original_max_position_embeddings: context length before the extension."""
     attention_factor: float = 1.0
-    """Factor of cosines and sines."""
+    """Factor by which cosines and sines are multiplied."""
     low_freq_factor: float = 1.0
-    """llama3, with high_freq_factor: scaling is interpolated between the wavelengths that result from dividing
-    original_max_position by these two factors."""
+    """For llama3: scaling is interpolated between the wavelengths original_max_position / low_freq_factor and
+    original_max_position / high_freq_factor."""
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
     """For yarn: scaling is interpolated between beta_fast and beta_slow rotations within original_max_position."""
     beta_slow: float = 1.0
     truncate: bool = True
-    """yarn: round these bounds to whole pairs of elements."""
+    """For yarn: round the bounds of the interpolation to whole pairs of elements."""
     short_factor: tuple[float, ...] = ()
-    """longrope: dim / 2 divisors of the frequencies, for sequences of up to original_max_position tokens."""
+    """For longrope: dim / 2 divisors of the frequencies, for sequences of at most original_max_position tokens."""
     long_factor: tuple[float, ...] = ()
-    """The same for longer sequences."""
+    """For longrope: dim / 2 divisors of the frequencies, for sequences of more than original_max_position tokens."""
     query_scaling_beta: float = 0.0
     """llama_4_scaling_beta: a query at position p is multiplied by
     1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 uses it."""
 
     @property
     def long_threshold(self) -> int | None:
-        """longrope: sequence length above which all tokens of a sequence use `long_factor`. None for other types."""
+        """Sequence length above which all tokens of a sequence use `long_factor`. None: the type is not longrope."""
         return self.original_max_position if self.rope_type == "longrope" else None
 
     @classmethod
@@ -70,9 +71,9 @@ class RopeConfig:
 
         Args:
             config: reader of config.json.
-            scaling: reader of its object `rope_parameters` or `rope_scaling`.
-            head_dim: elements of a head.
-            max_positions: max_position_embeddings.
+            scaling: reader of the object `rope_parameters` or `rope_scaling` of config.json.
+            head_dim: number of elements of a head.
+            max_positions: max_position_embeddings of config.json.
             supports_partial: whether the architecture uses `partial_rotary_factor`.
             aliases: see Architecture.rope_aliases.
 
@@ -105,7 +106,7 @@ class RopeConfig:
 
     @classmethod
     def _read_scaling(cls, config: HFConfigReader, scaling: HFConfigReader, rope: Self, max_positions: int) -> Self:
-        """Return `rope`, which has only a type, a base and a dimension, with the parameters of its type."""
+        """Return a copy of `rope` with the parameters of its type; `rope` has only type, base and dimension."""
         rope_type, theta, dim = rope.rope_type, rope.theta, rope.dim
         if rope_type == "default":
             return rope

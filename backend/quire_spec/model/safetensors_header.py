@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected length of a safetensors file from its header, without the safetensors library, which the operator lacks.
+"""Expected length of a safetensors file from its header. The operator's image lacks the safetensors library.
 
 A file consists of the header's length in 8 bytes, the header as JSON, and the tensors.
 """
@@ -13,7 +13,7 @@ from quire_spec.errors import ConfigError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum length of a header in the safetensors format."""
 
 
 def header_length(start: bytes) -> int:
@@ -25,7 +25,7 @@ def header_length(start: bytes) -> int:
 
 
 def tensor_bytes(header: object) -> int:
-    """Return the bytes of all tensors, which is the end offset of the last one.
+    """Return the bytes of all tensors together: the end offset of the last tensor.
 
     Args:
         header: the parsed header.
@@ -43,7 +43,7 @@ def tensor_bytes(header: object) -> int:
 def expected_file_bytes(path: Path) -> int | None:
     """Return the file's length according to its header; a lower bound if the header is truncated.
 
-    None if the file is not a safetensors file.
+    Return None if the file is not a safetensors file.
 
     Raises:
         OSError: the file cannot be read.

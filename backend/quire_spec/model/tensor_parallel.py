@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel partition of a model: the part of each layer that a rank stores. Pure arithmetic.
 
-Attention heads and the intermediate features of the MLP, or of every expert, are split. Linears that read the residual
-stream (q, k, v, gate, up) are column-parallel: split by output. Linears that write it (o, down) are row-parallel: split
-by input, followed by an all-reduce. If there are more ranks than KV heads, each rank stores one KV head, and several
-ranks store the same one. Embedding and output projection are split by vocabulary.
+Attention heads and the intermediate features of the MLP, or of every expert, are split over the ranks. The linears q,
+k, v, gate and up are column-parallel: each rank stores a part of the output features. The linears o and down are
+row-parallel: each rank stores a part of the input features, and an all-reduce sums the outputs. With more ranks than
+KV heads, each rank stores one KV head, and several ranks store a copy of it. Embedding and output projection are split
+by vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelShard:
-    """The part of the model on one rank."""
+    """Part of a model that one tensor-parallel rank stores."""
 
     model_config: ModelConfig
     """Configuration of the whole model."""
@@ -49,7 +50,8 @@ class TensorParallelShard:
 
     @property
     def local_config(self) -> ModelConfig:
-        """Configuration of the rank's part: fewer heads and intermediate features, the whole vocabulary."""
+        """Configuration of the rank's part of the model: fewer heads and intermediate features, the whole
+        vocabulary."""
         if self.size == 1:
             return self.model_config
         moe = self.model_config.moe
@@ -63,36 +65,36 @@ class TensorParallelShard:
 
     @property
     def vocab_rows_per_rank(self) -> int:
-        """Rows of embedding and output projection on each rank; the last ranks may use fewer."""
+        """Number of rows of embedding and output projection on each rank; the last ranks can use fewer rows."""
         return -(-self.model_config.vocab_size // self.size)
 
     @property
     def vocab_range(self) -> range:
-        """Token ids whose rows the rank stores."""
+        """Token ids whose embedding rows the rank stores."""
         start = min(self.rank * self.vocab_rows_per_rank, self.model_config.vocab_size)
         return range(start, min(start + self.vocab_rows_per_rank, self.model_config.vocab_size))
 
     @property
     def expert_range(self) -> range:
-        """Intermediate features of each expert that the rank stores."""
+        """Indices of the intermediate features of each expert that the rank stores."""
         moe = self.local_config.moe
         assert moe is not None
         return range(self.rank * moe.intermediate_size, (self.rank + 1) * moe.intermediate_size)
 
     def output_ranges(self, path: str) -> tuple[range, ...]:
-        """Return the output features of a layer's linear that the rank stores, in storage order."""
+        """Return the output features that the rank stores of the linear `path` of a layer, in storage order."""
         return self._ranges(self.model_config.architecture_info.linears[path][1])
 
     def input_ranges(self, path: str) -> tuple[range, ...]:
-        """Return the input features of a layer's linear that the rank stores, in storage order."""
+        """Return the input features that the rank stores of the linear `path` of a layer, in storage order."""
         return self._ranges(self.model_config.architecture_info.linears[path][0])
 
     def needs_all_reduce(self, path: str) -> bool:
-        """Return True if the linear is row-parallel, so that the ranks' outputs must be summed."""
+        """Return True if the linear `path` is row-parallel: an all-reduce must sum the outputs of the ranks."""
         return self.size > 1 and self.model_config.architecture_info.linears[path][0] != "hidden"
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
-        """Return the rank's ranges of a kind of features, see `Architecture.linears`."""
+        """Return the rank's ranges of features of the kind `kind`, see `Architecture.linears`."""
         local_config, rank = self.local_config, self.rank
         heads, kv_heads, inner = local_config.num_heads, local_config.num_kv_heads, local_config.intermediate_size
         all_q, all_kv = self.model_config.num_heads, self.model_config.num_kv_heads

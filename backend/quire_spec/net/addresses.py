@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IPv4 and IPv6 addresses: where a process listens, and hosts in URLs. Pure."""
+"""IPv4 and IPv6 addresses on which a process listens, and hosts in URLs. Pure functions."""
 
 from collections.abc import Mapping
 
 POD_IP_VARIABLE = "POD_IP"
-"""Environment variable with the pod's address; the first one if it has one of each family."""
+"""Environment variable with the pod's address; the first address if the pod has an IPv4 and an IPv6 address."""
 ANY_ADDRESS = "0.0.0.0"
 _ANY_ADDRESS_V6 = "::"
 
 
 def listen_address(host: str, environment: Mapping[str, str]) -> str:
-    """Return where to listen for `host`; 0.0.0.0 becomes :: in a pod whose address is IPv6.
+    """Return the address to listen on for the option `host`; 0.0.0.0 becomes :: in a pod with an IPv6 address.
 
-    The server listens on one family only. Probes, Services and the operator use a pod's first address.
+    The server listens on one address family only. Probes, Services and the operator use a pod's first address.
     """
     return _ANY_ADDRESS_V6 if host == ANY_ADDRESS and is_ipv6(environment.get(POD_IP_VARIABLE, "")) else host
 
@@ -23,5 +23,5 @@ def is_ipv6(host: str) -> bool:
 
 
 def format_for_url(host: str) -> str:
-    """Return `host` as a URL contains it before a port."""
+    """Return `host` in the form that a URL requires: an IPv6 address in brackets."""
     return f"[{host}]" if is_ipv6(host) else host

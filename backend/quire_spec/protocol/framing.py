@@ -5,8 +5,8 @@
              <----------------- OutputDeltas ---------------------      <----------- StepResult ------------
     supervisor <--ControlRequest, ControlResponse--> text, core
 
-Threads and asyncio readers feed the bytes that they receive to the decoder. A frame of another version is an error: all
-processes of a pod come from one image, so a mismatch is a defect of the deployment.
+Threads and asyncio readers pass received bytes to the decoder. All processes of a pod come from one image, so a frame
+of another version is an error.
 """
 
 import json
@@ -18,10 +18,11 @@ from quire_spec.protocol.messages import IpcMessage, decode_message, encode_mess
 
 VERSION = 3
 MAX_FRAME_BYTES = 256 * 2**20
-"""Larger than any accepted prompt; a larger length means that the stream is corrupt."""
+"""Maximum length of a frame, more than that of any accepted prompt. A larger length means that the stream is
+corrupt."""
 
 HEAD_BYTES = 256
-"""Bytes of an oversize frame that the reader still gets: enough for the message's type and id."""
+"""Number of bytes of an oversize frame that `on_oversize` gets: enough for the message's type and id."""
 
 _HEADER = struct.Struct("<IB")
 
@@ -35,8 +36,8 @@ def encode_frame(message: IpcMessage) -> bytes:
 class FrameDecoder:
     """Incremental decoder from chunks of bytes to messages.
 
-    A frame longer than `max_bytes` is never buffered: `on_oversize` gets its first HEAD_BYTES and its length, and the
-    rest is dropped on arrival. Without `on_oversize` such a frame is an error.
+    A frame longer than `max_bytes` is oversize. The decoder passes the first HEAD_BYTES and the length of an oversize
+    frame to `on_oversize`, and drops the rest. Without `on_oversize`, an oversize frame is an error.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class FrameDecoder:
         self._max_bytes = max_bytes if on_oversize else MAX_FRAME_BYTES
         self._on_oversize = on_oversize
         self._num_to_drop = 0
-        """Remaining bytes of an oversize frame."""
+        """Bytes of an oversize frame that the decoder has not received yet."""
 
     def feed(self, data: bytes) -> Iterator[IpcMessage]:
         """Yield every message that `data` completes.

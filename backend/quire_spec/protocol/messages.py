@@ -2,7 +2,7 @@
 """Messages between a pod's processes, as frozen dataclasses. framing.py encodes them.
 
 The sender of a GenerateRequest or SequenceRequest chooses its id, which is unique on the connection. The first message
-of a connection is Hello. When a connection ends, everything open on it ends: the remaining side cancels or fails it.
+of a connection is Hello. When a connection ends, the remaining process cancels or fails all open requests on it.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ class Hello:
     role: str
     """frontend, text or supervisor."""
     model: str = ""
-    """The server model of a frontend."""
+    """Name of the server model, if the client is a frontend."""
     pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """frontend -> text: run this request. Answered by OutputDeltas until one is final."""
+    """frontend -> text: run this request. The text process answers with OutputDeltas; the last delta is final."""
 
     id: int
     model: str
@@ -41,7 +41,7 @@ class GenerateRequest:
     """False: one final delta with the complete output."""
     cache_salt: str | None = None
     priority: int = 0
-    """Lower runs first; other than 0 only where scheduling_policy is priority."""
+    """Priority; a lower number runs first. It must be 0 unless scheduling_policy is priority."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens, such as the beginning of a sequence, to a text prompt."""
     return_prompt_token_ids: bool = False
@@ -54,9 +54,9 @@ class GenerateRequest:
     api_key_name: str = ""
     """Name of the API key that the client used, for the metrics; empty without keys."""
     parsing: dict[str, Any] | None = None
-    """OutputParsing as JSON: the deltas contain parsed events instead of text. None: they contain text."""
+    """OutputParsing as JSON: the deltas then contain parsed events instead of text. None: the deltas contain text."""
     stream_interval: int = 1
-    """Tokens of an output between two deltas of a stream; its first token and its end do not wait."""
+    """Number of output tokens in a delta of a stream. The first token and the end of the output are sent at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CancelRequests:
 
 @dataclass(frozen=True, slots=True)
 class RequestRejected:
-    """frontend -> text: the frontend rejected an invalid request itself. Counted in the metrics."""
+    """frontend -> text: the frontend rejected an invalid request. The text process counts the rejection in a metric."""
 
     code: str
 
@@ -77,7 +77,7 @@ class RequestRejected:
 class OutputDelta:
     """New content of one output of a request.
 
-    It is the last one of the request if it has an error code, or a finish_reason while no other output is pending.
+    The last delta of a request has an error code, or a finish_reason and other_outputs_pending False.
     """
 
     id: int
@@ -87,14 +87,15 @@ class OutputDelta:
     """stop or length."""
     cumulative_logprob: float | None = None
     logprobs: list[dict[str, dict[str, Any]]] | None = None
-    """New positions only: token id -> {logprob, rank, decoded_token}, as in vLLM."""
+    """For each new token: token id -> {logprob, rank, decoded_token}, in vLLM's form."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
-    """Output tokens so far, including those of this delta."""
+    """Number of output tokens so far, including those of this delta."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-    """Like logprobs, for each token of the prompt, null for the first; in one delta, if the request has the option."""
+    """For each token of the prompt, an entry in the form of logprobs; null for the first token. One delta of a request
+    with this option contains them."""
     index: int = 0
     """Index of the output within the request."""
     other_outputs_pending: bool = False
@@ -102,15 +103,15 @@ class OutputDelta:
     stop_reason: int | str | None = None
     """Stop string or stop token that ended the output; None for an end-of-sequence token."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     prompt_token_ids: list[int] | None = None
-    """Token ids of the prompt; in one delta, if the request has return_prompt_token_ids."""
+    """Token ids of the prompt. One delta of a request with return_prompt_token_ids contains them."""
     retry_after_s: float | None = None
-    """With an error: the request exceeds a limit and can succeed after this time."""
+    """Seconds after which a request that was rejected by a limit can succeed; None for other errors."""
     parsed: list[list[Any]] | None = None
-    """Instead of text: the result of parsed_output.encode_events, if the request has `parsing`."""
+    """Result of parsed_output.encode_events, which replaces the text if the request has `parsing`."""
     num_reasoning_tokens: int = 0
-    """Output tokens so far that are reasoning, if the request has `parsing`."""
+    """Number of reasoning tokens in the output so far, if the request has `parsing`."""
 
     @property
     def final(self) -> bool:
@@ -152,19 +153,19 @@ class SequenceRequest:
     adapter_digest: AdapterDigest | None = None
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
-    """params.bad_words as token sequences."""
+    """params.bad_words as lists of token ids."""
     parent_id: int | None = None
-    """Id of an earlier SequenceRequest with the same prompt, adapter and salt. This sequence waits until that prompt is
-    computed and shares its KV blocks. If the parent has ended by then, this sequence computes the prompt itself."""
+    """Id of the parent: an earlier SequenceRequest with the same prompt, adapter and salt. This sequence waits for the
+    parent's prefill and shares its KV blocks. If the parent ends before, this sequence computes the prompt itself."""
     priority: int = 0
-    """Lower runs first; other than 0 only where scheduling_policy is priority."""
+    """Priority; a lower number runs first. It must be 0 unless scheduling_policy is priority."""
     grammar: str | None = None
-    """Grammar of the output, which compiles; None allows any output."""
+    """Grammar of the output, which the text process has compiled without an error; None allows any output."""
     begin_after_token_ids: list[int] = field(default_factory=list)
-    """The grammar begins after these tokens of the output; empty: with the output."""
+    """Output tokens after which the grammar begins; empty: the grammar begins with the output."""
     reasoning_marks: list[list[int]] = field(default_factory=list)
-    """Token ids of the marks that begin and end the reasoning, for params.thinking_token_budget; an empty first one if
-    the output begins inside the reasoning. Empty without a budget."""
+    """Token ids of the begin mark and of the end mark of the reasoning, for params.thinking_token_budget. The begin
+    mark is empty if the output begins inside the reasoning. Without a budget the list is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,23 +177,24 @@ class AbortSequences:
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """New tokens of one sequence; the last delta if finish_reason or error_code is set."""
+    """New tokens of one sequence. The last delta of a sequence has a finish_reason or an error_code."""
 
     id: int
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[list[list[float]]] | None = None
-    """Per new token: [token id, logprob, rank] of the sampled token, then of the most likely tokens."""
+    """For each new token: [token id, logprob, rank] of the sampled token, then of the most likely tokens."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[list[list[float]]] | None = None
-    """The same for the prompt's tokens but the first; sent with the first token, if the request has the option."""
+    """For each prompt token except the first: entries in the form of logprobs. The first delta of a request with this
+    option contains them."""
     num_cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache; sent with the first token."""
+    """Number of prompt tokens found in the prefix cache; only the first delta of a sequence contains it."""
     cumulative_logprob: float | None = None
-    """Sum over all tokens of an output of beam search, which is one delta."""
+    """Sum of the log probabilities of all tokens; only for beam search, which returns each output in one delta."""
     num_drafts: int = 0
-    """Drafts of the sequence that were verified."""
+    """Number of drafts of the sequence that steps have verified."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
 
@@ -205,16 +207,16 @@ class SchedulerStats:
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """KV blocks referenced by a live sequence; cached blocks without a reference count as free."""
+    """Number of KV blocks that sequences reference. Cached blocks without a reference are free blocks."""
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up."""
+    """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found in the cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     num_preemptions: int = 0
     num_block_copies: int = 0
-    """Copy-on-write copies of KV blocks."""
+    """Number of copy-on-write copies of KV blocks."""
     num_swapped: int = 0
-    """Waiting sequences whose KV blocks are in host memory."""
+    """Number of waiting sequences whose KV blocks are in host memory."""
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_swapped_out_blocks: int = 0
@@ -224,14 +226,14 @@ class SchedulerStats:
     slot_adapters: list[AdapterDigest] = field(default_factory=list)
     """Digests of the adapters in adapter slots."""
     num_host_adapters: int = 0
-    """Adapters in host memory."""
+    """Number of adapters in host memory."""
     host_adapter_bytes: int = 0
     num_drafts: int = 0
-    """Drafts that steps verified."""
+    """Number of drafts that steps have verified."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     accepted_draft_tokens_per_position: list[int] = field(default_factory=list)
-    """Accepted draft tokens by their position in the draft; empty without speculation."""
+    """Number of accepted draft tokens at each position of a draft; empty without speculative decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +241,10 @@ class AdapterEvent:
     """An adapter was loaded to host memory or to an adapter slot, or was evicted from its slot."""
 
     kind: str
-    """host, slot or evicted."""
+    """host: loaded to host memory; slot: loaded to an adapter slot; evicted: removed from its adapter slot."""
     digest: AdapterDigest
     duration_s: float = 0.0
-    """Duration of the load, including queueing."""
+    """Duration of the load in seconds, including the time in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +253,17 @@ class StepResult:
 
     results: list[SequenceDelta]
     started: list[tuple[int, float]]
-    """Sequences that ran for the first time in this step: id, and seconds that the sequence waited in the core."""
+    """For each sequence that ran for the first time in this step: its id, and the seconds that it waited in the
+    core."""
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = field(default_factory=list)
-    """Events since the previous step."""
+    """Adapter events since the previous step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """supervisor -> text or core, frontend -> text, text -> core: call `method`. Answered by one ControlResponse with
-    the same id."""
+    """supervisor -> text or core, frontend -> text, text -> core: call `method`. The receiver answers with one
+    ControlResponse that has the same id."""
 
     id: int
     method: str
@@ -323,7 +326,7 @@ _SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(S
 
 
 def encode_message(message: IpcMessage) -> list[Any]:
-    """Return the JSON form: type name, then the fields in order. It is shorter than an object and faster to parse."""
+    """Return the JSON form: a list of the type name and the fields in order. A list is parsed faster than an object."""
     if isinstance(message, OutputDeltas):
         return ["OutputDeltas", list(map(_FIELD_GETTERS[OutputDelta], message.deltas))]
     if isinstance(message, StepResult):
@@ -363,6 +366,6 @@ def decode_message(payload: Any) -> IpcMessage:
 
 
 def _encode_sequence_delta(result: SequenceDelta) -> tuple[Any, ...]:
-    """Encode a delta without trailing defaults: nearly all deltas contain only token ids."""
+    """Encode a delta without default values at its end, because nearly all deltas contain only token ids."""
     values = _FIELD_GETTERS[SequenceDelta](result)
     return values if values[2:] != _SEQUENCE_DELTA_DEFAULTS else values[:2]

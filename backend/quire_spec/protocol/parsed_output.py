@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parser finds in the output of a chat: content, reasoning and tool calls, as increments.
+"""Events that a parser finds in the output of a chat: increments of content, reasoning and tool calls.
 
-The text process parses outputs of requests that have OutputParsing, and an OutputDelta carries the events as lists.
-Fronts turn them into the chunks of their API.
+The text process parses the outputs of requests that have OutputParsing. An OutputDelta contains the events as lists.
+The OpenAI front converts the events to chunks of its API.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,46 +15,46 @@ from quire_spec.errors import Internal
 
 @dataclass(frozen=True, slots=True)
 class OutputParsing:
-    """How the output of a chat request is parsed."""
+    """Settings for parsing the output of a chat request."""
 
     tool_choice: str = "none"
-    """none: calls stay in the text; auto: the model decides; required: at least one call; function: a call of
-    `function`."""
+    """none: tool calls stay in the text; auto: the model decides; required: at least one tool call; function: a call of
+    the field `function`."""
     function: str | None = None
     parallel_tool_calls: bool = True
-    """False: all calls but the first are dropped."""
+    """False: all tool calls except the first are dropped."""
     separate_reasoning: bool = True
     """False: the reasoning stays in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Text of the answer."""
+    """Increment of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text of the reasoning before the answer."""
+    """Increment of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins; its name is complete."""
+    """Start of a tool call, with its complete name."""
 
     index: int
-    """Counts the calls of an output from 0."""
+    """Index of the tool call within its output, from 0."""
     name: str
     id: str = field(default="", compare=False)
-    """Random, in the form that the chat template of the model accepts."""
+    """Random id of the tool call, in a form that the chat template of the model accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """Part of the arguments of a tool call, as JSON text."""
+    """Increment of a tool call's arguments, as a part of their JSON text."""
 
     index: int
     text: str
@@ -71,17 +71,17 @@ _KINDS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole tool call."""
+    """A complete tool call."""
 
     name: str
     arguments: str
-    """JSON text."""
+    """Arguments of the tool call as JSON text."""
     id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole output."""
+    """Content, reasoning and tool calls of a complete output."""
 
     content: str
     reasoning: str
@@ -89,7 +89,7 @@ class ParsedOutput:
 
 
 def merge_events(events: Iterable[Event]) -> ParsedOutput:
-    """Merge increments to the whole output."""
+    """Merge the events of an output to the complete output."""
     content, reasoning = [], []
     calls: list[tuple[ToolCallStart, list[str]]] = []
     for event in events:
@@ -107,7 +107,7 @@ def merge_events(events: Iterable[Event]) -> ParsedOutput:
 
 
 def join_neighbours(events: Iterable[Event]) -> list[Event]:
-    """Join neighbours of one kind, so that a delta has few events."""
+    """Join adjacent events of the same kind, so that a delta has few events."""
     joined: list[Event] = []
     for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
         run: list[Any] = list(group)
@@ -122,7 +122,7 @@ def encode_events(events: Iterable[Event]) -> list[list[Any]]:
 
 
 def decode_events(lists: Sequence[Sequence[Any]]) -> list[Event]:
-    """Decode the result of `encode_events`, with neighbours joined; raises Internal."""
+    """Decode the result of `encode_events`, and join adjacent events of the same kind; raises Internal."""
     try:
         return join_neighbours(_KINDS[kind](*values) for kind, *values in lists)
     except (KeyError, TypeError, ValueError) as error:

@@ -239,7 +239,7 @@ def test_unplannable_messages_have_field_value_and_fix():
     assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {quantization: awq}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.quantization: is 'awq', but config.json of the checkpoint has no quantization_config; remove "
-        "quantization, or use int8 or int4 or fp8, which quantizes it when it is loaded",
+        "quantization, or use int8 or int4 or fp8 to quantize the weights at loading",
     )
     assert unplannable("moe", None, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,

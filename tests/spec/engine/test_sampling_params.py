@@ -61,7 +61,7 @@ def test_accepts_all_forms_of_a_constraint(values):
 
 
 def test_rejects_two_names_of_a_constraint():
-    with pytest.raises(InvalidArgument, match="use one of them"):
+    with pytest.raises(InvalidArgument, match="remove the older name"):
         SamplingParams.from_mapping({"guided_regex": "a", "structured_outputs": {"regex": "a"}})
 
 
@@ -246,7 +246,7 @@ def test_beam_search_parameters():
         with pytest.raises(InvalidArgument, match=f"'{name}': requires use_beam_search"):
             SamplingParams(**{name: value})
     for name, value in (("prompt_logprobs", 1), ("structured_outputs", {"regex": "a"}), ("thinking_token_budget", 5)):
-        with pytest.raises(InvalidArgument, match=f"'{name}': not possible with use_beam_search"):
+        with pytest.raises(InvalidArgument, match=f"'{name}': not allowed with use_beam_search"):
             SamplingParams(use_beam_search=True, **{name: value})
 
 

@@ -251,7 +251,7 @@ INVALID_CONFIGS = {
     ),
     "per-layer config": (
         {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}},
-        "per_layer_config: layers that differ from each other are not supported",
+        "per_layer_config: a separate configuration for each layer is not supported",
     ),
     "model_type of another architecture": (
         {"model_type": "mistral"},
