@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CEL validation: evaluates every x-kubernetes-validations rule of the CRD, as an API server does.
+"""CEL validation: evaluates every x-kubernetes-validations rule of the CRD, like an API server.
 
-Pure: takes a schema and a completed value and yields problems. Called by crd.py. The rules use only CEL that the
-library and every current API server support: no optional syntax (`.?`), and no Kubernetes extension except quantity(),
-which this module provides. Rules with oldSelf are evaluated only with an old value, as on an update.
+Pure: takes a schema and a value with defaults, and yields problems. Called by crd.py. The rules use only CEL that the
+library and every current API server support: no optional syntax (`.?`), and quantity() as the only Kubernetes
+extension. This module implements quantity(). Rules with oldSelf are evaluated only on an update.
 """
 
 import functools
@@ -33,24 +33,24 @@ class CelRule:
 
     expression: str
     requirement: str
-    """The message before `; `: the requirement. Its first word is the field to blame, if the rule reads that field."""
+    """The requirement: the message of the rule before `; `. Its first word is normally the field to blame."""
     fix: str
-    """The message after `; `: what to do."""
+    """The fix: the message of the rule after `; `."""
 
     @classmethod
     def from_crd(cls, entry: Mapping[str, str]) -> "CelRule":
-        """Return the rule of an entry of x-kubernetes-validations."""
+        """Parse an entry of x-kubernetes-validations."""
         requirement, _, fix = entry["message"].strip().removesuffix(".").partition("; ")
         return cls(entry["rule"].strip(), requirement, fix)
 
     @property
     def fields(self) -> list[FieldPath]:
-        """Fields that the rule reads, relative to its schema, in the order of the expression."""
+        """Paths of the fields that the rule reads, relative to its schema, in the order of the expression."""
         return [tuple(match.group(1)[1:].split(".")) for match in _FIELD_REFERENCE.finditer(self.expression)]
 
     @property
     def subject(self) -> FieldPath:
-        """The field to blame, relative to the rule's schema; empty for the whole value."""
+        """Path of the field to blame, relative to the rule's schema; empty for the whole value."""
         first = tuple(self.requirement.partition(" ")[0].split("."))
         return first if first in self.fields else ()
 
@@ -58,13 +58,13 @@ class CelRule:
 def iter_problems(
     schema: Schema, value: Any, old: Any = ABSENT, known_problems: Collection[Problem] = (), path: FieldPath = ()
 ) -> Iterator[Problem]:
-    """Yield a problem for each rule that a completed value violates, at every depth.
+    """Yield a problem for each rule that a value with defaults violates, at every depth.
 
-    `old` is the value before an update. `known_problems` are the structural problems. A rule that reads a field with a
-    structural problem is skipped, so that one mistake is reported once.
+    `old` is the value before an update. `known_problems` are the problems that openapi_schema.py found. A rule that
+    reads a field with such a problem is skipped, so that one mistake is reported once.
 
     Raises:
-        Internal: a rule cannot be evaluated although the value has no structural problem, so the rule is wrong.
+        Internal: the value is valid for openapi_schema.py, but a rule cannot be evaluated, so the rule is wrong.
     """
     yield from _iter_problems(
         schema, value, old, frozenset(problem.suggestion or problem.path for problem in known_problems), path
@@ -128,8 +128,8 @@ def _build_context(value: Any, old: Any) -> Any:
 def _load_cel() -> ModuleType:
     """Load the compiled module of the package `cel`.
 
-    The package's __init__ is not imported, because it imports a command line (typer, rich), which takes 0.2 s of the
-    0.4 s that `quire validate` would need.
+    The package's __init__ is not imported, because it imports a command line (typer, rich). This import would take
+    0.2 s of the 0.4 s of `quire validate`.
     """
     package = importlib.util.find_spec("cel")
     spec = package and importlib.machinery.PathFinder.find_spec("cel.cel", package.submodule_search_locations)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation against the CRD: loads crds/llmservices.yaml and checks documents against it, as an API server does.
+"""Validation against the CRD: loads crds/llmservices.yaml and checks documents against it, like an API server.
 
 All problems are reported at once. openapi_schema.py and cel_rules.py contain the checks; the commands and the
 controller call `validate` or `require_valid`.
@@ -57,7 +57,7 @@ def find_crd_file() -> Path:
     """Return the path of the CRD: in the package in an installed wheel, in crds/ in a source tree.
 
     Raises:
-        Internal: it is in neither place.
+        Internal: the CRD is neither in the package nor in crds/.
     """
     module_path = Path(__file__).resolve()
     candidates = [module_path.parents[1] / "llmservices.yaml", module_path.parents[3] / "crds" / "llmservices.yaml"]
@@ -85,8 +85,8 @@ def load_schema() -> Mapping[str, Any]:
 def validate(body: object, old: object = ABSENT) -> ValidationResult:
     """Return all problems of a document, and the document as an API server would store it.
 
-    `old` is the stored object that the document replaces. Without it, rules about changes are skipped. A status is
-    ignored, as by an API server.
+    `old` is the stored object that the document replaces. Without `old`, rules about changes are skipped. Like an API
+    server, this function ignores the status.
     """
     if isinstance(body, Mapping):
         body = {key: item for key, item in body.items() if key != "status"}
@@ -106,7 +106,7 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
 
 
 def is_service(body: object) -> bool:
-    """Return whether a document is meant to be an LLMService: it has our API group or our kind."""
+    """Return whether a document has the API group or the kind of an LLMService."""
     if not isinstance(body, Mapping):
         return False
     group = str(body.get("apiVersion", "")).partition("/")[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLMService as frozen dataclasses, created from a document that crd.py has validated.
 
-Fields have the same names as in the resource, so that one search finds a field everywhere. crds/llmservices.yaml
-documents each field, and a test compares both. Values that are copied into Kubernetes objects remain dictionaries.
+Fields have the same names as in the custom resource. crds/llmservices.yaml documents each field, and a test compares
+its fields with these classes. Values that are copied into Kubernetes objects remain dictionaries.
 Called by the controller, render, plan and the commands.
 """
 
@@ -167,7 +167,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class EnvVar:
-    """An entry of spec.runtime.env"""
+    """An entry of spec.runtime.env."""
 
     name: str
     value: str
@@ -184,7 +184,7 @@ class PortsSpec:
 
     @property
     def by_name(self) -> dict[str, int]:
-        """The ports by name."""
+        """Port numbers by port name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -197,7 +197,7 @@ class ModelsSpec:
 
     @property
     def source(self) -> Source:
-        """The folder as a source."""
+        """The folder of further models, as a Source."""
         return Source(pvc=self.pvc, path=self.path)
 
 
@@ -322,7 +322,7 @@ class LLMService:
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Return the service of a body that `crd.validate` completed and found valid."""
+        """Convert the body of a valid LLMService to which `crd.validate` has added defaults."""
         meta = body["metadata"]
         return cls(
             meta["name"],
@@ -338,7 +338,7 @@ class LLMService:
 
     @property
     def openai_port(self) -> int | None:
-        """Port of the OpenAI API; None if it is not served."""
+        """Port of the OpenAI API; None if the API is turned off."""
         openai, used = self.spec.openai, self.spec.runtime.ports.by_name.values()
         if not openai.enabled:
             return None
@@ -347,7 +347,7 @@ class LLMService:
 
     @property
     def ports(self) -> dict[str, int]:
-        """All ports of a pod that others can reach, by name."""
+        """Numbers of all ports on which a pod accepts connections from other pods, by port name."""
         openai_port, runtime = self.openai_port, self.spec.runtime
         hidden = set(constants.SERVER_PROTOCOLS) - set(runtime.expose)
         ports = {name: port for name, port in runtime.ports.by_name.items() if name not in hidden}
@@ -355,7 +355,8 @@ class LLMService:
 
     @property
     def expose_option(self) -> str | None:
-        """Value of the supervisor's option --expose; None for its default, so that an upgrade replaces no pods."""
+        """Value of the supervisor's option --expose; None for its default value. None keeps the pod template unchanged,
+        so an upgrade of the operator replaces no pods."""
         expose = [name for name in constants.SERVER_PROTOCOLS if name in self.spec.runtime.expose]
         return None if len(expose) == len(constants.SERVER_PROTOCOLS) else ",".join(expose) or "none"
 
@@ -369,7 +370,7 @@ class LLMService:
         return replace(self, spec=replace(self.spec, openai=replace(self.spec.openai, enabled=False)))
 
     def build_catalog(self) -> AdapterCatalog:
-        """Return the adapter catalog for pods. Hub adapters without a token get the token of the model."""
+        """Return the adapter catalog for pods. Hub adapters without a tokenSecretRef get the model's tokenSecretRef."""
         return AdapterCatalog(self.generation, tuple(self._with_model_token(adapter) for adapter in self.spec.adapters))
 
     def _with_model_token(self, adapter: AdapterSpec) -> AdapterSpec:

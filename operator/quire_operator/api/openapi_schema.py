@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAPI validation: removes nulls and fills in defaults like an API server, then checks a value against the schema.
+"""OpenAPI validation: removes nulls and adds defaults like an API server, then checks a value against the schema.
 
 Pure: takes a schema and a value, and returns a value or yields problems. Called by crd.py; cel_rules.py contains the
-CEL rules. It is stricter than an API server in one point: an unknown field is a problem, as for kubectl, while an API
-server may drop the field silently.
+CEL rules. An unknown field is a problem, as for kubectl. An API server can drop such a field silently.
 """
 
 import json
@@ -23,7 +22,7 @@ _PRESERVE_UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 
 
 def with_defaults(schema: Schema, value: Any) -> Any:
-    """Return a copy of the value as an API server would store it: known null fields removed, defaults filled in."""
+    """Return a copy of the value as an API server would store it: without null in known fields, and with defaults."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         present = {key: item for key, item in value.items() if item is not None or key not in fields}
@@ -40,7 +39,7 @@ def with_defaults(schema: Schema, value: Any) -> Any:
 
 
 def without_defaults(schema: Schema, value: Any) -> Any:
-    """Return a copy of the value without fields that equal their default, the inverse of `with_defaults`."""
+    """Return a copy of the value without fields that equal their default. This is the inverse of `with_defaults`."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         pruned = {
@@ -56,7 +55,7 @@ def without_defaults(schema: Schema, value: Any) -> Any:
 
 
 def without_unknown_fields(schema: Schema, value: Any) -> Any:
-    """Return a copy of the value without fields that the schema does not contain, as an API server stores it."""
+    """Return a copy of the value without fields that the schema lacks, as an API server would store the value."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         preserves_unknown = schema.get(_PRESERVE_UNKNOWN) or "properties" not in schema
@@ -71,7 +70,7 @@ def without_unknown_fields(schema: Schema, value: Any) -> Any:
 
 
 def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
-    """Yield the structural problems of a completed value. `path` is its path in the document."""
+    """Yield the violations of `schema` by a value with defaults. `path` is the path of the value in the document."""
     paths_by_name: dict[str, list[FieldPath]] = {}
     for field_path in field_paths(schema, path):
         paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
@@ -86,7 +85,7 @@ def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[
 
 
 def _build_validator(schema: Schema) -> Any:
-    # OpenAPI 3.0 is based on draft 4, in which 1.0 is not an integer, as for an API server.
+    # OpenAPI 3.0 is based on draft 4 of JSON Schema. There 1.0 is not an integer; API servers agree.
     extend: Any = jsonschema.validators.extend
     return extend(jsonschema.Draft4Validator, {"pattern": _check_pattern})(_strict_schema(schema))
 
@@ -135,5 +134,5 @@ def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem
                     entry_path = (*path, i, *(keys or ())[:1])
                     duplicate_value = identity[0] if keys and isinstance(identity, list) else item
                     yield Problem(
-                        entry_path, duplicate_value, f"is the same as in entry {first}", "give each entry its own"
+                        entry_path, duplicate_value, f"equals the value in entry {first}", "use a different value"
                     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages for schema violations: converts a failed OpenAPI keyword to a problem with a rule and a fix.
+"""Messages for schema violations: converts a violated OpenAPI keyword to a problem with a rule and a fix.
 
 Called by openapi_schema.py for each violation. A test checks that every pattern in the CRD has a message here.
 """
@@ -40,15 +40,15 @@ _VLLM_ALIASES = {
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
 }
-"""Normalized names of vLLM's engine arguments, and of the corresponding fields with different names."""
+"""By the normalized name of a vLLM engine argument: normalized name of the corresponding field."""
 
 _MAX_SUGGESTED_PATHS = 3
-"""A field name with more paths than this, such as name, is too common for a suggestion."""
+"""Maximum number of paths with the suggested field name; a name with more paths is too common for a suggestion."""
 _MAX_UNKNOWN_FIELDS = 50
-"""Number of an object's unknown fields that are reported one by one: finding a suggestion takes 0.1 ms for each."""
+"""Maximum number of unknown fields of an object that are reported one by one. Each suggestion takes 0.1 ms."""
 
 QUANTITY_RULE = "must be a number with a unit"
-"""Rule for sizes. A number without a unit would be bytes."""
+"""Rule for sizes; it requires a unit, because Kubernetes reads a number without a unit as bytes."""
 _NAME_RULE = "must contain only a-z, 0-9, '-' and '.', and begin and end with a letter or digit"
 _CIDR_RULE = "must be an IP range"
 
@@ -95,7 +95,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     ),
     r"^/[^\s]*$": ("must be an absolute path", "begin it with /"),
     server_arguments.PATTERN: (
-        "must be an argument that can be set, in the form NAME=VALUE, with a valid value",
+        "must be an allowed argument, in the form NAME=VALUE, with a valid value",
         f"use one of {', '.join(server_arguments.ALLOWED)}",
     ),
     r"^[0-9a-fA-F.:]+/[0-9]{1,3}$": (_CIDR_RULE, "write it like 10.0.0.0/8"),
@@ -105,7 +105,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
 def explain_error(
     keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath, paths_by_name: PathsByName
 ) -> Iterator[Problem]:
-    """Yield the problems for one failed keyword of `schema` with argument `limit`, for `value` at `path`."""
+    """Yield the problems of `value` at `path`, which violates `keyword` of `schema`; `limit` is the keyword's value."""
     if keyword == "additionalProperties":
         yield from _unknown_fields(value, schema, path, paths_by_name)
     elif keyword in ("minLength", "minItems") and limit == 1:
@@ -120,7 +120,7 @@ def explain_error(
 
 
 def closest_match(name: str, candidates: Sequence[str]) -> str | None:
-    """Return the candidate that is most similar to the name, or None."""
+    """Return the candidate that is most similar to the name; None if no candidate is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
@@ -176,7 +176,7 @@ def _wrong_type(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iter
 
 
 def _type_fix(limit: str, value: Any, schema: Schema) -> str:
-    """Return how to change a value to the required type."""
+    """Return the fix for a value that does not have the required type."""
     if limit == "string" and isinstance(value, bool | int | float):
         pattern = schema.get("pattern")
         if pattern and (PATTERN_MESSAGES[pattern][0] == QUANTITY_RULE or not re.search(pattern, format_value(value))):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation problems of an LLMService (path, value, rule, fix), and the error that contains them.
 
-Created by openapi_schema.py, cel_rules.py and the commands; printed by the commands. Independent of YAML and CEL.
+openapi_schema.py, cel_rules.py and the commands create problems; the commands print them. Independent of YAML and CEL.
 """
 
 import json
@@ -27,25 +27,26 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, with everything that is needed to fix it."""
+    """One problem of a document: field, value, violated rule and fix."""
 
     path: FieldPath
-    """The invalid field."""
+    """Path of the invalid field."""
     value: object
-    """The field's value, or ABSENT."""
+    """Value of the field; ABSENT if the field is missing."""
     rule: str
     """The rule that the field violates."""
     fix: str
-    """What to do."""
+    """Change to the document that removes the problem."""
     suggestion: FieldPath | None = None
-    """For an unknown field: the field that was probably meant. Rules about that field are skipped."""
+    """For an unknown field: path of the field that the user probably meant. CEL rules that read that field are
+    skipped."""
 
     def __str__(self) -> str:
         value_text = "" if self.value is ABSENT else f" {format_value(self.value)}:"
         return f"{format_path(self.path)}:{value_text} {self.rule}; {self.fix}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return path, value (unless ABSENT), rule and fix."""
+        """Return path, value, rule and fix; without value if it is ABSENT."""
         value = {} if self.value is ABSENT else {"value": self.value}
         return {"path": format_path(self.path), **value, "rule": self.rule, "fix": self.fix}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML manifests with the line number of each field.
 
-Reads YAML like kubectl where PyYAML's default differs: a duplicate key is an error; dates and keys are strings.
-Independent of LLMService. Called by the commands and crd.py.
+The reader follows kubectl in two points that differ in PyYAML: a duplicate key is an error, and dates and keys are
+strings. Independent of LLMService. Called by the commands and crd.py.
 """
 
 import math
@@ -20,28 +20,29 @@ from quire_spec.errors import ConfigError
 _NodesByKey = dict[str, tuple[yaml.Node, yaml.Node]]
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a document, ten times the largest LLMService. YAML aliases can expand a small file
-without bound."""
+"""Maximum number of values in a document, ten times that of the largest LLMService. Without it, YAML aliases could
+expand a small file without bound."""
 
 MAX_DEPTH = 100
-"""Maximum nesting of objects and lists, three times that of a pod template. Validation is recursive."""
+"""Maximum nesting of objects and lists, three times that of a pod template. The limit exists because validation is
+recursive."""
 
 
 _FIXES: dict[str | None, str] = {
     "found character that cannot start any token": "indent with spaces, not tabs; quote text that begins with @ ` or %",
     "mapping values are not allowed in this context": "correct the indentation, and quote text that contains ': '",
-    "could not find expected ':'": "write it as key: value, with the space",
+    "could not find expected ':'": "write key: value, with a space after the colon",
     "found unexpected end of stream": "close the quotes that begin here",
-    "did not find expected node content": "close each [ and {, or quote them; render Helm templates first",
+    "did not find expected node content": "close or quote each [ and {; render Helm templates first",
     "found undefined alias": "quote text that begins with *",
     # The parser of PyYAML 6.0.4 counts brackets before _check_depth does.
     "exceeded maximum nesting depth": "nest at most 100 objects and lists",
 }
-"""Fixes for the most common errors, by the message of the YAML parser."""
+"""Fix for each of the most common errors, by the message of the YAML parser."""
 
 
 class ManifestError(ConfigError):
-    """A file cannot be read, or is not YAML. The message begins with the file, and line and column if known."""
+    """A file cannot be read, or is not YAML. The message begins with file:line:column, as far as known."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -60,12 +61,12 @@ _Loader.yaml_implicit_resolvers = {
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One document of a file."""
+    """One YAML document of a file."""
 
     file: str
     """File name as given by the user; `-` for standard input."""
     body: Any
-    """Parsed JSON types."""
+    """The document, as JSON types."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
     """Line of each key and list entry, starting at 1. The empty path maps to the first line of the document."""
 
@@ -75,7 +76,7 @@ class Manifest:
         return Path.cwd() if self.file == "-" else Path(self.file).resolve().parent
 
     def location(self, path: FieldPath) -> str:
-        """Return file:line of the field, or of its nearest parent in the file."""
+        """Return file:line of the field; if the file lacks it, of its nearest parent."""
         while path not in self.lines and path:
             path = path[:-1]
         return f"{self.file}:{self.lines.get(path, 1)}"
@@ -95,7 +96,7 @@ def read_manifests(file: str) -> list[Manifest]:
             f"{file}: {error.strerror}; give the path of a YAML file, or - for standard input"
         ) from error
     except UnicodeDecodeError as error:
-        raise ManifestError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
+        raise ManifestError(f"{file}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
 
 
 def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
@@ -130,8 +131,8 @@ def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
 def _check_depth(text: str, file: str) -> None:
     """Reject documents that are nested too deeply.
 
-    This is checked on parser events, because the loader builds nodes recursively in C and crashes the process when its
-    stack overflows.
+    The check reads parser events, because the loader recurses in C: a deep document would overflow the stack and crash
+    the process.
     """
     loader = _Loader(text)
     depth = 0
@@ -191,7 +192,7 @@ class _NodeBuilder:
         if not isinstance(value, str | bool | int | float | None) or (
             isinstance(value, float) and not math.isfinite(value)
         ):
-            problem = f"{format_value(node.value)} is a {kind}, which JSON does not support"
+            problem = f"{format_value(node.value)} is a {kind}, and JSON has no such type"
             raise self._error(node, f"{problem}; put it in quotes to make it a string")
         return value
 
@@ -211,9 +212,9 @@ class _NodeBuilder:
         return value
 
     def _resolve_fields(self, node: yaml.MappingNode) -> _NodesByKey:
-        """Return key and value nodes by name, including merged ones (<<).
+        """Return key and value nodes by name, including fields of merged objects (<<).
 
-        PyYAML copies merged fields repeatedly, so that a few lines of nested merges exhaust the memory.
+        PyYAML's own merge copies merged fields repeatedly: a few lines of nested merges would exhaust the memory.
         """
         if id(node) in self.resolved_fields:
             return self.resolved_fields[id(node)]
@@ -224,10 +225,10 @@ class _NodeBuilder:
         merged_fields: _NodesByKey = {}
         for key, value_node in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise self._error(key, "a key is not a string; quote it, or render the template if it contains {{ }}")
+                raise self._error(key, "a key is not a string; quote the key, or render the template if it has {{ }}")
             if key.value in own_fields:
                 line = own_fields[key.value][0].start_mark.line + 1
-                raise self._error(key, f"key {key.value!r} already exists in line {line}; keep one of them")
+                raise self._error(key, f"key {key.value!r} already exists in line {line}; remove one of the two")
             own_fields[key.value] = (key, value_node)
         for key, value_node in [pair for pair in own_fields.values() if pair[0].tag == _MERGE]:
             del own_fields[key.value]
@@ -235,7 +236,7 @@ class _NodeBuilder:
             for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
                 if not isinstance(source, yaml.MappingNode):
                     raise self._error(
-                        source, "<< requires an object or a list of objects; quote it for a key with that name"
+                        source, "<< requires an object or a list of objects; for a key with the name <<, quote it"
                     )
                 fields = self._resolve_fields(source)
                 self._count_values(source, len(fields))

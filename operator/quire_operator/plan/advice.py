@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice for tight plans and for models that do not fit: attempted candidates, sufficient GPUs, useful changes.
+"""Advice for plans with little KV cache and for models that do not fit: tried candidates, larger GPUs, other settings.
 
-Pure. Every recommendation has been planned first, so a setting that the engine rejects is never recommended. Called by
-planner.py and build_plan.py.
+Pure. This module makes a plan with every setting before it recommends the setting, so the engine accepts each
+recommendation. Called by planner.py and build_plan.py.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ from quire_spec.model import capabilities
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 MIN_FULL_LENGTH_REQUESTS = 4
-"""Requests of length maxModelLen that must fit into the KV cache; with fewer, a plan gets LowConcurrency."""
+"""Number of requests of maxModelLen tokens that must fit into the KV cache. A plan with fewer gets LowConcurrency."""
 _LARGE_LORA_DIVISOR = 4
-"""Fewer adapter slots are suggested when the slots use more than a quarter of the KV cache's size."""
+"""The advice suggests fewer adapter slots if the slots use more than 1/4 of the KV cache's size."""
 _RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
     "swapSpace",
 )  # fmt: skip
-"""Fields of spec.engine that can be omitted and may be the reason that a model does not fit."""
+"""Optional fields of spec.engine whose values can prevent that a model fits."""
 
 
 def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, str]:
-    """Return how well the candidate fits, and what to change ("" if there is nothing)."""
+    """Return the reason of the condition Planned for the candidate, and the advice ("" if there is none)."""
     fits: list[tuple[FitReason, str]] = []
     if text := _utilization_risk(inputs, candidate):
         fits.append((FitReason.UTILIZATION_RISK, text))
@@ -40,7 +40,7 @@ def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, 
         fits.append((FitReason.LOW_CONCURRENCY, _low_concurrency(inputs, candidate)))
     if inputs.gpu is not None and inputs.gpu.larger_products:
         kinds = ", ".join(inputs.gpu.larger_products)
-        text = f"Pods can also be scheduled to larger GPUs ({kinds}); set spec.gpu.product to plan for one product."
+        text = f"Pods can also run on larger GPUs ({kinds}); set spec.gpu.product to plan for one product."
         fits.append((FitReason.HETEROGENEOUS_POOL, text))
     if text := _host_memory_advice(inputs, candidate):
         fits.append((FitReason.FITS, text))
@@ -48,7 +48,8 @@ def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, 
 
 
 def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
-    """Return the message of DoesNotFit: a sentence, the table of attempts, and GPUs that are sufficient."""
+    """Return the message of the reason DoesNotFit: a sentence, the table of attempts, and the smallest GPUs that
+    fit."""
     if inputs.gpu is None:
         return _explain_no_fit_on_cpu(inputs, attempts)
     gpu, context = inputs.gpu, limits.min_context(inputs)
@@ -60,7 +61,7 @@ def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
 
 
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
-    """Yield each number of GPUs that the engine and the model allow, with the smallest product that fits."""
+    """Yield each number of GPUs that engine and model support, and the smallest product on which the model fits."""
     for count in limits.TP_SIZES:
         if count not in capabilities.TENSOR_PARALLEL_SIZES or unsupported_reason(inputs.model.shape, count):
             continue
@@ -72,7 +73,7 @@ def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
 
 
 def _attempts_table(inputs: PlannerInputs, attempts: list[Candidate]) -> Iterator[str]:
-    """Yield one row for each number of GPUs: its best attempt, or the reason that it was not tried."""
+    """Yield one row for each number of GPUs: its best candidate, or the reason why the planner tried none."""
     columns = ("GPUs", "share", "weights", "step", "other", "adapters", "left", "short by")
     yield "  " + " ".join(f"{name:>8}" for name in columns) + "   (GiB on each)"
     for tp in limits.TP_SIZES:
@@ -108,11 +109,11 @@ def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:
 
 def _sufficient_gpus(inputs: PlannerInputs) -> str:
     options = ", or ".join(f"{count} x {product}" for count, product in smallest_gpus(inputs))
-    return f"The smallest that fit: {options}." if options else "No GPU in the table of products is large enough."
+    return f"The model fits on {options}." if options else "No GPU in the table of products is large enough."
 
 
 def _reduction_options(inputs: PlannerInputs) -> str:
-    """Return the fields that can be reduced, or omitted so that the planner chooses them."""
+    """Return the changes of the spec that reduce memory: lower values, and fields to omit."""
     engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
         options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
@@ -184,7 +185,7 @@ def _low_concurrency(inputs: PlannerInputs, candidate: Candidate) -> str:
 
 
 def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[str]:
-    """Yield more GPUs of the same product, and the smallest product that fits MIN_FULL_LENGTH_REQUESTS."""
+    """Yield two options: more GPUs of the same product, and the smallest product with MIN_FULL_LENGTH_REQUESTS."""
     gpu = inputs.gpu
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return
@@ -216,7 +217,7 @@ def _fewer_adapter_slots_options(inputs: PlannerInputs, candidate: Candidate) ->
 
 
 def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
-    """Return the best candidate with these changes, or None if none fits."""
+    """Return the best candidate with these changes; None if no candidate fits."""
     changed = replace(inputs, **changes)
     if changed.gpu is not None and limits.dtype_error(changed, changed.gpu):
         return None
@@ -224,7 +225,7 @@ def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | N
 
 
 def _sufficient_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
-    """Return the best candidate with these changes if it fits MIN_FULL_LENGTH_REQUESTS, else None."""
+    """Return the best candidate with these changes; None if its KV cache has no space for MIN_FULL_LENGTH_REQUESTS."""
     best = _best_candidate_with(inputs, **changes)
     return best if best and best.kv_tokens >= MIN_FULL_LENGTH_REQUESTS * best.max_model_len else None
 
@@ -240,6 +241,6 @@ def _host_memory_advice(inputs: PlannerInputs, candidate: Candidate) -> str:
     if required <= inputs.memory_limit:
         return ""
     return (
-        f"spec.runtime.memory is less than the {required // MIB + 1}Mi that the pod's processes are expected to use; "
-        "raise it."
+        f"spec.runtime.memory is too small: the pod's processes are expected to use {required // MIB + 1}Mi; raise it "
+        "to at least this value."
     )

@@ -43,7 +43,7 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
         gpuMemoryUtilization=None if gpu is None else _utilization(inputs, candidate),
         kvCacheMemory=_kv_cache_memory(inputs, device_memory),
         blockSize=_planned_value(
-            engine.blockSize, choose_block_size(inputs, candidate), "few tokens are wasted in half-filled blocks"
+            engine.blockSize, choose_block_size(inputs, candidate), "little memory is wasted in partly filled blocks"
         ),
         maxModelLen=_planned_value(engine.maxModelLen, candidate.max_model_len, _context_reason(inputs, candidate)),
         maxNumSeqs=_planned_value(engine.maxNumSeqs, candidate.max_num_seqs, _max_num_seqs_reason(inputs, candidate)),
@@ -91,12 +91,12 @@ def _host_memory(inputs: PlannerInputs, num_gpus: int, device_memory: DeviceMemo
 
 def _default_dtype(inputs: PlannerInputs) -> tuple[str, str]:
     if inputs.gpu is None:
-        return "auto", f"the checkpoint's {inputs.model.dtype} if the CPU supports it, else float32 (assumed here)"
+        return "auto", f"{inputs.model.dtype} if the CPU supports it, else float32; the plan assumes float32"
     return inputs.model.dtype, "dtype of the checkpoint"
 
 
 def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[str]:
-    reason = "the rest is for CUDA graphs, the server and fragmentation (0.80 to 0.93)"
+    reason = "0.80 to 0.93; the rest of the memory is for CUDA graphs, the server and fragmentation"
     return _planned_value(inputs.engine.gpuMemoryUtilization, f"{candidate.utilization / 1000:.2f}", reason)
 
 
@@ -115,9 +115,9 @@ def _tp_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
         return "one GPU for each replica"
     sizes = limits.allowed_tp_sizes(inputs)
     if len(sizes) == 1:
-        return "the only number that divides the model and that the engine supports"
+        return "the only number of GPUs that model and engine support"
     allowed = ", ".join(map(str, sizes))
-    return f"the smallest of {allowed} with the longest context, up to {limits.MAX_DEFAULT_CONTEXT} tokens"
+    return f"smallest of {allowed} with the longest context, up to {limits.MAX_DEFAULT_CONTEXT} tokens"
 
 
 def _context_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
@@ -131,10 +131,10 @@ def _max_num_seqs_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     if candidate.max_num_seqs <= inputs.engine.minConcurrency:
         return "minConcurrency"
     mean = min(MEAN_SEQUENCE_LEN, candidate.max_model_len)
-    return f"{candidate.kv_tokens} KV tokens with about {mean} for each sequence"
+    return f"{candidate.kv_tokens} KV tokens, at about {mean} tokens per sequence"
 
 
 def _token_budget_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     if candidate.max_num_batched_tokens == candidate.max_num_seqs:
         return "one token for each sequence"
-    return "more would delay running requests on a CPU" if inputs.gpu is None else "chosen by the GPU's memory"
+    return "a larger step would delay running requests" if inputs.gpu is None else "chosen by the GPU's memory"

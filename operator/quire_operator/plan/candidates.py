@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates for a plan: number of GPUs, token budget and sequences, with their memory costs and context length.
+"""Candidates for a plan: number of GPUs, token budget and maximum sequences, with memory costs and context length.
 
-Pure. Candidates are compared in one fixed order, and more memory only makes more of them fit. Therefore more memory
-never gives a worse plan. planner.py uses the best candidate; advice.py evaluates others.
+Pure. Candidates have one fixed order, and every candidate that fits also fits into more memory. Therefore more memory
+never results in a worse plan. planner.py uses the best candidate; advice.py evaluates other candidates.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,20 +17,21 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.model import capabilities
 
 MEAN_SEQUENCE_LEN = 2048
-"""Assumed average length of a sequence in tokens, for choosing maxNumSeqs."""
+"""Assumed average length of a sequence in tokens; maxNumSeqs is chosen with it."""
 CONTEXT_STEP = 1024
 MAX_BLOCK_SIZE = 128
-"""Tokens are counted in blocks of the largest size, so that the block size never shortens the context."""
+"""Largest KV block in tokens. The planner counts in blocks of this size, so a smaller blockSize never shortens the
+context."""
 GPU_MAX_NUM_SEQS = (512, 256, 128, 64, 32, 16)
 CPU_MAX_NUM_SEQS = (64, 32, 16, 8, 4, 2, 1)
 GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
-"""Minimum GPU memory and token budget: a large GPU needs more tokens in a step to be busy."""
+"""Pairs of minimum GPU memory and token budget: a larger GPU needs more tokens in a step for full utilization."""
 CPU_TOKEN_BUDGET = 512
 """Token budget on a CPU: with 2048, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
-"""Largest integer in a status. A spec can pin any KV cache size; its plan could not be written without this limit."""
+"""Largest integer that a status can contain. A spec can set a KV cache size that would exceed it."""
 MAX_CPU_KV_BYTES = 4 * GIB
-"""Largest KV cache on a CPU if neither the spec nor a limit sets the memory."""
+"""Largest KV cache on a CPU if the spec sets neither kvCacheMemory nor a memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,13 @@ class Candidate:
     max_num_batched_tokens: int
     max_num_seqs: int
     utilization: int
-    """Thousandths of a GPU's memory; 0 on a CPU."""
+    """gpuMemoryUtilization in thousandths of a GPU's memory; 0 on a CPU."""
     costs: DeviceCosts
     kv_bytes: int
-    """Memory for the KV cache; negative when the weights and other costs do not fit."""
+    """Memory for the KV cache in bytes; negative if weights and other costs alone exceed the memory."""
     kv_tokens: int
     max_model_len: int
-    """0 when the KV cache is too small for the minimum context."""
+    """Context length in tokens; 0 if the KV cache is too small for the minimum context."""
 
 
 def generate_candidates(inputs: PlannerInputs) -> Iterator[Candidate]:
@@ -59,16 +60,16 @@ def generate_candidates(inputs: PlannerInputs) -> Iterator[Candidate]:
 
 
 def best_candidate(inputs: PlannerInputs, candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate with the highest `sort_key` among those that fit, or None."""
+    """Return the candidate with the highest `sort_key` of those that fit; None if none fits."""
     return max((w for w in candidates if w.max_model_len), key=lambda w: sort_key(inputs, w), default=None)
 
 
 def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int, int]:
-    """Return the order of candidates: the longest context for minConcurrency requests, then the fewest GPUs, then the
-    most sequences, then the largest token budget.
+    """Return the sort key of a candidate: longest context for minConcurrency requests, then fewest GPUs, then most
+    sequences, then largest token budget.
 
-    More sequences are better only while each has MEAN_SEQUENCE_LEN tokens, so that sequences do not constantly wait for
-    blocks.
+    More sequences are better only while each has MEAN_SEQUENCE_LEN tokens of KV cache; further sequences would often
+    wait for KV blocks.
     """
     context = min(candidate.max_model_len, candidate.kv_tokens // inputs.engine.minConcurrency)
     mean = min(MEAN_SEQUENCE_LEN, limits.max_context(inputs))
@@ -94,7 +95,8 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
 
 
 def choose_block_size(inputs: PlannerInputs, candidate: Candidate) -> int:
-    """Return 16 tokens, 32 for very many long requests, or less if half-filled last blocks would waste over 2 %."""
+    """Return the block size: 16 tokens, 32 for many long sequences, or less if 16 would waste over 2 % of the KV
+    cache in partly filled blocks."""
     if inputs.engine.blockSize is not None:
         return inputs.engine.blockSize
     target = 32 if candidate.max_num_seqs >= 256 and candidate.max_model_len >= limits.MAX_DEFAULT_CONTEXT else 16
@@ -113,7 +115,7 @@ def _utilization(inputs: PlannerInputs, tp: int) -> int:
 def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: int, seqs: int, per_token: int) -> int:
     """Return the bytes for the KV cache on each GPU, or for each process on a CPU.
 
-    The pinned size is returned if it fits, else the missing bytes as a negative number.
+    If the spec sets a size: return it if it fits, else the missing bytes as a negative number.
     """
     pinned = None if inputs.engine.kvCacheMemory is None else to_bytes(inputs.engine.kvCacheMemory)
     if inputs.gpu is not None:
@@ -129,7 +131,8 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
 
 
 def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> int:
-    """Return the KV cache size on a CPU without a memory limit: enough for all sequences, bounded, at least one."""
+    """Return the KV cache size on a CPU without a memory limit: space for all sequences, at most MAX_CPU_KV_BYTES and
+    at least space for one sequence."""
     length = round_up_to_blocks(limits.max_context(inputs))
     target = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE_LEN, length)) * per_token
     shortest = round_up_to_blocks(limits.min_context(inputs))
@@ -162,7 +165,7 @@ def _token_budgets(inputs: PlannerInputs) -> list[int]:
 
 
 def _max_num_seqs_options(inputs: PlannerInputs) -> list[int]:
-    """Return the values to try: at least minConcurrency, and not more than the token budget of a step."""
+    """Return the values of maxNumSeqs to try, from minConcurrency to the token budget of a step."""
     if inputs.engine.maxNumSeqs is not None:
         return [inputs.engine.maxNumSeqs]
     default_options = GPU_MAX_NUM_SEQS if inputs.gpu else CPU_MAX_NUM_SEQS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about a model that the planner needs: its config.json and the size of its weights.
 
-Pure; checkpoint_files.py reads the files. The size comes from the safetensors index, or else from the header of the
-single weights file, or else is estimated from the model configuration.
+Pure; checkpoint_files.py reads the files. The source of the size is the safetensors index, or the header of the single
+weights file. Without these files, the size is estimated from config.json.
 """
 
 import hashlib
@@ -38,10 +38,10 @@ class CheckpointInfo:
 
     shape: ModelConfig
     weights_bytes: int
-    """Bytes of all tensors in the files."""
+    """Bytes of all tensors in the weights' files."""
     size_source: SizeSource
     config_digest: str
-    """Digest (sha256:...) of the content of config.json, independent of its formatting."""
+    """Digest (sha256:...) of the values in config.json; their formatting does not change it."""
 
     @property
     def dtype(self) -> str:
@@ -68,7 +68,7 @@ def index_total_bytes(index: object) -> int:
     """Return the bytes of all tensors from a parsed model.safetensors.index.json.
 
     Raises:
-        ConfigError: it does not contain a valid total size.
+        ConfigError: the index does not contain a valid total size.
     """
     metadata = index.get("metadata") if isinstance(index, Mapping) else None
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a plan needs of a model: config.json, and the index or the header of the weights.
+"""Reader of the files that a plan needs: config.json, and the index or the header of the weights.
 
-Range requests read a few kilobytes; the weights are not downloaded. Called by `quire plan` and by the operator.
+It reads a few kilobytes with range requests and does not download the weights. Called by `quire plan` and the
+operator.
 """
 
 import json
@@ -18,17 +19,17 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 MAX_JSON_BYTES = 64 * 2**20
-"""Limit for config.json and an index; the largest indexes have about 10 MB."""
+"""Maximum size of config.json or an index; the largest indexes have about 10 MB."""
 
 
 async def read_source_checkpoint(source: Source, read_secret: SecretValues) -> CheckpointInfo:
-    """Read a remote source; raises ConfigError, Unavailable and NotFound."""
+    """Read the checkpoint of a remote source; raises ConfigError, Unavailable and NotFound."""
     async with SourceFactory(SourceOptions(), read_secret) as sources:
         return await read_checkpoint(sources.open_reader(source))
 
 
 async def read_local_checkpoint(path: Path) -> CheckpointInfo:
-    """Read a model's folder, or a single config.json, from which the size of the weights is estimated.
+    """Read a model's folder, or a single config.json. The size of the weights is then estimated from config.json.
 
     Raises:
         ConfigError, Unavailable: see `read_checkpoint`.
@@ -43,11 +44,11 @@ async def read_local_checkpoint(path: Path) -> CheckpointInfo:
 
 
 async def read_checkpoint(reader: SourceReader) -> CheckpointInfo:
-    """Read what a plan needs of the model.
+    """Read config.json and the size of the weights.
 
     Raises:
         ConfigError: config.json does not exist, or a file has invalid content.
-        Unavailable, NotFound: as `SourceReader.open`.
+        Unavailable, NotFound: `SourceReader.open` raised this error.
     """
     config = await _read_json(reader, CONFIG_FILE)
     if config is None:
@@ -68,7 +69,7 @@ async def _read_json(reader: SourceReader, name: str) -> Any:
         return None
     path = reader.display_name(name)
     if len(data) > MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_JSON_BYTES} bytes; this is not a {name} of a model")
+        raise ConfigError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, so it is not a valid {name}; replace it")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory costs on one device: weights, the peak of a step, adapter slots, KV bytes of a token, and the reserve.
 
-Formulas and constants are fitted to startup logs of vLLM with Llama 3.1 8B; the five points are in
-tests/operator/plan/test_plan_tables.py. For this engine they are estimates: it measures at startup, and
-status.plan.measured contains the result. Called by candidates.py and host_memory.py.
+Formulas and constants are fitted to five startup logs of vLLM with Llama 3.1 8B, which
+tests/operator/plan/test_plan_tables.py lists. For this engine they are estimates. The engine measures its memory at
+startup; status.plan.measured contains the result. Called by candidates.py and host_memory.py.
 """
 
 import math
@@ -16,30 +16,30 @@ MIB = 2**20
 GIB = 2**30
 
 _NON_TORCH = GIB // 2
-"""CUDA context and libraries of the engine process."""
+"""Memory of the CUDA context and the libraries of the engine process."""
 _COMMUNICATION = GIB // 2
-"""NCCL buffers, with tensor parallelism."""
+"""Memory of NCCL buffers, only with tensor parallelism."""
 _SERVER = GIB // 2
-"""CUDA context of the server process, not part of the engine's memory."""
+"""Memory of the CUDA context of the server process; gpuMemoryUtilization does not include it."""
 _SHARED_MARGIN = 3 * GIB // 10
 _FRAGMENTATION_PERCENT = 2
 _WEIGHTS_PERCENT = 101
 """Bytes that torch allocates for 100 bytes of tensors: 15.1 GiB measured for 14.96 GiB of files."""
 _ACTIVATIONS_PERCENT = 115
 _SAMPLING_BYTES = 20
-"""For each sequence and vocabulary entry: logits, copies for sorting and softmax, and the counts of penalties."""
+"""Bytes of sampling for each sequence and vocabulary entry: logits, copies for sorting and softmax, penalty counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """Bytes on one device, without the KV cache."""
+    """Memory in bytes on one device, without the KV cache."""
 
     weights: int
     activations: int
     """Peak of the activations in the largest step."""
     non_torch: int
     lora: int
-    """All adapter slots."""
+    """Memory of all adapter slots."""
 
     @property
     def total(self) -> int:
@@ -48,7 +48,7 @@ class DeviceCosts:
 
     @property
     def rounded_total(self) -> int:
-        """Sum of all costs, each rounded up to whole MiB, as in a plan."""
+        """Sum of all costs. Each cost is rounded up to whole MiB, because a plan contains whole MiB."""
         return sum(map(round_up_mib, astuple(self)))
 
 
@@ -58,7 +58,8 @@ def round_up_mib(size: int) -> int:
 
 
 def kv_bytes_per_token(shape: ModelConfig, element_bytes: int, tp: int, scale_bytes: int = 0) -> int:
-    """Return the KV bytes of one token on each of `tp` devices. Fewer KV heads than `tp` are replicated."""
+    """Return the KV bytes of one token on each of `tp` devices. KV heads are replicated if there are fewer than
+    `tp`."""
     heads = max(1, shape.num_kv_heads // tp)
     return memory_sizing.kv_block_bytes(shape, 1, element_bytes, scale_bytes) // shape.num_kv_heads * heads
 
@@ -69,12 +70,14 @@ def weights_bytes(files_bytes: int, tp: int) -> int:
 
 
 def lora_bytes(shape: ModelConfig, num_slots: int, max_rank: int, element_bytes: int) -> int:
-    """Return the bytes of the adapter slots on each device. With tp, one matrix of each pair is replicated."""
+    """Return the bytes of the adapter slots on each device. With tensor parallelism, one matrix of each LoRA pair is
+    replicated."""
     return num_slots * memory_sizing.lora_slot_bytes(shape, max_rank, element_bytes)
 
 
 def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:
-    """Return the peak bytes of a step: of its `num_tokens` tokens, or of sampling `num_seqs` sequences if larger."""
+    """Return the peak bytes of activations: max(forward pass of `num_tokens` tokens, sampling of `num_seqs`
+    sequences)."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
     if shape.moe is not None:
@@ -91,17 +94,17 @@ def non_torch_bytes(tp: int) -> int:
 
 
 def graph_bytes(shape: ModelConfig) -> int:
-    """Return the bytes of captured CUDA graphs, which are not part of the engine's memory.
+    """Return the bytes of captured CUDA graphs, which gpuMemoryUtilization does not include.
 
-    0.5 GiB for 32 layers, 1 GiB for 64 layers and more.
+    The result is 0.5 GiB for 32 layers, and 1 GiB for 64 layers or more.
     """
     return min(max(shape.num_layers * GIB // 64, GIB // 2), GIB)
 
 
 def utilization(shape: ModelConfig, visible: int, tp: int) -> int:
-    """Return the engine's fraction of GPU memory in thousandths: 800 to 900, or to 930 from 32 GiB.
+    """Return gpuMemoryUtilization in thousandths: 800 to 900, or 800 to 930 on GPUs with at least 32 GiB.
 
-    The rest is for CUDA graphs, the server and fragmentation.
+    The rest of the memory is for CUDA graphs, the server and fragmentation.
     """
     reserve = graph_bytes(shape) + _SERVER + visible * _FRAGMENTATION_PERCENT // 100 + (_SHARED_MARGIN if tp > 1 else 0)
     share = (visible - reserve) * 100 // visible

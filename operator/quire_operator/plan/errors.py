@@ -17,7 +17,7 @@ class UnplannableReason(StrEnum):
 
 
 class Unplannable(ConfigError):
-    """No plan can be made for the inputs."""
+    """The planner cannot make a plan for its inputs."""
 
     def __init__(self, reason: UnplannableReason, message: str) -> None:
         self.reason = reason

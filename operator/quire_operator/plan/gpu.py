@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU products and their memory, from the spec, node labels, or the table of products.
 
-The labels are those of NVIDIA's GPU feature discovery. Pure: cli/plan.py and the controller read the nodes.
+NVIDIA's GPU feature discovery sets the node labels. Pure: cli/plan.py and the controller read the nodes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,23 +36,23 @@ class GpuInfo:
     """One GPU product."""
 
     product: str
-    """Value of the node label; empty if only the memory is known."""
+    """Value of the node label nvidia.com/gpu.product; empty if only the memory is known."""
     memory_mib: int
-    """Total memory that the driver (NVML) reports. CUDA reports less."""
+    """Total memory that the driver (NVML) reports; CUDA reports less memory."""
     memory_source: MemorySource
     compute_capability: tuple[int, int] | None = None
-    """None if unknown."""
+    """CUDA compute capability; None if unknown."""
     gpus_per_node: int | None = None
-    """Number of GPUs of a node, None if unknown. A replica runs on one node."""
+    """Number of GPUs of a node; None if unknown. All GPUs of a replica are on one node."""
     larger_products: tuple[str, ...] = ()
-    """Larger products that the same pods can be scheduled to."""
+    """Products with more memory on which the same pods can run."""
 
     @property
     def visible_bytes(self) -> int:
-        """Memory that CUDA reports, estimated as the label less 640 MiB or 1.1 %.
+        """Estimate of the memory that CUDA reports: memory_mib minus 640 MiB or 1.1 %.
 
         Label (MiB) and CUDA's value (GiB): L4 23034, 22.03; A10G 23028, 22.06; A100 40960, 39.4 to 39.6; A100 81920,
-        79.14 to 79.25; H100 81559, 79.1; H200 143771, 139.7 to 139.8. The estimate is below all of them.
+        79.14 to 79.25; H100 81559, 79.1; H200 143771, 139.7 to 139.8. The estimate is less than each of these values.
         """
         label = self.memory_mib * MIB
         return max(label - max(640 * MIB, label * 11 // 1000), MIB)
@@ -72,7 +72,7 @@ class GpuInfo:
 
     @classmethod
     def from_labels(cls, labels: Labels, resource: str = GPU_RESOURCE) -> Self | None:
-        """Return the GPU of a node from its labels, or None if they do not describe one.
+        """Return the GPU of a node from the node's labels; None if the labels do not describe a GPU.
 
         A MIG resource has its own labels, for example nvidia.com/mig-3g.40gb.memory.
 
@@ -87,8 +87,8 @@ class GpuInfo:
             raise Unplannable(
                 UnplannableReason.SHARED_GPU,
                 f"spec.gpu.product: nodes with {product} share each GPU among {num_sharing} pods "
-                "without separating their memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
-                "the part for one pod",
+                "and do not partition its memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
+                "the memory of one pod",
             )
         major, minor = (_int_label(labels, f"{GPU_RESOURCE}.compute.{part}") for part in ("major", "minor"))
         compute_capability = None if major is None or minor is None else (major, minor)
@@ -96,10 +96,10 @@ class GpuInfo:
 
 
 def resolve_gpu(gpu_spec: GpuSpec | None, nodes: Iterable[Labels] = (), product: str | None = None) -> GpuInfo:
-    """Return the GPU to plan for: the smallest that the pods can be scheduled to.
+    """Return the GPU to plan for: the smallest GPU on which the pods can run.
 
-    `nodes` are the labels of the cluster's nodes. `product` comes from the command line and overrides the spec.
-    spec.gpu.memory takes precedence over labels and table.
+    `nodes` are the labels of the cluster's nodes. `product` is an option of the command line and overrides the spec.
+    spec.gpu.memory takes precedence over node labels and the table of products.
 
     Raises:
         Unplannable: the memory of the GPU is unknown, or pods share the nodes' GPUs.
@@ -124,7 +124,7 @@ def resolve_gpu(gpu_spec: GpuSpec | None, nodes: Iterable[Labels] = (), product:
 
 
 def _int_label(labels: Labels, name: str) -> int | None:
-    """Return the number in a label, or None if it is not a number (labels can be edited)."""
+    """Return the number in a label; None if the label is not a number, because users can edit labels."""
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -181,7 +181,7 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "NVIDIA-H200": (143771, (9, 0)),
     "NVIDIA-B200": (183359, (10, 0)),
 }
-"""Product label to memory label (MiB) and compute capability, smallest first. Node labels take precedence."""
+"""By product label: memory label (MiB) and compute capability, sorted by memory. Labels of nodes take precedence."""
 
 
 def node_labels(node_list: Any) -> list[dict[str, str]]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and shared memory of a pod, and the time that it can take to start.
 
-Measured with `quire serve -f examples/llmservice.yaml` (two cores, Python 3.11; proportional set sizes): a stub 22 MiB,
-supervisor 54, text 31, server 34, core 235 with a model of 2.8 million parameters, OpenAI front 21, template renderer
-16, grammar checker 20. Adapters are added without a restart, so stubs are counted for the largest number of exposed
-adapters.
+Proportional set sizes in MiB, measured with `quire serve -f examples/llmservice.yaml` (two cores, Python 3.11): stub
+22, supervisor 54, text 31, server 34, core 235 with a model of 2.8 million parameters, OpenAI front 21, template
+renderer 16, grammar checker 20. Users can add adapters without a restart, so the plan has memory for the maximum number
+of stubs.
 """
 
 import math
@@ -19,22 +19,24 @@ from quire_spec import constants
 _STUB = 24 * MIB
 _STUB_SHM = MIB
 _PROMPTS_SHM = 64 * MIB
-"""Requests and responses between the server and its stubs."""
+"""Shared memory for requests and responses between the server and its stubs."""
 _PROCESSES_CPU = GIB
-"""Supervisor, server, text process with a large vocabulary, and core process without memory that the plan counts."""
+"""Memory of the pod's processes on a CPU: supervisor, server, text process with a large vocabulary, and core process.
+Memory of the model is not included."""
 _PROCESSES_FURTHER_CPU = 256 * MIB
-"""For each additional tensor-parallel rank on a CPU: 200 MiB measured, without memory that the plan counts."""
+"""Memory of each additional tensor-parallel rank on a CPU, without that of the model; 200 MiB were measured."""
 _PROCESSES_GPU = 8 * GIB
-"""The same with CUDA libraries, pinned buffers and loading; an estimate."""
+"""Estimated memory of the pod's processes on a GPU, with CUDA libraries, pinned buffers and loading of weights."""
 _PROCESSES_FURTHER_GPU = 2 * GIB
 
 _OPENAI_FRONT = 64 * MIB
-"""21 MiB measured without requests. The rest is for connections (20 kB each) and bodies of requests."""
+"""Memory of an OpenAI front: 21 MiB measured without requests. The rest is for connections (20 kB each) and request
+bodies."""
 _TEMPLATE_RENDERERS = 64 * MIB
-"""Two processes, 32 MiB measured without requests. The rest is for long conversations."""
+"""Memory of two template renderers: 32 MiB measured without requests. The rest is for long conversations."""
 _GRAMMARS = 384 * MIB
-"""Structured outputs: two processes that check grammars (40 MiB measured without requests), and the bounded caches of
-the text process (64 MiB) and of the core (256 MiB)."""
+"""Memory of structured outputs: two grammar checkers (40 MiB measured without requests), and the bounded caches of the
+text process (64 MiB) and of the core process (256 MiB)."""
 
 _NETWORK_BYTES_S = 200_000_000
 _VOLUME_BYTES_S = 1_000_000_000
@@ -49,11 +51,11 @@ class HostCosts:
     processes: int
     stubs: int
     lora_copies: int
-    """Adapters that are cached in host memory."""
+    """Memory of the copies of adapters in host memory."""
     shared_memory: int
-    """Part of /dev/shm that counts as the pod's memory."""
+    """Memory that files in /dev/shm use; it is part of the pod's memory."""
     swap: int = 0
-    """KV blocks of preempted requests."""
+    """Memory for KV blocks of preempted requests."""
 
     @property
     def total(self) -> int:
@@ -62,26 +64,27 @@ class HostCosts:
 
     @property
     def rounded_total(self) -> int:
-        """Sum of all costs, each rounded up to whole MiB, as in a plan."""
+        """Sum of all costs. Each cost is rounded up to whole MiB, because a plan contains whole MiB."""
         return sum(map(round_up_mib, astuple(self)))
 
 
 def shared_memory(num_gpus: int) -> int:
-    """Return the default size of /dev/shm: 1 GiB for each GPU, at least 1 GiB. A container's 64 MB are not enough."""
+    """Return the default size of /dev/shm: 1 GiB for each GPU, at least 1 GiB. Kubernetes' default of 64 MB is too
+    small."""
     return max(1, num_gpus) * GIB
 
 
 def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
-    """Return the seconds that a pod can take to become ready: twice the expected time, including a download.
+    """Return the maximum seconds until a pod is ready: twice the expected time, including a download.
 
-    Assumes 0.2 GB/s from the network, 1 GB/s from a volume, and two minutes for CUDA graphs.
+    The estimate assumes 0.2 GB/s from the network, 1 GB/s from a volume, and two minutes for CUDA graphs.
     """
     reading = model_bytes / _VOLUME_BYTES_S + (model_bytes / _NETWORK_BYTES_S if downloads else 0)
     return 2 * math.ceil(_START_S + reading + (_GRAPHS_S if gpu else 0))
 
 
 def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
-    """Return the host memory of a pod with `num_gpus` GPUs; 0 for a CPU, where the model's memory is not included."""
+    """Return the host memory of a pod with `num_gpus` GPUs; 0 means a CPU. Memory of the model is not included."""
     num_ranks = 1 if inputs.gpu is not None else inputs.engine.tensorParallelSize or 1
     processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     if num_gpus == 0:
@@ -99,7 +102,7 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:
-    """Return the maximum bytes of cached adapters in host memory."""
+    """Return the maximum bytes of adapter copies in host memory."""
     lora = inputs.lora
     if not lora.maxLoaded:
         return 0

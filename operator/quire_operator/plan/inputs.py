@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the planner, and their hash. A stored plan is valid while the hash of its inputs is the same.
 
-The hash covers values that a user or a cluster changes, but nothing that a release of Quire changes, because an
-upgrade of the operator must not restart pods. Therefore only fields that are set are included, and a new optional field
-does not change existing hashes.
+The hash covers values that a user or a cluster sets. It covers no value that a release of Quire sets, because an
+upgrade of the operator must not restart pods. Unset fields are not part of the hash, so a new optional field does not
+change existing hashes.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _PLANNED_ENGINE_FIELDS = (
     "blockSize", "dtype", "gpuMemoryUtilization", "kvCacheMemory", "maxModelLen", "maxNumBatchedTokens", "maxNumSeqs",
     "minConcurrency", "quantization", "swapSpace", "tensorParallelSize",
 )  # fmt: skip
-"""Fields of spec.engine that a plan depends on. The others do not change memory."""
+"""Fields of spec.engine that a plan depends on. The other fields of spec.engine do not change memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PlannerInputs:
     engine: EngineSpec
     lora: LoraSpec
     gpu: GpuInfo | None
-    """None on a CPU."""
+    """GPU of the pods; None on a CPU."""
     max_gpus: int = 1
     """Maximum number of GPUs of a replica."""
     memory_limit: int | None = None
@@ -40,9 +40,9 @@ class PlannerInputs:
     shared_memory: int | None = None
     """Size of /dev/shm in bytes; None: the planner chooses it."""
     image: str | None = None
-    """Image of the pods; None: the image of this release. The plan keeps it when the operator is upgraded."""
+    """Image of the pods; None: the image of this release. An upgrade of the operator does not change a plan's image."""
     num_openai_fronts: int = 1
-    """Number of processes that serve the OpenAI API; 0: it is not served."""
+    """Number of processes that serve the OpenAI API; 0: the API is turned off."""
 
     @classmethod
     def from_service(cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None) -> Self:
@@ -65,7 +65,7 @@ class PlannerInputs:
 
     @property
     def inputs_hash(self) -> str:
-        """Hash of the fields that are set (sha256:...); Plan.inputsHash in status.plan."""
+        """Hash (sha256:...) of the fields that are set; status.plan contains it as inputsHash."""
         text = json.dumps(drop_nulls(self._hashed_fields()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 

@@ -17,18 +17,19 @@ from quire_spec.model.tensor_parallel import unsupported_reason
 
 TP_SIZES = (1, 2, 4, 8)
 MAX_DEFAULT_CONTEXT = 32768
-"""Longest maxModelLen that the planner chooses. A longer one must be set in the spec."""
+"""Largest maxModelLen that the planner chooses. Only the spec can set a larger maxModelLen."""
 MIN_DEFAULT_CONTEXT = 4096
-"""Shortest maxModelLen that the planner chooses, unless the model's own limit is lower."""
+"""Smallest maxModelLen that the planner chooses, unless the model's limit is smaller."""
 
 _QUANTIZED_PERCENT = 104
-"""Bytes in memory for 100 bytes of quantized files: each row of a block of float8_e4m3fn has a copy of the scale."""
+"""Bytes in memory for 100 bytes of quantized files. Memory contains more scales: one for each row of a float8_e4m3fn
+block instead of one for the block."""
 
 
 def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
-    """Return the numbers of GPUs that the spec, the model and the engine allow.
+    """Return the tensor-parallel sizes (numbers of GPUs) that the spec, the model and the engine allow.
 
-    On a CPU it is the number of processes, which is 1 unless the spec sets it.
+    On a CPU the size is the number of processes: 1, or the value in the spec.
 
     Raises:
         Unplannable: spec.engine.tensorParallelSize is not allowed.
@@ -54,7 +55,7 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
 
 
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
-    """Return the reason that a number of GPUs is not tried if none is pinned, or "" if it is tried."""
+    """Return the reason why the planner does not try `tp` GPUs if the spec sets no number; "" if it tries them."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
     if tp > inputs.max_gpus:
@@ -70,7 +71,7 @@ def check_dtypes(inputs: PlannerInputs) -> None:
     """Check that the engine and the GPU support the dtype.
 
     Raises:
-        Unplannable: they do not.
+        Unplannable: the engine or the GPU does not support the dtype.
     """
     dtype = inputs.engine.dtype or inputs.model.dtype
     if dtype not in capabilities.DTYPE_BYTES:
@@ -85,7 +86,7 @@ def check_dtypes(inputs: PlannerInputs) -> None:
 
 
 def dtype_error(inputs: PlannerInputs, gpu: GpuInfo) -> str:
-    """Return the reason that a GPU does not support the dtypes, or "" if it does or its capability is unknown."""
+    """Return the reason why a GPU does not support the dtypes; "" if it supports them or its capability is unknown."""
     if gpu.compute_capability is None:
         return ""
     capability_text = f"{gpu.name} has compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}"
@@ -104,10 +105,10 @@ def _describe_dtype(inputs: PlannerInputs) -> str:
 
 
 def check_context(inputs: PlannerInputs) -> None:
-    """Check that the pinned context is not longer than the model supports.
+    """Check that spec.engine.maxModelLen is at most the model's maximum.
 
     Raises:
-        Unplannable: it is longer; the engine would reject it.
+        Unplannable: it exceeds the model's maximum, and the engine would reject it.
     """
     pinned, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
     if pinned is not None and pinned > limit:
@@ -119,7 +120,7 @@ def check_quantization(inputs: PlannerInputs) -> None:
     """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize this model.
 
     Raises:
-        Unplannable: it does not, or the engine cannot.
+        Unplannable: the value does not match, or the engine cannot quantize this model.
     """
     pinned = inputs.engine.quantization
     try:
@@ -132,10 +133,10 @@ def check_quantization(inputs: PlannerInputs) -> None:
 
 
 def check_lora_cache(inputs: PlannerInputs) -> None:
-    """Check that maxCachedMemory is large enough for a copy of the adapter in each slot.
+    """Check that maxCachedMemory is large enough for a host copy of the adapter in each slot.
 
     Raises:
-        Unplannable: it is not; the engine would reject it.
+        Unplannable: maxCachedMemory is too small, and the engine would reject it.
     """
     lora = inputs.lora
     if lora.maxCachedMemory is None or not lora.maxLoaded:
@@ -148,7 +149,7 @@ def check_lora_cache(inputs: PlannerInputs) -> None:
 
 
 def element_bytes(inputs: PlannerInputs) -> int:
-    """Return the bytes of an element in the engine's dtype. On a CPU without a set dtype, float32 is assumed."""
+    """Return the bytes of an element in the engine's dtype; on a CPU, float32 is assumed if the spec sets no dtype."""
     if inputs.engine.dtype is None and inputs.gpu is None:
         return capabilities.DTYPE_BYTES["float32"]
     return capabilities.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
@@ -168,7 +169,8 @@ def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
 def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
     """Return the bytes of all weights as the engine loads them: in its dtype, unless they stay quantized.
 
-    On a CPU they do with dtype bfloat16 only, because no other dtype has kernels there. Experts never do.
+    On a CPU, weights stay quantized only with dtype bfloat16, because no other dtype has CPU kernels. Weights of
+    experts never stay quantized.
     """
     quantization, device = inputs.model.shape.quantization, "cpu" if inputs.gpu is None else "cuda"
     if quantization is not None:
@@ -184,10 +186,10 @@ def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
 
 
 def max_context(inputs: PlannerInputs) -> int:
-    """Return the context length that is planned if memory is sufficient."""
+    """Return the context length that the planner chooses if memory is sufficient."""
     return inputs.engine.maxModelLen or min(inputs.model.shape.max_position_embeddings, MAX_DEFAULT_CONTEXT)
 
 
 def min_context(inputs: PlannerInputs) -> int:
-    """Return the shortest context length that is accepted."""
+    """Return the shortest context length that a plan can have."""
     return inputs.engine.maxModelLen or min(MIN_DEFAULT_CONTEXT, max_context(inputs))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: the settings that a pod starts with, each with its origin and reason. Its JSON form is status.plan.
+"""The plan: the settings with which a pod starts, each with its origin and reason. Its JSON form is status.plan.
 
-A plan is made once for its inputs and then read back from the status, so the JSON form is lossless: memory is in whole
-MiB. Made by planner.py; read by the renderer, the commands and the status.
+A plan is made once for its inputs and later read from the status. Memory is in whole MiB, so that the JSON form is
+lossless. planner.py makes plans; the renderer, the commands and the status read them.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from quire_spec.errors import ConfigError
 T = TypeVar("T", int, str)
 
 VERSION = 2
-"""Incremented when the planner makes a different plan for the same inputs."""
+"""Version of the planner. A release increments it if its planner makes a different plan for the same inputs."""
 
 
 class Origin(StrEnum):
@@ -45,7 +45,7 @@ class PlannedValue(Generic[T]):
     value: T
     origin: Origin
     why: str
-    """Reason, in a few words."""
+    """Reason for the value, in a few words."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form in status.plan."""
@@ -73,7 +73,7 @@ class DeviceMemory:
     lora: int
     kv: int
     reserve: int
-    """On a GPU: left for CUDA graphs, the server and fragmentation."""
+    """Memory for CUDA graphs, the server and fragmentation; only on a GPU."""
 
     @property
     def total(self) -> int:
@@ -90,15 +90,15 @@ class HostMemory:
     loraCopies: int
     sharedMemory: int
     model: int
-    """On a CPU: the total of DeviceMemory, which is host memory there."""
+    """On a CPU: the total of DeviceMemory, because the model is in host memory."""
     total: int
-    """Memory request of the container: the sum, or the value in the spec."""
+    """Memory request of the container: the value in the spec, else the sum of all uses."""
     swap: int = 0
-    """KV blocks of preempted requests."""
+    """Memory for KV blocks of preempted requests."""
 
     @property
     def required(self) -> int:
-        """Sum of all uses."""
+        """Sum of all uses of memory."""
         return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model + self.swap
 
 
@@ -109,13 +109,14 @@ class Plan:
     inputsHash: str
     plannerVersion: int
     gpu: PlannedGpu | None
-    """None on a CPU."""
+    """GPUs of a replica; None on a CPU."""
     dtype: PlannedValue[str]
     tensorParallelSize: PlannedValue[int]
     gpuMemoryUtilization: PlannedValue[str] | None
-    """None on a CPU."""
+    """Fraction of the GPU's memory for the engine; None on a CPU."""
     kvCacheMemory: PlannedValue[str] | None
-    """None on a GPU unless the spec sets it: the engine measures the memory that gpuMemoryUtilization leaves."""
+    """Size of the KV cache. On a GPU it is None unless the spec sets it, because the engine measures the free
+    memory."""
     blockSize: PlannedValue[int]
     maxModelLen: PlannedValue[int]
     maxNumSeqs: PlannedValue[int]
@@ -124,7 +125,7 @@ class Plan:
     hostBytes: HostMemory
     sharedMemory: PlannedValue[str]
     image: PlannedValue[str]
-    """Image of the pods. The plan contains it, so that a new release of the operator does not change it."""
+    """Image of the pods. The plan contains the image, so that an upgrade of the operator does not change it."""
     modelBytes: int
     """Size of the weights' files, in whole MiB."""
     kvTokens: int
@@ -159,7 +160,7 @@ class Plan:
         """Read status.plan. `measured` is ignored, because the planner does not write it.
 
         Raises:
-            ConfigError: it does not have the form that `to_json` writes.
+            ConfigError: `body` does not have the form that `to_json` writes.
         """
         try:
             fields: dict[str, Any] = {
@@ -181,7 +182,7 @@ class Plan:
                 **fields,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"status.plan: is not a plan of this operator ({error}); remove it") from error
+            raise ConfigError(f"status.plan: is not a plan that this operator wrote ({error}); remove it") from error
 
 
 def to_quantity(size: int) -> str:
@@ -202,7 +203,7 @@ _PLANNED_FIELDS = (
 
 
 _OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
-"""Fields that are absent on some devices."""
+"""Fields of status.plan that are absent on some devices."""
 
 
 def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:

@@ -37,10 +37,10 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
 def reuse_or_make_plan(
     stored: Plan | None, inputs: PlannerInputs, replan: bool = False, images: Mapping[str, str] = DEFAULT_IMAGES
 ) -> Plan:
-    """Return the stored plan if its inputs are the same, else a new one. Raises the errors of `make_plan`.
+    """Return the stored plan if its inputs are the same, else a new plan. Raises the errors of `make_plan`.
 
-    A new release of the operator keeps the plan's values and image. With `replan` (rollout.updatePolicy: Auto), it
-    makes a new plan.
+    A new release of the operator keeps the values and the image of the stored plan. With `replan`
+    (rollout.updatePolicy: Auto), a new release makes a new plan.
     """
     if stored is not None and stored.inputsHash == inputs.inputs_hash:
         is_current = stored.plannerVersion == VERSION and stored.image.value in (inputs.image, *images.values())

@@ -32,7 +32,7 @@ class MemoryRow:
     """One use of memory: a row of the table and a segment of the bar."""
 
     symbol: str
-    """Character of the segment."""
+    """Character that the segment of the bar consists of."""
     color: str
     name: str
     size: int
@@ -40,7 +40,7 @@ class MemoryRow:
 
 
 def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: int, use_color: bool) -> Iterator[str]:
-    """Yield the report in lines of at most `width` columns, except for longer words.
+    """Yield the lines of the report. A line has at most `width` columns, unless it contains a longer word.
 
     With `use_color`, the bar contains ANSI escapes.
     """
@@ -63,7 +63,7 @@ def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: 
 
 
 def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
-    """Return a bar of `width` columns with a proportional segment for each row.
+    """Return a bar of `width` columns with a segment for each row, whose length is proportional to the row's size.
 
     The segment of a row with a size above 0 has at least one column.
     """
@@ -152,7 +152,7 @@ def _fit_text(plan: Plan) -> str:
 
 
 def _hanging_indent(prefix: str, text: str, width: int) -> Iterator[str]:
-    """Yield the text, wrapped into a column to the right of `prefix`."""
+    """Yield the lines of `text`, wrapped into a column to the right of `prefix`."""
     first, *continuation_lines = textwrap.wrap(text, width - len(prefix)) or [""]
     yield f"{prefix}{first}".rstrip()
     yield from (" " * len(prefix) + line for line in continuation_lines)

@@ -15,14 +15,14 @@ from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MAX_CONFIGMAP_BYTES = 1_000_000
-"""A ConfigMap can have at most 1 MiB, including its metadata."""
+"""Maximum size of the content. Kubernetes limits a ConfigMap to 1 MiB, including its metadata."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> Manifest:
     """Return the ConfigMap of engine.json, and of the chat template if the spec contains its text.
 
-    It contains no default values: defaults of a new release would change it and restart the pods.
+    The ConfigMap contains no default values, because a new release with other defaults would then restart the pods.
     """
     content = json.dumps(dict(arguments), indent=2, sort_keys=True)
     template = service.spec.openai.chatTemplate
@@ -41,8 +41,8 @@ def adapter_configmap(service: LLMService) -> Manifest:
     content = json.dumps(drop_nulls(service.build_catalog().to_json()), separators=(",", ":"))
     if (size := len(content.encode())) > MAX_CONFIGMAP_BYTES:
         raise ConfigError(
-            f"spec.adapters: {len(service.spec.adapters)} adapters with their sources need {size} bytes, but at most "
-            f"{MAX_CONFIGMAP_BYTES} are possible; shorten the sources, or split the service"
+            f"spec.adapters: {len(service.spec.adapters)} adapters with their sources need {size} bytes, but a "
+            f"ConfigMap can have {MAX_CONFIGMAP_BYTES}; shorten the sources, or split the service"
         )
     name = object_names.adapter_configmap(service.name)
     return new_manifest("v1", "ConfigMap", service, name, data={"adapters.json": content})
@@ -57,8 +57,8 @@ def admin_secret(service: LLMService, context: RenderContext) -> Manifest:
 def credentials_secret(service: LLMService, context: RenderContext) -> Manifest | None:
     """Return a Secret with copies of the Secrets that sources reference, one JSON object for each, or None.
 
-    They are copied because mounting each Secret would make the pod template depend on the adapters: adding an adapter
-    with another Secret would restart the pods.
+    The pods mount only this Secret. If they mounted each referenced Secret, an adapter with a new Secret would change
+    the pod template and restart the pods.
     """
     referenced = {ref.name for ref in secret_refs(service)}
     contents = {name: json.dumps(dict(values)) for name, values in context.credentials.items() if name in referenced}
@@ -66,12 +66,13 @@ def credentials_secret(service: LLMService, context: RenderContext) -> Manifest 
 
 
 def service_account(service: LLMService) -> Manifest:
-    """Return the ServiceAccount of the pods. It has no Kubernetes permissions; clouds can give it access to buckets."""
+    """Return the ServiceAccount of the pods. It has no Kubernetes permissions; a cloud can give it access to
+    buckets."""
     return new_manifest("v1", "ServiceAccount", service, service.name, automountServiceAccountToken=False)
 
 
 def secret_refs(service: LLMService) -> list[SecretRef]:
-    """Return every Secret that a source references, with the key it uses (None: all keys)."""
+    """Return the SecretRef of every source; its key is None if the source uses all keys of the Secret."""
     sources = (service.spec.model.source, *(adapter.source for adapter in service.build_catalog().adapters))
     return [ref for source in sources for ref in _source_secret_refs(source)]
 

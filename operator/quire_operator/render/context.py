@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of rendering, except the service and its plan: facts about the cluster.
+"""Facts about the cluster: the inputs of rendering beside the service and its plan.
 
-The controller observes them; `quire render` takes them from its options.
+The controller observes these facts; `quire render` takes them from its options.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPTIONAL_KINDS = ("PodMonitor", "ScaledObject", "InferencePool")
-"""Kinds that a cluster has only if their CRDs are installed."""
+"""Kinds of objects that a cluster supports only if their CRDs are installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class RenderContext:
     """Facts about the cluster that a service's objects depend on."""
 
     admin_key: str
-    """Key of the pods' admin port. It never changes after its creation."""
+    """Key of the pods' admin port; it does not change after its creation."""
     available_kinds: frozenset[str] = frozenset()
-    """Kinds in OPTIONAL_KINDS that the API server has."""
+    """Kinds of OPTIONAL_KINDS that the API server supports."""
     credentials: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Values of the Secrets that sources reference, by Secret name, with only the keys that they use."""
+    """By name of each Secret that sources reference: values of the keys that the sources use."""
     operator_peer: Mapping[str, Any] | None = None
     """The operator as a NetworkPolicy peer; None: the policy allows no access to the admin port."""
     owner_uid: str | None = None

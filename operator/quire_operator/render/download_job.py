@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job that downloads a model to its claim before pods occupy GPUs. Called by objects.py."""
+"""The Job that downloads a model to its claim before server pods with GPUs are created. Called by objects.py."""
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
@@ -15,7 +15,7 @@ _POD_FIELDS = sorted((*PLACEMENT_FIELDS, "serviceAccountName"))
 def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
     """Return the Job. `server_pod_spec` is the pod spec of the Deployment.
 
-    The Job has the same placement as the server pods. Otherwise a node-local volume could be created on a node without
+    The Job runs on the same nodes as the server pods. Otherwise a node-local volume could be created on a node without
     a GPU.
     """
     (container,) = [c for c in server_pod_spec["containers"] if c["name"] == object_names.SERVER]
@@ -48,5 +48,5 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
 
 
 def download_target(service: LLMService) -> str:
-    """Return the value of DOWNLOAD_TARGET_LABEL for the Jobs that download the service's model."""
+    """Return the value of the label DOWNLOAD_TARGET_LABEL for Jobs that download the service's model."""
     return object_names.digest([object_names.model_claim(service.name), model_storage.folder(service)])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's configuration from an LLMService and its plan.
 
-Pure; called by cli/serve.py and objects.py. It does not measure or plan: fields that neither the spec nor the plan sets
-keep the engine's defaults.
+Pure; called by cli/serve.py and objects.py. Fields that neither the spec nor the plan sets have the engine's defaults.
 """
 
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ class UnsupportedByEngine(Exception):
 def engine_config(
     service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
 ) -> EngineConfig:
-    """Return the engine's configuration without the file of a chat template, see `engine_arguments`."""
+    """Return the engine's configuration without a chat template; see `engine_arguments` for the parameters."""
     return EngineConfig.from_json(engine_arguments(service, model, revision, plan))
 
 
@@ -68,7 +67,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the content of engine.json. `model` is a folder or a hub ID. The plan sets fields that the spec omits.
 
-    `chat_template` is the file with the template of spec.openai.chatTemplate; None: there is none.
+    `chat_template` is the file with the template of spec.openai.chatTemplate; None if the spec sets no template.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
@@ -141,7 +140,7 @@ def _to_float(text: str | None) -> float | None:
 
 
 def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
-    """Return the fields that the plan sets. It contains pinned values of the spec unchanged."""
+    """Return the fields that the plan sets. The plan contains the values that the spec sets unchanged."""
     if plan is None:
         return {}
     kv, utilization = plan.kvCacheMemory, plan.gpuMemoryUtilization
@@ -158,6 +157,6 @@ def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
 
 
 def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
-    """Return the default token budget, or the number of sequences that the spec sets if that is larger."""
+    """Return the token budget: max(default budget, max_num_seqs of the spec)."""
     default = CPU_TOKEN_BUDGET if cpu else EngineConfig(model="-").max_num_batched_tokens
     return max(default, max_num_seqs or 0)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Job that reads config.json and the size of the weights from a claim, which only a pod can access.
 
-The container writes them to its termination message (quire_server.read_model). That is part of the pod's status, so the
-operator does not need permission to read logs. Services with identical Jobs share one. Called by the controller.
+The container writes the result to its termination message (quire_server.read_model). This message is part of the pod's
+status, so the operator needs no permission to read logs. Services with identical Jobs share a Job. Called by the
+controller.
 """
 
 from quire_operator.api.llmservice import LLMService
@@ -12,14 +13,15 @@ from quire_operator.render.strategic_merge import merge
 from quire_spec.documents.adapter_catalog import PvcSource
 
 READER_COMPONENT = "model-reader"
-"""Component label of the Job and its pod."""
+"""Value of the component label of the Job and its pod."""
 _MAX_RETRIES = 2
 _DEADLINE_S = 600
-"""Enough to pull an image of some gigabytes. Without a deadline, a Job for a missing claim would wait forever."""
+"""Deadline of the Job in seconds, enough to pull an image of several gigabytes. Without it, a Job for a missing claim
+would wait forever."""
 
 
 def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
-    """Return the Job. It has the image and the placement of the server pods."""
+    """Return the Job. It has the image of the server pods and runs on the same nodes."""
     gpu = service.spec.gpu
     folder = f"{object_names.CLAIMS_DIR}/{source.claimName}"
     pod_spec = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage of a service's model: its folder in the pods, its claim, and the container that downloads it.
 
-Each source has its own folder, named by a digest of the source, so that another revision uses another folder. Called by
-objects.py, pod_template.py and download_job.py.
+The name of a model's folder is a digest of its source, so that each revision has its own folder. Called by objects.py,
+pod_template.py and download_job.py.
 """
 
 import json
@@ -27,12 +27,12 @@ _TERMINATION_LOG = "/dev/termination-log"
 """File of the termination message, which the operator reads from the pod's status."""
 MIN_CLAIM_BYTES = 10 * GIB
 _CLAIM_SIZE_PERCENT = 130
-"""Size of the claim in percent of the weights' files: also for tokenizer, configuration, and leftovers of a restarted
-download."""
+"""Size of the claim in percent of the weights' files. The rest is for tokenizer, configuration, and files of an
+interrupted download."""
 
 
 def cache_mode(service: LLMService) -> str:
-    """Return spec.cache.mode or its default."""
+    """Return spec.cache.mode; its default if the spec omits it."""
     local = service.spec.model.source.pvc is not None
     return service.spec.cache.mode or ("None" if local else "PVC")
 
@@ -46,18 +46,18 @@ def folder(service: LLMService) -> str:
 
 
 def validate(service: LLMService) -> None:
-    """Check that pods can read every source and share the claim.
+    """Check that pods can read every source, and that all pods can mount the claim.
 
     Raises:
-        ConfigError: a source is a folder of one machine, or the access mode does not allow several pods.
+        ConfigError: a source is a local folder, or the claim's access mode does not allow several pods.
     """
     sources = [("spec.model.source", service.spec.model.source)]
     sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
     for field, source in sources:
         if source.path is not None:
             raise ConfigError(
-                f"{field}.path: {source.path!r} is a folder of one machine, and pods do not have it; copy the files to "
-                "a claim and use pvc, or run quire serve"
+                f"{field}.path: {source.path!r} is a local folder, which pods cannot read; copy the files to a claim "
+                "and use pvc, or run quire serve"
             )
     access_modes = service.spec.cache.accessModes
     max_pods = _max_pods(service)
@@ -65,13 +65,13 @@ def validate(service: LLMService) -> None:
     if cache_mode(service) == "PVC" and max_pods > 1 and not allows_several:
         raise ConfigError(
             f"spec.cache.accessModes: {', '.join(access_modes)}: up to {max_pods} pods on different nodes "
-            "read the claim; add ReadWriteMany, with a storage class that supports it, or set spec.cache.mode to "
+            "mount the claim; add ReadWriteMany, with a storage class that supports it, or set spec.cache.mode to "
             "EmptyDir"
         )
 
 
 def claim(service: LLMService, plan: Plan) -> Manifest:
-    """Return the PersistentVolumeClaim of cache mode PVC."""
+    """Return the PersistentVolumeClaim for spec.cache.mode PVC."""
     cache = service.spec.cache
     default_mode = "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
     spec = {
@@ -84,18 +84,18 @@ def claim(service: LLMService, plan: Plan) -> Manifest:
 
 
 def volume(service: LLMService, plan: Plan) -> Manifest:
-    """Return the volume that is mounted at MODEL_DIR, for downloaded models."""
+    """Return the volume for downloaded models; it is mounted at MODEL_DIR."""
     if cache_mode(service) == "PVC":
         return {"name": "model", "persistentVolumeClaim": {"claimName": object_names.model_claim(service.name)}}
     return {"name": "model", "emptyDir": {"sizeLimit": service.spec.cache.size or _claim_size(plan)}}
 
 
 def download_container(service: LLMService, image: str, security: Manifest) -> Manifest:
-    """Return the container that downloads the model. If all files exist, it does nothing.
+    """Return the container that downloads the model. If all files exist, the container does nothing.
 
-    It serves its progress on the health port, which the server container does not use before an init container ends.
-    It gets the environment variables (for example of a proxy) and the files that spec.podTemplate gives to the server
-    container.
+    The container serves its progress on the health port. The server container uses this port only after all init
+    containers have ended. Environment variables and files that spec.podTemplate gives to the server container, such as
+    those of a proxy, are also given to this container.
     """
     source = json.dumps(_source_fields(service.spec.model.source), sort_keys=True)
     container = {
@@ -124,11 +124,11 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
 
 
 def _template_overrides(service: LLMService) -> Manifest:
-    """Return overrides of the server container in spec.podTemplate that a download may need too.
+    """Return overrides of the server container in spec.podTemplate that also apply to the download container.
 
     These are environment variables and mounts of ConfigMaps, Secrets and projected volumes, for example CA certificates
-    or a proxy password. Claims are excluded, because two nodes may not be able to mount them. Node folders
-    are excluded too.
+    or a proxy password. Claims are excluded, because some claims can be mounted on one node only. Folders of the node
+    are also excluded.
     """
     pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
@@ -143,7 +143,7 @@ def _template_overrides(service: LLMService) -> Manifest:
 
 
 def _mapping_entries(entries: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of a patch's list without `$patch` directives. The API server rejects other types."""
+    """Return the objects in a list of a patch, without `$patch` directives. The API server rejects other entries."""
     items = entries if isinstance(entries, list) else []
     return [entry for entry in items if isinstance(entry, Mapping) and "$patch" not in entry]
 

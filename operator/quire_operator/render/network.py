@@ -13,7 +13,8 @@ from quire_spec.errors import ConfigError
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
 _DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 _PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-"""Prometheus in any namespace, by the label of its operator and charts. The admin API on this port requires a key."""
+"""NetworkPolicy peer: Prometheus in any namespace, by the label that its operator and charts set. Prometheus can
+connect to the health port; the admin API on that port requires a key."""
 
 
 def client_service(service: LLMService) -> Manifest:
@@ -22,7 +23,7 @@ def client_service(service: LLMService) -> Manifest:
 
 
 def headless_service(service: LLMService) -> Manifest:
-    """Return the headless Service, with the addresses of all pods. The operator also calls pods that are not ready."""
+    """Return the headless Service with the addresses of all pods, because the operator also calls unready pods."""
     options = {"clusterIP": "None", "publishNotReadyAddresses": True}
     return _service_manifest(service, object_names.headless_service(service), options)
 
@@ -30,9 +31,9 @@ def headless_service(service: LLMService) -> Manifest:
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 
-    Ingress: clients to those of the HTTP, gRPC and OpenAI ports that are exposed; Prometheus, the operator and an
-    endpoint picker to the health port; Prometheus to the port of the server's metrics. Egress: DNS and the ports of
-    adapter sources. Adapters can be added later, so port 443 is always included.
+    Ingress: clients to the exposed ports (HTTP, gRPC, OpenAI); Prometheus, the operator and an endpoint picker to the
+    health port; Prometheus to the port of the server's metrics. Egress: DNS and the ports of adapter sources. Port 443
+    is always included, because adapters can be added later.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
@@ -52,7 +53,7 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
 
 
 def download_network_policy(service: LLMService, context: RenderContext) -> Manifest:
-    """Return the NetworkPolicy of the download pods. Only the operator calls them, to read the progress."""
+    """Return the NetworkPolicy of the download pods. Only the operator can connect to them; it reads the progress."""
     name, health_ports = f"{service.name}-{object_names.DOWNLOAD}", _tcp_ports(service.spec.runtime.ports.health)
     ingress = [{"from": [peer], "ports": health_ports} for peer in _operator_peers(context)]
     egress_ports = source_ports(service, [service.spec.model.source])
@@ -60,7 +61,7 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
-    """Return the ports of the sources, of a hub mirror and of proxies in the environment, and always 443.
+    """Return the ports of the sources, of the hub mirror and proxies in the environment, and port 443.
 
     Raises:
         ConfigError: a URL is invalid although it matches the pattern in the CRD.

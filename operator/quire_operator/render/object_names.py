@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, labels and folders of a service's objects. They are deterministic, so that objects are found by name.
+"""Names, labels and folders of a service's objects. Names are deterministic, so that objects are found by name.
 
-The CRD limits service names to 48 characters; with the longest suffix here, object names have at most 63.
+The CRD limits service names to 48 characters. With the longest suffix of this module, a name has at most 63
+characters.
 """
 
 import hashlib
@@ -15,10 +16,10 @@ MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "quire-operator"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 DOWNLOAD_TARGET_LABEL = f"{spec_names.API_GROUP}/brings"
-"""Label of a download Job: a digest of the claim and the folder. Jobs with the same value download the same files, even
-if they are from different releases or have different placement."""
+"""Label of a download Job: a digest of claim and folder. Jobs with the same value download the same files, although
+their releases or nodes can differ."""
 PLAN_ANNOTATION = f"{spec_names.API_GROUP}/plan"
-"""Annotation of a Deployment: inputsHash of the plan of its pods."""
+"""Annotation of a Deployment with inputsHash of the plan of its pods."""
 SERVER, DOWNLOAD = "server", "model-download"
 OPENAI_PORT_NAME = "openai"
 """Name of the port of the OpenAI API. Pods that an older release rendered do not have it."""
@@ -45,7 +46,8 @@ def headless_service(service: LLMService) -> str:
 
 
 def engine_configmap(service: LLMService, content: str) -> str:
-    """Return the name of the ConfigMap of engine.json. It contains a digest, so that new content replaces the pods."""
+    """Return the name of the ConfigMap of engine.json. The name contains a digest, so that new content replaces the
+    pods."""
     return f"{service.name}-engine-{digest(content)}"
 
 
@@ -70,7 +72,7 @@ def model_claim(service_name: str) -> str:
 
 
 def download_job(service: LLMService, content: str) -> str:
-    """Return the name of the Job that downloads the model. It contains a digest, because a Job is immutable."""
+    """Return the name of the Job that downloads the model. The name contains a digest, because a Job is immutable."""
     return f"{service.name}-model-{digest(content)}"
 
 
@@ -85,6 +87,7 @@ def labels(service: LLMService, component: str) -> dict[str, str]:
 
 
 def digest(content: Any) -> str:
-    """Return a digest of seven characters, which fits into 63 with a name of 48 and the longest suffix."""
+    """Return a digest of seven characters. A service name of 48 characters, the longest suffix and the digest have 63
+    characters."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:7]

@@ -22,16 +22,16 @@ class RenderedObjects:
     """The objects of a service."""
 
     manifests: tuple[Manifest, ...]
-    """Objects in the order in which they are applied: referenced objects first."""
+    """Objects in the order of their application: an object follows the objects that it references."""
     unavailable_kinds: tuple[str, ...]
-    """Kinds that the spec requires and the cluster does not have."""
+    """Kinds of objects that the spec requires but the cluster does not support."""
 
 
 def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> RenderedObjects:
     """Return the objects of a service.
 
     Raises:
-        ConfigError: pods cannot read a source or share a claim, or the adapter catalog is too large.
+        ConfigError: pods cannot read a source, pods cannot share a claim, or the adapter catalog is too large.
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
@@ -48,7 +48,7 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
 
 
 def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
-    """Yield the objects of kinds that every cluster has."""
+    """Yield the objects of kinds that every cluster supports."""
     spec = service.spec
     chat_template = chat_template_path(service)
     arguments = engine_arguments(service, model_storage.folder(service), chat_template=chat_template, plan=plan)
@@ -88,7 +88,8 @@ def _optional_objects(service: LLMService, plan: Plan) -> Iterator[Manifest]:
 
 
 def _set_owner(service: LLMService, manifest: Manifest, uid: str) -> None:
-    """Make the service the owner of an object, so that both are deleted together, except retained claims."""
+    """Make the service the owner of an object, so that Kubernetes deletes both together. Retained claims get no
+    owner."""
     if manifest["kind"] != "PersistentVolumeClaim" or service.spec.cache.deletionPolicy != "Retain":
         owner = {**owner_reference(service.name, uid), "blockOwnerDeletion": True}
         manifest["metadata"]["ownerReferences"] = [owner]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `python -m quire_server` for the OpenAI API, and the file of the chat template, from spec.openai.
 
-Called by pod_template.py, objects.py and cli/serve.py. A file works the same in a cluster and on a laptop.
+Called by pod_template.py, objects.py and cli/serve.py, so that a cluster and `quire serve` use the same options.
 """
 
 from collections.abc import Iterator
@@ -11,15 +11,16 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.render import object_names
 
 TLS_FILES = {"certfile": "tls.crt", "keyfile": "tls.key"}
-"""Entries of a Secret of type kubernetes.io/tls, by the end of the option's name."""
+"""By suffix of the option's name: key in a Secret of type kubernetes.io/tls."""
 
 
 def openai_arguments(
     service: LLMService, port: int | None, api_keys_dir: str | None, tls_dir: str | None
 ) -> Iterator[str]:
-    """Yield the options. `port` None: the API is not served.
+    """Yield the options. If `port` is None, the OpenAI API is turned off.
 
-    `api_keys_dir` and `tls_dir` are the folders of the Secrets; None: no key is needed, HTTP without TLS.
+    `api_keys_dir` is the folder of the API keys' Secret; None: clients need no key. `tls_dir` is the folder of the TLS
+    Secret; None: HTTP without TLS.
     """
     if port is None:
         return
@@ -45,7 +46,7 @@ def openai_arguments(
 
 
 def chat_template_path(service: LLMService) -> str | None:
-    """Return the file of the chat template in a pod; None: the checkpoint's template is used."""
+    """Return the file of the chat template in a pod; None: the engine uses the checkpoint's template."""
     template = service.spec.openai.chatTemplate
     if template is None:
         return None

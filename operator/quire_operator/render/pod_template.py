@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pod template of the server: `python -m quire_server` with its volumes, probes, security context and drain time.
 
-The options are defined in quire_server/__main__.py; a test parses the rendered arguments with that parser. Called by
-objects.py and workload.py.
+quire_server/__main__.py defines the options; a test parses the rendered arguments with its parser. Called by objects.py
+and workload.py.
 """
 
 import math
@@ -25,15 +25,16 @@ from quire_spec.net.addresses import ANY_ADDRESS
 
 SERVER_CONTAINER = object_names.SERVER
 PROPAGATION_S = 10
-"""Delay before SIGTERM, so that endpoints no longer contain the pod when the server stops accepting connections."""
+"""Seconds before SIGTERM, in which Kubernetes removes the pod from endpoints. The server then rejects new
+connections."""
 STOP_S = 35
-"""Time after the drain: 5 s for keep-alive connections of clients, and at most 10 s for each of three processes."""
+"""Seconds after the drain: 5 s for keep-alive connections of clients, and at most 10 s for each of three processes."""
 _STARTUP_PERIOD_S = 10
 _BASE_CPU_CORES = 2
 
 
 def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest:
-    """Return the pod template, with spec.podTemplate merged last. `engine_configmap` is the name of a ConfigMap.
+    """Return the pod template, merged with spec.podTemplate. `engine_configmap` is the ConfigMap of engine.json.
 
     Raises:
         ConfigError: spec.podTemplate cannot be merged, or spec.runtime.serverArgs is wrong.
@@ -54,7 +55,7 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest
 
 
 def _validate(spec: Mapping[str, Any]) -> None:
-    """Check that an override has not removed parts that the download Job needs. The API server checks the rest.
+    """Check that spec.podTemplate did not remove parts that the download Job needs. The API server checks other parts.
 
     Raises:
         ConfigError: containers or volumes are invalid, or the server container is missing.
@@ -64,27 +65,27 @@ def _validate(spec: Mapping[str, Any]) -> None:
         entries = spec.get(field)
         if not isinstance(entries, list) or not all(isinstance(e, Mapping) and "name" in e for e in entries):
             raise ConfigError(
-                f"{field_path}.{field}: must stay a list of objects with names; change or add single entries"
+                f"{field_path}.{field}: must be a list of objects with names; change or add single entries"
             )
     if [c["name"] for c in spec["containers"]].count(SERVER_CONTAINER) != 1:
         raise ConfigError(
-            f"{field_path}.containers: the container {SERVER_CONTAINER!r} must stay; change it instead of removing it"
+            f"{field_path}.containers: the container {SERVER_CONTAINER!r} must not be removed; change its fields"
         )
 
 
 def drain_seconds(service: LLMService) -> int:
-    """Return terminationGracePeriodSeconds: propagation, drain and stop."""
+    """Return terminationGracePeriodSeconds: PROPAGATION_S + drain timeout + STOP_S."""
     return PROPAGATION_S + service.spec.rollout.drainSeconds + STOP_S
 
 
 def startup_seconds(plan: Plan) -> int:
-    """Return the seconds that a container can take to become ready, from the bytes that it loads."""
+    """Return the maximum seconds until a container is ready, computed from the bytes that it loads."""
     # The time of an init container's download does not count, because the kubelet starts the probes after it.
     return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
 
 
 def progress_seconds(service: LLMService, plan: Plan) -> int:
-    """Return progressDeadlineSeconds: drain and start of one pod, and five minutes for scheduling and image pull."""
+    """Return progressDeadlineSeconds: drain and start of one pod, and 300 s for scheduling and image pull."""
     if service.spec.rollout.progressDeadlineSeconds is not None:
         return service.spec.rollout.progressDeadlineSeconds
     start = start_seconds(plan.modelBytes, downloads=model_storage.pods_download(service), gpu=plan.gpu is not None)
@@ -94,8 +95,8 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
 def _overrides(service: LLMService) -> Manifest:
     """Return spec.podTemplate without the labels that select pods.
 
-    The API server rejects a Deployment whose pods do not match its selector, and the operator ignores pods without its
-    labels.
+    Labels of spec.podTemplate must not change them. The API server rejects a Deployment whose pods do not match its
+    selector, and the operator ignores pods without these labels.
     """
     overrides = dict(service.spec.podTemplate)
     meta = dict(overrides.get("metadata", {}))
@@ -125,7 +126,7 @@ def _pod_spec(service: LLMService, plan: Plan, engine_configmap: str) -> Manifes
 
 
 def placement(service: LLMService, node_selector: Mapping[str, str]) -> Manifest:
-    """Return the fields of a pod spec that determine where the pod runs and how its image is pulled."""
+    """Return the fields of a pod spec that determine the node of the pod and the pull of its image."""
     fields = {
         "imagePullSecrets": list(service.spec.runtime.imagePullSecrets),
         "nodeSelector": dict(node_selector),
@@ -186,7 +187,7 @@ def server_arguments(service: LLMService) -> list[str]:
 
 
 def _other_model_arguments(service: LLMService) -> Iterator[str]:
-    """Yield the options of further models and of the server's own arguments; raises ConfigError."""
+    """Yield the options for spec.runtime.models and spec.runtime.serverArgs; raises ConfigError."""
     runtime = service.spec.runtime
     parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
     yield from (f"--server-arg={argument}" for argument in runtime.serverArgs)
@@ -211,7 +212,7 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
 
 
 def _claim_names(service: LLMService) -> list[str]:
-    """Return the names of the claims of the model, the adapters and further models."""
+    """Return the names of the claims of spec.model, of the adapters and of spec.runtime.models."""
     sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
     if service.spec.runtime.models is not None:
         sources.append(service.spec.runtime.models.source)
@@ -219,7 +220,7 @@ def _claim_names(service: LLMService) -> list[str]:
 
 
 def _openai_secrets(service: LLMService) -> dict[str, tuple[str, str]]:
-    """Return mount path and Secret by volume name; empty if the OpenAI API is not served."""
+    """Return mount path and Secret by volume name; empty if the OpenAI API is turned off."""
     openai = service.spec.openai
     refs = {
         "api-keys": (object_names.API_KEYS_DIR, openai.apiKeysSecretRef),
@@ -230,7 +231,7 @@ def _openai_secrets(service: LLMService) -> dict[str, tuple[str, str]]:
 
 
 def _chat_template_volume(service: LLMService) -> Manifest | None:
-    """Return the volume with the chat template of a ConfigMap; None: the spec names none."""
+    """Return the volume with the chat template of a ConfigMap; None if the spec names no such ConfigMap."""
     template = service.spec.openai.chatTemplate
     if template is None or template.configMapKeyRef is None:
         return None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategic merge of a pod template, as in `kubectl patch --type=strategic` for a PodSpec.
+"""Strategic merge of a pod template, with the result of `kubectl patch --type=strategic` for a PodSpec.
 
 Objects are merged field by field, and null removes a field. Lists with a merge key are merged by that key; other lists
 are replaced. `$patch: delete` removes an entry, and `$patch: replace` replaces the value by the patch.
 
-Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/, and the keys from
-the x-kubernetes-patch-merge-key of the PodSpec's fields.
+Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. Source of the merge
+keys: x-kubernetes-patch-merge-key of the PodSpec's fields.
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,15 @@ _MERGE_KEYS: Mapping[str, str] = {
     "volumeMounts": "mountPath",
     "volumes": "name",
 }
-"""Merge key of each list that is merged, by field name."""
+"""By name of each list field that is merged: its merge key."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""Lists with entries of several types, and their common keys. A patch with another type replaces the entry."""
+"""By name of each list field with entries of several types: keys that all types have. A patch with another type
+replaces the entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """Return `base` merged with `patch`; neither is modified. `field` is the name of the field that has the value.
+    """Return `base` merged with `patch`; both stay unchanged. `field` is the name of the field with the value `base`.
 
     Raises:
         ConfigError: an entry of a list with a merge key is not an object.
@@ -84,7 +85,7 @@ def _merge_entry(base: Any, patch: Any, field: str) -> Any:
 
 
 def _without_directives(value: Any) -> Any:
-    """Return a copy without directives and nulls."""
+    """Return a copy of `value` without `$patch` directives and nulls."""
     if isinstance(value, Mapping):
         return {k: _without_directives(item) for k, item in value.items() if item is not None and k != _DIRECTIVE}
     if isinstance(value, list):

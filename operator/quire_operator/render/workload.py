@@ -7,7 +7,7 @@ from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference
 
 _QUEUE_SHARE = 8
-"""A pod's target number of requests, divided by this, is the target number of waiting requests."""
+"""Target number of waiting requests of a pod: its target number of requests / _QUEUE_SHARE."""
 
 
 def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
@@ -33,7 +33,7 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
 
 
 def disruption_budget(service: LLMService) -> Manifest | None:
-    """Return the PodDisruptionBudget, or None for a single pod, because its node could never be drained."""
+    """Return the PodDisruptionBudget; None for a single pod, because a budget would prevent a drain of its node."""
     scaling = service.spec.autoscaling
     min_replicas = scaling.minReplicas if scaling else service.spec.replicas
     if service.spec.disruption.pdb == "None" or min_replicas < 2:
@@ -47,7 +47,7 @@ def disruption_budget(service: LLMService) -> Manifest | None:
 
 
 def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
-    """Return the HorizontalPodAutoscaler. It scales the LLMService; only the operator writes the Deployment."""
+    """Return the HorizontalPodAutoscaler. It scales the LLMService, because only the operator writes the Deployment."""
     requests = scaling.requestsPerReplica or plan.maxNumSeqs.value
     spec = {
         "scaleTargetRef": service_reference(service.name),

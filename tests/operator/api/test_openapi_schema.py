@@ -16,7 +16,7 @@ NAME = (
 )
 SOURCE = "missing; add it (Location of the files: set exactly one field)"
 WHOLE = "must be an integer; give an integer"
-TWIN = "is the same as in entry 0; give each entry its own"
+TWIN = "equals the value in entry 0; use a different value"
 HUB = "spec.model.source.huggingFace"
 
 INVALID = [

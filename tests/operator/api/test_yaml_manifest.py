@@ -64,13 +64,13 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
     ("text", "message"),
     [
         ("a: [1, 2\nb: 3\n", "f.yaml:2:2: not YAML: did not find expected ',' or ']'"),
-        ("a: 1\nb: 2\na: 3\n", "f.yaml:3:1: key 'a' already exists in line 1; keep one of them"),
+        ("a: 1\nb: 2\na: 3\n", "f.yaml:3:1: key 'a' already exists in line 1; remove one of the two"),
         ("a: &a {b: *a}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
         (BOMB, "f.yaml:1:"),
         ("[a]: 1\n", "f.yaml:1:1: a key is not a string"),
-        ("a: {{ .b }}\n", "f.yaml:1:5: a key is not a string; quote it, or render the template if it contains {{ }}"),
+        ("a: {{ .b }}\n", "f.yaml:1:5: a key is not a string; quote the key, or render the template if it has {{ }}"),
         ("a:\n\tb: 1\n", "f.yaml:2:1: not YAML: found character that cannot start any token; indent with spaces"),
-        ("a: 1\nb:2\nc: 3\n", "f.yaml:2:1: not YAML: could not find expected ':'; write it as key: value"),
+        ("a: 1\nb:2\nc: 3\n", "f.yaml:2:1: not YAML: could not find expected ':'; write key: value"),
         ("a: b: c\n", "f.yaml:1:5: not YAML: mapping values are not allowed in this context; correct the indentation"),
         ("a: 1\nb: 'c\nd: 1\n", "f.yaml:2:4: not YAML: found unexpected end of stream; close the quotes that begin"),
         ("a: !!python/object:os.system x\n", "f.yaml:1:4: not YAML: could not determine a constructor for the tag"),
@@ -78,10 +78,13 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         # From 1,000 levels on, the column and the message depend on PyYAML's release.
         ("a: " + 100_000 * "[", "f.yaml:1:10"),
         ("a: &a {<<: *a, b: 1}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
-        ("a: {<<: 1}\n", "f.yaml:1:9: << requires an object or a list of objects; quote it"),
+        (
+            "a: {<<: 1}\n",
+            "f.yaml:1:9: << requires an object or a list of objects; for a key with the name <<, quote it",
+        ),
         ("a: !!timestamp b\n", 'f.yaml:1:4: "b" is not a valid timestamp; put it in quotes'),
         ("a: " + 5000 * "9" + "\n", 'f.yaml:1:4: "9999'),
-        ("a: -.inf\n", 'f.yaml:1:4: "-.inf" is a float, which JSON does not support; put it in quotes'),
+        ("a: -.inf\n", 'f.yaml:1:4: "-.inf" is a float, and JSON has no such type; put it in quotes'),
         ("a: \x07\n", "f.yaml: not YAML: unacceptable character"),
     ],
 )
@@ -95,5 +98,5 @@ def test_unreadable_files_are_reported(tmp_path):
     with pytest.raises(ManifestError, match=r"none\.yaml: No such file or directory; give the path of a YAML file"):
         read_manifests(str(tmp_path / "none.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
-    with pytest.raises(ManifestError, match=r"latin\.yaml: not UTF-8 at byte 3; save it as UTF-8"):
+    with pytest.raises(ManifestError, match=r"latin\.yaml: not UTF-8 at byte 3; save the file as UTF-8"):
         read_manifests(str(tmp_path / "latin.yaml"))

@@ -79,7 +79,7 @@ def test_yaml_errors_have_line_and_column():
     done = quire("validate", "-o", "json", "-f", "-", stdin="a: [1,\n  }")
     (report,) = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (1, False)
-    fix = "close each [ and {, or quote them; render Helm templates first"
+    fix = "close or quote each [ and {; render Helm templates first"
     assert report["error"] == f"-:2:3: not YAML: did not find expected node content; {fix}"
 
 

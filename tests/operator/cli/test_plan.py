@@ -109,7 +109,7 @@ def test_a_model_that_does_not_fit_gets_advice(configs):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("spec.gpu: NVIDIA-L4: the model does not fit with a context of 4096 tokens; ")
     assert done.stderr.splitlines()[-1] == (
-        "The smallest that fit: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A40, "
+        "The model fits on 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A40, "
         "or 8 x NVIDIA-GeForce-RTX-5090."
     )
 

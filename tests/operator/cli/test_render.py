@@ -49,5 +49,5 @@ def test_render_prints_objects_and_reports_omissions(config, tmp_path):
 def test_render_rejects_a_local_path_source(config):
     done = quire("render", "-f", "examples/llmservice.yaml")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("spec.model.source.path: 'models/tiny' is a folder of one machine, and pods do not")
+    assert done.stderr.startswith("spec.model.source.path: 'models/tiny' is a local folder, which pods cannot read")
     assert quire("render", "-f", "x", "--with", "Nothing").returncode == 2

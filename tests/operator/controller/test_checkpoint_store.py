@@ -98,7 +98,7 @@ async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
     planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None), {})  # type: ignore[arg-type]
     desired = ParsedService(("team", asked.name), "u1", 1, asked, "digest", "")
     verdict = await planning.plan_for(desired, None, None, {})
-    assert "'models/tiny' is a folder of one machine, and pods do not have it" in verdict.spec_error
+    assert "'models/tiny' is a local folder, which pods cannot read" in verdict.spec_error
     assert "use pvc" in verdict.spec_error
 
 

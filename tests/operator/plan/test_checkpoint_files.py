@@ -132,5 +132,5 @@ async def test_rejects_invalid_files(tmp_path, content, message):
 
 async def test_rejects_a_file_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "MAX_JSON_BYTES", 100)
-    with pytest.raises(ConfigError, match="is larger than 100 bytes; this is not a config"):
+    with pytest.raises(ConfigError, match="is larger than 100 bytes, so it is not a valid config"):
         await read_local_checkpoint(folder(tmp_path, SINGLE))

@@ -133,7 +133,7 @@ def test_plan_contains_origin_and_reason_of_each_value():
     assert body["maxModelLen"] == {"value": 8192, "from": "Spec", "why": "set in the spec"}
     assert body["gpuMemoryUtilization"]["value"] == "0.91"
     assert body["maxNumSeqs"]["from"] == "Computed"
-    assert "KV tokens with about 2048" in body["maxNumSeqs"]["why"]
+    assert "KV tokens, at about 2048" in body["maxNumSeqs"]["why"]
     assert body["gpu"] == {"product": L4, "visibleMiB": 22394, "count": 1, "from": "ProductTable"}
     assert schema_problems(body) == []
 
@@ -190,10 +190,10 @@ def test_does_not_fit_message_has_a_table_and_sufficient_gpus():
     assert four.strip() == "4 not tried: spec.gpu.count is 2"
     assert eight.strip() == "8 not tried: spec.gpu.count is 2"
     assert sufficient == (
-        "The smallest that fit: 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A100-PCIE-40GB, "
+        "The model fits on 1 x NVIDIA-B200, or 2 x NVIDIA-H100-80GB-HBM3, or 4 x NVIDIA-A100-PCIE-40GB, "
         "or 8 x NVIDIA-A10."
     )
-    for offer in sufficient.removesuffix(".").partition(": ")[2].split(", or "):
+    for offer in sufficient.removesuffix(".").partition(" fits on ")[2].split(", or "):
         count, _, product = offer.partition(" x ")
         assert plan_for("70b", product, f"lora: {{maxLoaded: 0}}\ngpu: {{count: {count}}}")
 
@@ -203,7 +203,7 @@ def test_unsupported_values_are_neither_planned_nor_recommended(monkeypatch):
     why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}")
     assert why is UnplannableReason.DOES_NOT_FIT
     assert "2 not possible: the engine of this release does not support it" in text
-    assert text.splitlines()[-1] == "The smallest that fit: 1 x NVIDIA-B200."
+    assert text.splitlines()[-1] == "The model fits on 1 x NVIDIA-B200."
     why, text = unplannable("70b", H100, "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 4}")
     assert why is UnplannableReason.UNSUPPORTED_BY_ENGINE
     assert text.startswith("spec.engine.tensorParallelSize: 4: the engine of this release supports 1")
@@ -274,7 +274,7 @@ def test_from_json_rejects_invalid_plans():
     body = plan_for("8b", L4).to_json()
     for name in body:
         if name not in ("advice", "gpu", "gpuMemoryUtilization", "kvCacheMemory"):
-            with pytest.raises(ConfigError, match=r"status.plan: is not a plan of this operator"):
+            with pytest.raises(ConfigError, match=r"status.plan: is not a plan that this operator wrote"):
                 Plan.from_json({key: value for key, value in body.items() if key != name})
     for wrong in ({"dtype": 1}, {"fit": "Well"}, {"bytes": {"kv": 5}}, {"modelBytes": None}):
         with pytest.raises(ConfigError):
@@ -387,7 +387,7 @@ def test_host_memory_includes_stubs_adapter_copies_and_shared_memory():
     assert two.sharedMemory.value == "2048Mi"
     assert two.hostBytes.sharedMemory == 2 * GIB
     small = plan_for("8b", H100, "runtime: {memory: 2Gi}\nlora: {maxLoaded: 0}")
-    assert "spec.runtime.memory is less than" in small.advice
+    assert "spec.runtime.memory is too small" in small.advice
 
 
 def test_max_cached_memory_limits_adapter_copies():

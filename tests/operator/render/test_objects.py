@@ -389,12 +389,12 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a folder of one machine, and pods do not have"),
-        ("adapters: [{name: a, source: {path: x}}]", r"spec.adapters\[0\].source.path: 'x' is a folder of one machine"),
+        ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a local folder, which pods cannot read"),
+        ("adapters: [{name: a, source: {path: x}}]", r"spec.adapters\[0\].source.path: 'x' is a local folder"),
         ("replicas: 2\ncache: {accessModes: [ReadWriteOnce]}", "spec.cache.accessModes: ReadWriteOnce: up to 2 pods"),
         (
             f"adapters: [{', '.join(MANY)}]",
-            r"spec.adapters: 520 adapters with their sources need 10\d{5} bytes, but at most 1000000 are possible",
+            r"spec.adapters: 520 adapters with their sources need 10\d{5} bytes, but a ConfigMap can have 1000000",
         ),
     ],
 )  # fmt: skip

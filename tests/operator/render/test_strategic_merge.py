@@ -15,15 +15,15 @@ from quire_spec.errors import ConfigError
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("containers: null", "containers: must stay a list of objects with names"),
-        ("containers: x", "containers: must stay a list of objects with names"),
+        ("containers: null", "containers: must be a list of objects with names"),
+        ("containers: x", "containers: must be a list of objects with names"),
         ("containers: [x]", "containers: 'x' is not an object; each entry must have the key name"),
         ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; each entry must have the key name"),
-        ("containers: [{image: x}]", "containers: must stay a list of objects with names"),
+        ("containers: [{image: x}]", "containers: must be a list of objects with names"),
         ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; each entry must have the key name"),
-        ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must stay"),
-        ("volumes: null", "volumes: must stay a list of objects with names"),
-        ("$patch: replace", "containers: must stay a list of objects with names"),
+        ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must not be removed"),
+        ("volumes: null", "volumes: must be a list of objects with names"),
+        ("$patch: replace", "containers: must be a list of objects with names"),
     ],
 )
 def test_rejects_overrides_that_remove_required_parts(override, message):

@@ -201,7 +201,7 @@ def test_what_pods_of_the_source_before_have_is_not_what_is_there():
 
 
 UNPLANNED = {
-    "invalid": PlanningResult(spec_error="spec.model.source.path: 'm' is a folder of one machine"),
+    "invalid": PlanningResult(spec_error="spec.model.source.path: 'm' is a local folder"),
     "waits": PlanningResult(waiting_for="Job quire-read-1 reads config.json from claim models; its pod waits"),
     "unplannable": PlanningResult(unplannable=Unplannable(UnplannableReason.GPU_UNKNOWN, "no node says")),
 }
