@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernels for bfloat16 on CPUs with AVX-512 BF16: built once per machine, bound with ctypes.
+"""Compiled kernels for bfloat16 on x86 CPUs: built once per machine, bound with ctypes.
 
-They are optional: without such a processor or a C++ compiler, or with QUIRE_NATIVE=0, `load_library` returns None and
-torch does the work. The sources under csrc/ include only standard headers, so a build takes about five seconds on two
-cores. The library is stored in QUIRE_NATIVE_CACHE, by default in the user's cache folder; a new build removes libraries
-of other versions that have not been loaded for a month. `python -m quire_kernels.cpu_native` builds ahead, for images
-without a compiler.
+The same sources have two builds. The AVX-512 build is for processors with AVX-512 BF16, VBMI and VNNI, and the AVX2
+build for all others with AVX2, FMA and F16C.
+
+The kernels are optional: without such a processor or a C++ compiler, or with QUIRE_NATIVE=0, `load_library` returns
+None and torch does the work. The sources under csrc/ include only standard headers, so a build takes about five seconds
+on two cores. The library is stored in QUIRE_NATIVE_CACHE, by default in the user's cache folder; a new build removes
+libraries of other versions that have not been loaded for a month. `python -m quire_kernels.cpu_native` makes both
+builds ahead, for images without a compiler.
 """
 
 import ctypes
@@ -23,6 +26,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,23 +37,29 @@ from quire_kernels.kv_cache_layout import row_size
 logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
-_REQUIRED_CPU_FLAGS = frozenset(
-    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx512_vnni"}
-)
-"""Processor flags, named as in /proc/cpuinfo."""
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
 """How long an unused build is kept, so that switching back to another version needs no build."""
-_COMPILER_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fopenmp",
-    "-mfma",
-    *(f"-m{name.replace('_', '')}" for name in sorted(_REQUIRED_CPU_FLAGS)),
-)
-
-
+_COMPILER_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 _MAX_INT8_ROW = row_size(256, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """The instructions of a build."""
+
+    name: str
+    cpu_flags: frozenset[str]
+    """Flags of the processors that have them, named as in /proc/cpuinfo; without underscores, the compiler's options
+    have the same names."""
+
+
+AVX512 = InstructionSet(
+    "AVX-512",
+    frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx512_vnni", "fma"}),
+)
+AVX2 = InstructionSet("AVX2", frozenset({"avx2", "fma", "f16c"}))
+_INSTRUCTION_SETS = (AVX512, AVX2)
+"""The fastest is the first."""
 
 
 class BuildError(Exception):
@@ -62,11 +72,13 @@ def load_library() -> ctypes.CDLL | None:
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
-        _check_processor()
-        native_library = _bind(build())
+        if (instructions := supported_instructions()) is None:
+            raise BuildError(f"this processor lacks {', '.join(sorted(AVX2.cpu_flags - _cpu_flags()))}")
+        native_library = _bind(build(instructions))
     except BuildError as error:
         logger.info("native kernels off: %s", error)
         return None
+    logger.info("native kernels on build=%s", instructions.name)
     return native_library
 
 
@@ -96,14 +108,20 @@ def get_library() -> ctypes.CDLL:
     return native_library
 
 
-def build() -> Path:
-    """Build the library if it does not exist, on any processor, and return its file.
+def supported_instructions() -> InstructionSet | None:
+    """Return the fastest instruction set with a build that this processor has."""
+    return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
+
+
+def build(instructions: InstructionSet) -> Path:
+    """Build the library for an instruction set if it does not exist, on any processor, and return its file.
 
     Raises:
         BuildError: there is no compiler, or it failed.
     """
     sources = sorted(_SOURCE_DIR.glob("*.cpp"))
-    digest = hashlib.sha256(" ".join(_COMPILER_FLAGS).encode())
+    flags = (*_COMPILER_FLAGS, *(f"-m{name.replace('_', '')}" for name in sorted(instructions.cpu_flags)))
+    digest = hashlib.sha256(" ".join(flags).encode())
     for source in sorted(_SOURCE_DIR.iterdir()):
         digest.update(source.read_bytes())
     folder = _cache_folder()
@@ -115,7 +133,7 @@ def build() -> Path:
         return library
     with _file_lock(folder / "native.lock"):
         if not library.exists():
-            _compile(sources, library)
+            _compile(sources, flags, library)
             _remove_stale_builds(library)
     return library
 
@@ -129,12 +147,7 @@ def _remove_stale_builds(library: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_processor() -> None:
-    if missing := sorted(_REQUIRED_CPU_FLAGS - _cpu_flags()):
-        raise BuildError(f"this processor lacks {', '.join(missing)}")
-
-
-def _compile(sources: list[Path], library: Path) -> None:
+def _compile(sources: list[Path], flags: tuple[str, ...], library: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise BuildError("no C++ compiler; install g++ or set CXX")
@@ -144,7 +157,7 @@ def _compile(sources: list[Path], library: Path) -> None:
         out = str(Path(scratch, "native.so"))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             commands = [
-                [compiler, *_COMPILER_FLAGS, "-c", str(source), "-o", object_file]
+                [compiler, *flags, "-c", str(source), "-o", object_file]
                 for source, object_file in zip(sources, objects, strict=True)
             ]
             list(pool.map(_run, commands))
@@ -235,10 +248,11 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def main() -> int:
-    """Build the library ahead of its first use, and print its path."""
+    """Build the library for each instruction set ahead of its first use, and print the paths."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        print(build())
+        for instructions in _INSTRUCTION_SETS:
+            print(build(instructions))
     except BuildError as error:
         print(f"quire_kernels.cpu_native: {error}", file=sys.stderr)
         return 1

@@ -105,7 +105,11 @@ void touch(const Shape& s, const Keys& k) {
       key += count;
     }
   // Keeps the compiler from removing the loads.
+#ifdef __AVX512F__
   asm volatile("" : : "v"(all));
+#else
+  asm volatile("" : : "x"(_mm256_or_si256(all.low, all.high)));
+#endif
 }
 
 // First keys and values, of all heads, of the thread's next item: prefetched while it computes this one, a few cache
@@ -163,6 +167,8 @@ struct alignas(64) Scratch {
   float key_scales[kChunk], value_scales[kChunk];
 };
 
+#ifdef __AVX512F__
+
 // Magnitudes 0 to 127 as bf16, in two bytes.
 struct alignas(64) Magnitudes {
   uint8_t low[128], high[128];
@@ -202,6 +208,22 @@ inline float expand(const Table& table, const char* row, int64_t head_dim, bf16*
   __builtin_memcpy(&scale, row + head_dim, sizeof scale);
   return scale;
 }
+
+#else
+
+struct Table {};
+
+inline float expand(const Table&, const char* row, int64_t head_dim, bf16* out) {
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    const __m128i codes = _mm_loadu_si128((const __m128i*)(row + d));
+    store(out + d, _mm512_cvtepi32_ps({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))}));
+  }
+  float scale;
+  __builtin_memcpy(&scale, row + head_dim, sizeof scale);
+  return scale;
+}
+
+#endif
 
 // Find the rows of a chunk; missing rows repeat the last one.
 void find_rows(const Shape& s, Scratch& w, const Keys& k) {

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// bfloat16 in AVX-512 registers: helpers of all compiled kernels.
+// bfloat16 in registers of 512 bits: helpers of all compiled kernels.
+//
+// An AVX-512 build has such registers. In an AVX2 build, avx2.h makes each of two registers.
 #pragma once
 
 #include <immintrin.h>
+#ifndef __AVX512F__
+#include "avx2.h"
+#endif
 
 #include <cstdint>
 
@@ -11,6 +16,12 @@ namespace quire {
 using bf16 = uint16_t;
 
 constexpr int kLanes = 16;  // float32 lanes of a register
+
+#ifdef __AVX512F__
+constexpr bool kAvx512 = true;
+#else
+constexpr bool kAvx512 = false;  // 16 registers of 256 bits, not 32 of 512 bits
+#endif
 
 inline __m512 widen(__m256i v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
@@ -51,6 +62,16 @@ inline __m512 exp2(__m512 x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
   return _mm512_scalef_ps(p, n);
+}
+
+// sums + the products of the four unsigned bytes of weights and the four signed bytes of x in each lane of 32 bits.
+inline __attribute__((always_inline)) void multiply_add(__m512i& sums, __m512i weights, __m512i x) {
+#ifdef __AVX512F__
+  // With the intrinsic, GCC copies the sums to other registers and to memory.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x));
+#else
+  sums = {multiply_fours(sums.low, weights.low, x.low), multiply_fours(sums.high, weights.high, x.high)};
+#endif
 }
 
 constexpr float kLog2E = 1.44269504f;

@@ -67,6 +67,8 @@ struct PackedScales {
   static int64_t bytes(const QuireWeight& w) { return kColumns * (w.scale_bytes + w.has_zeros); }
 };
 
+#ifdef __AVX512F__
+
 // Table lookups of 4 bits.
 struct Nibbles : PackedScales {
   static constexpr int64_t kInputs = 4, kBytes = kLine;
@@ -83,6 +85,38 @@ struct Nibbles : PackedScales {
     right = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, kPair ? 12 : 4), table);
   }
 };
+
+#else
+
+// Table lookups of 4 bits. A shuffle of bytes looks up one byte of the values of two pairs, which are neighbours.
+struct Nibbles : PackedScales {
+  static constexpr int64_t kInputs = 4, kBytes = kLine;
+  __m256i lows, highs;  // bytes of the values
+
+  explicit Nibbles(const bf16* values) {
+    uint8_t bytes[2][16];
+    for (int i = 0; i < 16; i++) bytes[0][i] = values[i] & 255, bytes[1][i] = values[i] >> 8;
+    lows = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bytes[0]));
+    highs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bytes[1]));
+  }
+
+  template <int kPair>
+  inline __attribute__((always_inline)) __m256i look_up(__m256i line) const {
+    const __m256i codes = _mm256_and_si256(line, _mm256_set1_epi8(15)), low = _mm256_set1_epi16(255);
+    const __m256i a = _mm256_shuffle_epi8(lows, codes), b = _mm256_shuffle_epi8(highs, codes);
+    return kPair ? _mm256_or_si256(_mm256_srli_epi16(a, 8), _mm256_andnot_si256(low, b))
+                 : _mm256_or_si256(_mm256_and_si256(low, a), _mm256_slli_epi16(b, 8));
+  }
+
+  template <int kPair>
+  inline __attribute__((always_inline)) void load(const uint8_t* at, __m512bh& left, __m512bh& right) const {
+    const __m512i line = _mm512_loadu_si512(at);
+    left = {look_up<kPair>(line.low), look_up<kPair>(line.high)};
+    right = {look_up<kPair>(_mm256_srli_epi16(line.low, 4)), look_up<kPair>(_mm256_srli_epi16(line.high, 4))};
+  }
+};
+
+#endif
 
 // Table lookups of 8 bits: a sign and an index of 7 bits.
 struct Bytes : PackedScales {

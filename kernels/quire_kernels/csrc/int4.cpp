@@ -36,11 +36,6 @@ struct Int4Tile {
   const char* next;
 };
 
-// As in int8.cpp.
-inline __attribute__((always_inline)) void multiply_add(__m512i& sum, __m512i weights, __m512i x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
-}
-
 template <int R>
 void compute_int4(const Int4Tile& t, const QuireWeight& w) {
   float totals[R][kColumns] = {};

@@ -46,11 +46,6 @@ struct Int8Tile {
   const char* next;
 };
 
-// sum += weights * x. With the intrinsic, GCC copies the sums to other registers and to memory.
-inline __attribute__((always_inline)) void multiply_add(__m512i& sum, __m512i weights, __m512i x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
-}
-
 template <int R>
 void compute_int8(const Int8Tile& t) {
   // Kept in memory: they are used once a group.
