@@ -73,7 +73,7 @@ def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device
     adapter_slots, active_slots = torch.full((num_tokens,), -1), frozenset(segment.adapter_slot for segment in segments)
     for s in segments:
         adapter_slots[s.start : s.end] = s.adapter_slot
-    if device.type == "cuda":
+    if device.type != "cpu":
         routing = TokenRouting.empty(num_tokens, max(active_slots, default=0) + 1, device)
         batch = build_routed_lora_batch(to_device_async(adapter_slots, device), routing)
         return replace(batch, segments=tuple(segments), active_slots=active_slots)

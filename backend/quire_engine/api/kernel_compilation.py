@@ -1,16 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_engine compile`: a folder of compiled GPU kernels, which an image can contain. Needs no GPU."""
+"""`python -m quire_engine compile`: a folder of compiled GPU kernels, which an image can contain. Needs no GPU.
+
+A model without memory runs the steps that a start runs, and each launch compiles its kernel. A new kernel is therefore
+compiled ahead as soon as a model uses it.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from quire_spec.errors import InvalidArgument
+import torch
+
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.lora.device_slots import create_slots
+from quire_engine.models.base import CausalLM
+from quire_engine.models.forward_batch import build_forward_batch
+from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.registry import get_model_class
+from quire_engine.step.input import build_step_input
+from quire_engine.step.plan import ScheduledSpan
+from quire_engine.worker.warmup import compile_steps, dummy_span
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.model.capabilities import QUANTIZATIONS
 from quire_spec.model.model_config import ModelConfig
+
+_LLAMA_3_1_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+"""Mistral 7B differs in its vocabulary only, and Qwen3-8B in the MLP; most of the kernels are the same."""
+_CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
+_DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
+_MIN_CAPABILITY_FOR_E4M3 = (8, 9)
+_SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
+"""One for each variant of the attention plan up to 257 spans."""
+_LONGEST_STEP = 8192
+"""Tokens of a step that chooses tiles for many rows, also for a model with hundreds of experts."""
 
 
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
     """Compile the kernels of bfloat16 models into a folder and mark it as complete.
+
+    Contains the kernels of adapters and of an fp8 KV cache, and those of weights that are quantized at load.
 
     Args:
         models: folders with a config.json; empty: the shape of Llama-3.1-8B.
@@ -34,20 +81,56 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
         from quire_kernels.gpu import compilation
     except ImportError as error:
         raise InvalidArgument(f"compile: Triton cannot be imported ({error}); install triton") from error
-    configs = [ModelConfig.load(folder) for folder in models]
-    shapes = [
-        compilation.KernelShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            activation=config.activation,
-            window=window,
-            softcap=config.attention_softcap,
-        )
-        for config in configs
-        for window in set(config.sliding_windows)
-    ]
-    return compilation.fill_cache(shapes or [compilation.LLAMA_3_1_8B], version, into)
+    shapes = [ModelConfig.load(folder) for folder in models] or [ModelConfig.from_config(_LLAMA_3_1_8B)]
+
+    def call_kernels() -> None:
+        for shape in shapes:
+            for model in _models(shape):
+                _run_steps(model, version)
+            compilation.compile_step_ops(shape.vocab_size, _CONFIG.block_size, _DTYPE)
+
+    return len(compilation.fill_cache(call_kernels, version, into))
+
+
+def _models(shape: ModelConfig) -> Iterator[CausalLM]:
+    """Yield the model, and the model as each quantization at load leaves it; without memory. Weights of a quantized
+    checkpoint count as dequantized."""
+    for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
+        factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
+        try:
+            model = get_model_class(shape.architecture)(shape, factory)
+        except ConfigError:
+            assert quantization is not None
+            continue  # this model cannot be quantized in this way
+        model.pack()
+        yield model
+
+
+def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
+    """Run the steps of a start, without adapters and with them, on each type of KV cache."""
+    e4m3 = [torch.float8_e4m3fn] if capability >= _MIN_CAPABILITY_FOR_E4M3 else []
+    for dtype in (_DTYPE, *e4m3):
+        kv_cache = KVCache(model.shape, 1, _CONFIG.block_size, dtype, _DEVICE)
+        for spans in _steps(model.shape):
+            _run_step(model, kv_cache, [replace(span, adapter_slot=None) for span in spans])
+    create_slots(model, _CONFIG, _DTYPE, _DEVICE)
+    kv_cache = KVCache(model.shape, 1, _CONFIG.block_size, _DTYPE, _DEVICE)
+    for spans in _steps(model.shape):
+        _run_step(model, kv_cache, spans)
+
+
+def _steps(shape: ModelConfig) -> Iterator[list[ScheduledSpan]]:
+    max_length = min(shape.max_position_embeddings, _LONGEST_STEP)
+    yield from compile_steps(_CONFIG, max_length)
+    span = partial(dummy_span, block_size=_CONFIG.block_size)
+    yield [span(0, max_length - 1)]
+    for num_spans in _SPAN_COUNTS:
+        yield [span(max_length - 1, 1)] * num_spans
+
+
+def _run_step(model: CausalLM, kv_cache: KVCache, spans: list[ScheduledSpan]) -> None:
+    step_input = build_step_input(spans, kv_cache.block_size, model.shape.long_rope_threshold)
+    batch = build_forward_batch(step_input, kv_cache, _DEVICE)
+    hidden = model(batch, kv_cache)
+    assert hidden is not None
+    model.compute_logits(hidden, batch.for_logit_rows(slice(batch.num_logits)))

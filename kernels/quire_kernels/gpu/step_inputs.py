@@ -34,7 +34,8 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
     )
 
 
-@triton.jit
+# Widths of block tables depend on max_model_len, and a kernel of an image must fit all of them.
+@triton.jit(do_not_specialize=["table_stride", "out_stride", "width"])
 def _prepare(
     rows,
     query_starts,

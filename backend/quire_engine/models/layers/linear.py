@@ -137,7 +137,7 @@ class Linear:
         """Yield the checkpoint tensors under `prefix`, each with the rows of the merged parameter that it fills."""
         start = 0
         assert isinstance(self.weight, Tensor)
-        if self.weight.is_meta and not self._quantized_parts:
+        if self._factory.checkpoint is not None and self.weight.is_meta and not self._quantized_parts:
             self._quantized_parts = self._find_quantized_parts(prefix)
             if not self._quantized_parts:
                 self.weight = self._factory.empty(*self.weight.shape)
