@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: the router's choice of experts for each token, and the products of the chosen experts."""
+"""Mixture of experts: the choice of experts for each token by the router, and the outputs of the chosen experts."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.linear import PANEL_COLUMNS, is_panel_packed, pack_weight
 
 CHUNK_ROWS = 4096
-"""Copies of tokens that the compiled kernel computes at a time: bounds its memory."""
+"""Number of (token, expert) pairs that the compiled kernel computes at a time, which limits its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
     """Clamped activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), where gate is at most `limit` and up is
-    in [-limit, limit]. Gate and up are neighbouring features: 2 i and 2 i + 1."""
+    in [-limit, limit]. Gate and up features alternate: feature 2 i is gate i, and feature 2 i + 1 is up i."""
 
     alpha: float
     limit: float
@@ -35,7 +35,7 @@ class SwiGLU:
 
 
 ExpertActivation: TypeAlias = str | SwiGLU
-"""A name for `get_gated_op`, whose gate features precede the up features, or SwiGLU."""
+"""A name for `get_gated_op`, where all gate features precede the up features, or SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _fused_experts_cpu(
 def _fused_experts_sorted(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """Sort the copies of tokens by expert, and multiply those of each expert at once."""
+    """Sort the (token, expert) pairs by expert, and compute all tokens of an expert at once."""
     top_k = ids.shape[1]
     flat_ids = ids.flatten()
     order = flat_ids.argsort(stable=True)
@@ -182,8 +182,9 @@ def _compute_expert(x: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
 
 
 def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> ExpertWeights:
-    """Return weights for `fused_experts` in panels, see `pack_weight`, allocated from `arena`; unchanged if the
-    compiled kernel does not support them."""
+    """Return weights for `fused_experts` in panels (see `pack_weight`) that are allocated from `arena`. Weights that
+    the compiled kernel does not support are returned unchanged.
+    """
     hidden, inner = experts.down.shape[1:]
     is_supported = (
         cpu_native.supports(experts.gate_up, experts.down)
@@ -198,7 +199,7 @@ def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> 
 
 
 class _Experts(ctypes.Structure):
-    """QuireExperts of csrc/experts.cpp."""
+    """The C struct QuireExperts of csrc/experts.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),

@@ -3,14 +3,14 @@
 
 Schemes, with the names that vLLM uses:
 
-- w4a16: 4 bits; groups of inputs have a scale, and optionally a zero point or a table of values (MXFP4). For weights
-  that were quantized at load, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
+- w4a16: 4 bits; each group of inputs has a scale, and optionally a zero point or a table of values (MXFP4). For
+  weights that were quantized at load, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
 - fp8: float8_e4m3fn; a scale for each row, or for each block of 128 x 128.
 - w8a16: integers of 8 bits; a scale for each row.
-- w8a8: the same, and each 64 inputs of a token are quantized to 8 bits as well.
+- w8a8: integers of 8 bits; a scale for each row. Each 64 inputs of a token are quantized to 8 bits, too.
 
-Weights are stored in panels if a compiled kernel of a CPU reads them, and row by row otherwise. The reference reads the
-second layout on every device and in every dtype, so that a quantized model runs everywhere.
+Weights are stored in panels if a compiled kernel of a CPU reads them, and row by row otherwise. The reference reads
+rows on every device and in every dtype, so that a quantized model runs everywhere.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ FP8_BLOCK = 128
 
 
 class _Weight(ctypes.Structure):
-    """QuireWeight of csrc/ops.h."""
+    """The C struct QuireWeight of csrc/ops.h."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
@@ -59,22 +59,25 @@ class QuantizedWeight:
     scheme: Scheme
     shape: tuple[int, int]
     values: Tensor
-    """In panels: bytes. Else [out_features, in_features] int8 or float8_e4m3fn; or, with 4 bits, uint8 of half the
-    width, the code of the first of two inputs in the lower bits."""
+    """In panels: bytes. Otherwise [out_features, in_features] int8 or float8_e4m3fn; with 4 bits [out_features,
+    in_features / 2] uint8, with the code of the first of two inputs in the lower bits.
+    """
     group_size: int
-    """Inputs that have a common scale."""
+    """Number of inputs that share a scale."""
     scales: Tensor | None = None
-    """[out_features, groups] float32; None: in the panels."""
+    """[out_features, groups] float32; None: the panels contain the scales."""
     zeros: Tensor | None = None
-    """Zero points of 4 bits, [out_features, groups] uint8; None: in the panels, or 8."""
+    """Zero points of 4-bit codes, [out_features, groups] uint8; None: the panels contain them, or they are 8."""
     codebook: Tensor | None = None
-    """Values of the codes, bfloat16; None: w8a8, and fp8 unless in panels."""
+    """Values of the codes, bfloat16; None for w8a8, and for fp8 that is not in panels."""
     struct: _Weight | None = None
-    """The same for compiled kernels, which points into the tensors; None: not in panels, or w8a8."""
+    """C struct for compiled kernels, which points into the tensors; None for w8a8, and for weights that are not in
+    panels.
+    """
 
     @property
     def is_panel_packed(self) -> bool:
-        """Whether only compiled kernels can read it."""
+        """Whether the weight is in panels, which only compiled kernels can read."""
         return self.scales is None
 
     @property
@@ -84,7 +87,7 @@ class QuantizedWeight:
 
     @property
     def address(self) -> int:
-        """Address of the panels (w8a8), or of the C struct."""
+        """Address that compiled kernels expect: of the panels (w8a8) or of the C struct."""
         assert self.is_panel_packed
         return self.values.data_ptr() if self.struct is None else ctypes.addressof(self.struct)
 
@@ -163,15 +166,15 @@ def pack_weight_int8(
 ) -> QuantizedWeight:
     """Return an int8 weight for `linear`.
 
-    w8a8 with the compiled kernel, one Zen 5 core, 8 layers of a 135M Llama: 1.7
-    times as fast as bf16 for 1 token and 1.6 for 64. torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
+    Measured for w8a8 with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.7 times as fast as bf16
+    for 1 token, 1.6 times for 64 tokens. torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
 
     Args:
         values: [out_features, in_features] int8 in [-127, 127], contiguous.
-        scales: [out_features] or [out_features, 1] float32; row i stands for scales[i] * values[i].
+        scales: [out_features] or [out_features, 1] float32; row i of the weight is scales[i] * values[i].
         arena: allocates panels.
         dtype: of the activations.
-        weight_only: w8a16; else w8a8.
+        weight_only: whether the scheme is w8a16; otherwise it is w8a8.
     """
     out_features, in_features = values.shape
     scales = scales.reshape(out_features, 1).float().contiguous()
@@ -201,18 +204,20 @@ def pack_weight_int4(
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`.
 
-    With the compiled kernel, one Zen 5 core, 8 layers of a 135M Llama: 2.2 times as fast as bf16 for 1 token, 0.83 for
-    64. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as long for 1 token and 2.4 times for 64.
+    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 2.2 times as fast as bf16 for 1
+    token, 0.83 times for 64 tokens. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as long as the compiled
+    kernel for 1 token, and 2.4 times as long for 64 tokens.
 
     Args:
         values: [out_features, in_features] uint8 in [0, 15].
         scales: [out_features, groups] float32. The groups have equal sizes: in_features / groups inputs.
-        zeros: zero points, [out_features, groups] uint8 in [0, 15]; None: 8. A code q stands for scale * (q - zero).
+        zeros: zero points, [out_features, groups] uint8 in [0, 15]; None: all are 8. The value of a code q is scale *
+            (q - zero).
         arena: allocates panels.
         dtype: of the activations.
-        codebook: [16], exact in bfloat16: a code q stands for scale * codebook[q]. Excludes `zeros`.
-        int8_activations: whether the compiled kernel quantizes the activations of each group to 8 bits. Excludes
-            `codebook`.
+        codebook: [16], exact in bfloat16: the value of a code q is scale * codebook[q]. Not allowed with `zeros`.
+        int8_activations: whether the compiled kernel quantizes the activations of each group to 8 bits. Not allowed
+            with `codebook`.
     """
     out_features, in_features = values.shape
     group_size = in_features // scales.shape[1]
@@ -234,14 +239,14 @@ def pack_weight_fp8(
 ) -> QuantizedWeight:
     """Return an 8-bit floating-point weight for `linear`.
 
-    With the compiled kernel, one Zen 5 core, 8 layers of a 135M Llama: 1.5 times as fast as bf16 for 1 token, 0.94 for
-    64.
+    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.5 times as fast as bf16 for 1
+    token, 0.94 times for 64 tokens.
 
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
-        scales: float32. One element: of the whole weight. [out_features] or [out_features, 1]: of each row.
-            [out_features, in_features / 128]: of each 128 inputs of a row. [out_features / 128, in_features / 128]: of
-            each block of 128 x 128. Both are rounded up.
+        scales: float32. One element: a scale for the whole weight. [out_features] or [out_features, 1]: for each row.
+            [out_features, in_features / 128]: for each 128 inputs of a row. [out_features / 128, in_features / 128]:
+            for each block of 128 x 128. Quotients are rounded up.
         arena: allocates panels.
         dtype: of the activations.
     """
@@ -263,7 +268,7 @@ def pack_weight_fp8(
 
 
 def supports_int4(in_features: int, group_size: int) -> bool:
-    """Return whether `quantize_int4` and `pack_weight_int4` accept this size: groups must not be cut."""
+    """Return whether `quantize_int4` and `pack_weight_int4` accept this size: it must consist of whole groups."""
     return in_features % group_size == in_features % 2 == 0
 
 
@@ -294,7 +299,7 @@ def _pack_codes(
     arena: HugePageArena | None,
     int8_inputs: bool = False,
 ) -> QuantizedWeight:
-    """Pack codes into panels of csrc/codes.cpp. Scales take two bytes if that does not change them."""
+    """Pack codes into panels of csrc/codes.cpp. Scales are stored as float16 if that does not change their values."""
     (out_features, in_features), bits = codes.shape, 4 if scheme == "w4a16" else 8
     halves = scales.half()
     stored_scales = halves if torch.equal(halves.float(), scales) else scales

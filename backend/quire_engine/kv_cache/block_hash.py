@@ -29,10 +29,12 @@ class BlockHasher:
     kv_dtype: str
     block_size: int
     long_rope_threshold: int | None = None
-    """Sequences with more tokens than this rotate all their keys differently, see ModelConfig; None: no such limit."""
+    """Sequences with more tokens than this use the rotary embedding of long sequences, see ModelConfig; None: no
+    limit.
+    """
 
     def uses_long_rope(self, num_tokens: int) -> bool:
-        """Return whether a sequence of `num_tokens` tokens rotates its keys as long sequences do."""
+        """Return whether a sequence of `num_tokens` tokens uses the rotary embedding of long sequences."""
         return self.long_rope_threshold is not None and num_tokens > self.long_rope_threshold
 
     def root(self, adapter_digest: AdapterDigest | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
@@ -43,7 +45,7 @@ class BlockHasher:
         fields: list[str | None] = [str(LAYOUT_VERSION), self.model_digest, self.kv_dtype, str(self.block_size)]
         fields += [adapter_digest, cache_salt]
         if long_rope:
-            # A part of the hash: do not change the words.
+            # These bytes are part of the hash, so they must not change.
             fields.append("beyond switch")
         return hashlib.sha256(b"".join(_encode_field(field) for field in fields)).digest()
 

@@ -19,11 +19,12 @@ from quire_spec.errors import Internal
 class BlockManager:
     """The block tables of all running sequences.
 
-    A table has only as many blocks as the tokens of its sequence and of its last draft need. A shared or cached block
-    is never written: if the shared prefix of a sequence ends within a block, it starts with a copy of that block.
+    A block table has only the blocks that the tokens of its sequence, including its last draft, need. A shared or
+    cached block is never written: if the shared prefix of a sequence ends within a block, the sequence gets a copy of
+    that block.
 
-    If all layers of a model have a sliding window, blocks that have left the widest are freed while a sequence runs.
-    A block contains the keys and values of all layers, so one layer without a window keeps all blocks.
+    If all layers of a model have a sliding window, blocks outside the widest window are freed while a sequence runs. A
+    block contains the keys and values of all layers, so one layer without a window keeps all blocks.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class BlockManager:
         self._block_size = block_size
         self._swap_costs = swap_costs
         self._host_pool = BlockPool(swap_costs.num_host_blocks)
-        # Host blocks that the step in flight reads or writes. A step that is planned ahead does neither.
+        # Host blocks that the step in flight reads or writes. A step that is planned ahead reads and writes no host
+        # blocks.
         self._swap_in_host_blocks: list[BlockId] = []
         self._swapping_out: list[Sequence] = []
         self.num_block_copies = 0
@@ -57,7 +59,7 @@ class BlockManager:
         return -(-num_tokens // self._block_size)
 
     def num_blocks_needed(self, sequence: Sequence, prefix: PrefixHit) -> int:
-        """Return by how many blocks `allocate` would reduce the free ones."""
+        """Return how many free blocks `allocate` would take."""
         num_new_blocks = self.num_blocks(sequence.num_tokens) - len(prefix.blocks)
         return (
             num_new_blocks
@@ -67,7 +69,8 @@ class BlockManager:
 
     def allocate(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
         """Give a sequence blocks for all its tokens, and plan the copies that fill them from shared and host blocks."""
-        # Acquire first: the allocation below could evict them. Copy sources stay acquired until the step is complete.
+        # Shared blocks are acquired first, because the allocation below could evict them. Copy sources stay acquired
+        # until the step is complete.
         self._block_pool.acquire(prefix.blocks + prefix.copy_sources)
         new_blocks = self._block_pool.allocate(self.num_blocks(sequence.num_tokens) - len(prefix.blocks))
         sequence.block_table, sequence.num_freed_blocks = prefix.blocks + new_blocks, 0
@@ -79,7 +82,7 @@ class BlockManager:
         builder.swap_ins += [SwapCopy(block, host) for block, host in zip(new_blocks, prefix.host_blocks, strict=False)]
         self.num_block_copies += len(prefix.copy_sources)
         self.num_swapped_in_blocks += len(prefix.host_blocks)
-        # The step reads them, so they are freed only when it is complete.
+        # The step reads these host blocks, so they are freed only when it is complete.
         self._swap_in_host_blocks += sequence.host_blocks
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
@@ -98,8 +101,8 @@ class BlockManager:
     def append_blocks(self, beams: abc.Sequence[Sequence], builder: StepPlanBuilder) -> bool:
         """Ensure that each beam has a block of its own for its next token. Return False if too few blocks are free.
 
-        Beams share all blocks with the beam from which they continue. So a block that several of them would write is
-        copied for all of them but one (copy-on-write).
+        Beams share all blocks with the beam from which they continue. So if several beams would write one block, all
+        beams except one get a copy of it (copy-on-write).
         """
         lacking, copying = [], []
         written_blocks: set[BlockId] = set()
@@ -115,8 +118,8 @@ class BlockManager:
         for beam in lacking:
             beam.block_table += self._block_pool.allocate(1)
         for beam in copying:
-            # The copy takes over the reference of the beam and keeps it until the step is complete. A new list, because
-            # a runner sends only the end of a table that it knows.
+            # The copy takes over the beam's reference to the source block until the step is complete. The table is a
+            # new list, because a runner sends only the new end of a list that it knows.
             [block] = self._block_pool.allocate(1)
             builder.copies.append(BlockCopy(beam.block_table[-1], block))
             beam.block_table = [*beam.block_table[:-1], block]
@@ -155,7 +158,7 @@ class BlockManager:
     def free_outside_window(self, sequence: Sequence) -> None:
         """Free the blocks that no later step reads, if all layers have a sliding window.
 
-        A step in flight does not read them either: it begins at or after the tokens that are computed.
+        A step in flight does not read these blocks either, because its tokens follow the computed tokens.
         """
         if self._sliding_window is None:
             return
@@ -165,10 +168,10 @@ class BlockManager:
         sequence.num_freed_blocks = num_outside
 
     def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
-        """Plan copies of a sequence's computed blocks to host memory, if that is worthwhile and they fit.
+        """Plan copies of a sequence's computed blocks to host memory, if copies are cheaper than computing and fit.
 
         Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
-        cached. Blocks that are not kept are computed again.
+        cached. Blocks that are neither copied nor cached are computed again.
         """
         computed_blocks = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
         full_blocks = computed_blocks[: sequence.num_computed_tokens // self._block_size]
@@ -195,7 +198,7 @@ class BlockManager:
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """Release what a step needed. If the step failed, its copies to host memory are invalid and dropped."""
+        """Release the blocks that a step read. If the step failed, also drop its copies to host memory."""
         self._block_pool.free([copy.source for copy in plan.copies])
         self._host_pool.free(self._swap_in_host_blocks)
         self._swap_in_host_blocks = []
@@ -220,7 +223,7 @@ class BlockManager:
     def check_integrity(
         self, block_holders: abc.Sequence[Sequence], waiting: Iterable[Sequence], plans: abc.Sequence[StepPlan]
     ) -> None:
-        """Raise Internal unless exactly these sequences and the steps in flight use the pools.
+        """Raise Internal unless exactly these sequences and the steps in flight use the block pools.
 
         Only `block_holders` can have blocks, and only `waiting` can have host blocks.
         """
@@ -232,7 +235,7 @@ class BlockManager:
         self._host_pool.check_integrity([*(s.host_blocks for s in waiting), self._swap_in_host_blocks])
         copy_sources = [copy.source for plan in plans for copy in plan.copies]
         self._block_pool.check_integrity([*(s.held_blocks for s in block_holders), copy_sources])
-        # Only the last one: it runs after the others and can read what they write.
+        # Only the last step in flight is checked: it can share the blocks that earlier steps write.
         if plans:
             self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.held_blocks))
 

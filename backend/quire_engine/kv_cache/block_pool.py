@@ -35,7 +35,8 @@ class BlockPool:
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, BlockId] = {}
         self._empty = [BlockId(i) for i in reversed(range(num_blocks))]
-        # Both are in order of eviction: the block freed last is at the end. An evictable block is in exactly one.
+        # Both queues are in order of eviction: the block freed last is at the end. An evictable block is in exactly
+        # one of them.
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._evictable_protected: OrderedDict[BlockId, None] = OrderedDict()
         self._is_protected = [False] * num_blocks
@@ -101,7 +102,8 @@ class BlockPool:
     def free(self, block_table: Sequence[BlockId]) -> None:
         """Release a reference to each block of a sequence's table, given in order.
 
-        The last block is freed first, and so evicted first: a prefix is useful without its tail, but not the reverse.
+        The last block is freed first, so it is evicted first: blocks are useless without those before them in the
+        table.
         """
         for block in reversed(block_table):
             self._ref_counts[block] -= 1
@@ -120,7 +122,9 @@ class BlockPool:
             self._evictable[oldest] = None
 
     def check_integrity(self, block_tables: Iterable[Sequence[BlockId]]) -> None:
-        """Raise Internal, with the counts, unless every block has one state and `block_tables` are all references."""
+        """Raise Internal, with the counts, unless every block has one state and `block_tables` are the only
+        references.
+        """
         expected_counts = Counter(block for table in block_tables for block in table)
         mismatched = [b for b in range(self.num_blocks) if self._ref_counts[b] != expected_counts[BlockId(b)]]
         evictable = [*self._evictable, *self._evictable_protected]

@@ -15,7 +15,7 @@ from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
 _MAX_COPY_BYTES = 32 * 2**20
-"""Upper bound of a temporary buffer for block copies: the cache leaves little more of a GPU's memory."""
+"""Maximum bytes of the temporary buffer of a block copy: the KV cache leaves little memory of a GPU free."""
 
 
 def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -26,8 +26,8 @@ def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 class KVCache:
     """Keys and values of `num_blocks` blocks.
 
-    Isolation: no sequence reads the remains of another sequence, even under a mask, where NaN would still spread. If
-    the attention kernels read whole blocks, a block is zeroed when its first token is written, and the padding of a
+    Isolation: no sequence reads old values of another sequence. A mask is not sufficient, because NaN times 0 is NaN.
+    If the attention kernels read whole blocks, a block is zeroed when its first token is written, and the padding of a
     block table repeats a block of the same sequence.
     """
 
@@ -40,10 +40,10 @@ class KVCache:
         device: torch.device,
         num_spare_blocks: int = 0,
     ) -> None:
-        """Allocate the memory, with `num_spare_blocks` extra blocks after `num_blocks` that no sequence gets."""
+        """Allocate `num_blocks` blocks and after them `num_spare_blocks` more, which no sequence gets."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Not zeroed here: on a CPU, pages use memory only after the first write.
+        # The memory is not zeroed here: on a CPU, pages use memory only after the first write.
         row = row_size(shape.head_dim, dtype)
         size = (shape.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, row)
         on_cpu = device.type == "cpu"
@@ -52,7 +52,8 @@ class KVCache:
         self._data = as_indexable(typed_data)
         self.layers: tuple[Tensor, ...] = tuple(typed_data)
         """Per layer [2, num_blocks, block_size, num_kv_heads, row_size]: keys at 0, values at 1; see `write_kv`."""
-        # An int8 cache does not reveal the dtype of the queries, and only bfloat16 has a kernel that reads no more.
+        # With an int8 cache, only bfloat16 queries have a kernel that reads no unwritten tokens, and their dtype is
+        # not known here.
         self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads) or dtype == torch.int8
 
     @property
@@ -62,7 +63,7 @@ class KVCache:
 
     @property
     def max_blocks_per_copy(self) -> int:
-        """Blocks that one copy gathers in its temporary buffer."""
+        """Maximum number of blocks in the temporary buffer of a copy."""
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
 
     def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -89,7 +90,7 @@ class KVCache:
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks of all layers. No destination is also a source."""
+        """Copy blocks in all layers. No block can be both a destination and a source."""
         for source_ids, batch_destinations in self._batches(sources, destinations):
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))

@@ -16,7 +16,7 @@ _MEASUREMENT_BLOCKS = 64
 
 
 class HostSwap:
-    """Host memory for `num_blocks` blocks of `kv_cache`. With a GPU it is pinned, and copies are asynchronous."""
+    """Host memory for `num_blocks` blocks of `kv_cache`. With a GPU it is pinned and copies are asynchronous."""
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._kv_cache = kv_cache
@@ -28,7 +28,7 @@ class HostSwap:
         return self._host_blocks.nbytes
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
-        """Copy blocks to host memory, then blocks from host memory."""
+        """Run the copies to host memory, then the copies from host memory."""
         if swap_outs:
             self._kv_cache.store_blocks(
                 [copy.block for copy in swap_outs], self._host_blocks, [copy.host_block for copy in swap_outs]
@@ -39,7 +39,7 @@ class HostSwap:
             )
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
-        """Measure the costs that the scheduler compares. Overwrites the contents of blocks.
+        """Measure the time to swap a block and to compute a token. Overwrites the contents of blocks.
 
         Args:
             compute: runs a step and returns its number of tokens.

@@ -18,31 +18,31 @@ class PrefixHit:
 
     num_tokens: int
     blocks: list[BlockId]
-    """Blocks that the prefix fills, in order. The sequence shares them."""
+    """Blocks that the prefix fills completely, in order. The sequence shares them."""
     copy_sources: list[BlockId]
     """The block in which the prefix ends, if it ends within one. The sequence continues in a copy of it."""
     host_blocks: list[BlockId] = field(default_factory=list)
-    """For a swapped sequence, instead of `copy_sources`: host blocks that follow `blocks`."""
+    """Host blocks with the tokens after `blocks`; only for a swapped-out sequence, which has no `copy_sources`."""
 
 
 class PrefixCache:
     """Shares blocks between sequences with the same first tokens, adapter and salt."""
 
     def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, enabled: bool) -> None:
-        """Create the cache. If it is not enabled, a fork still shares the blocks of its parent."""
+        """Create the cache. Even a disabled cache lets a fork share the blocks of its parent."""
         self._block_pool = block_pool
         self._block_hasher = block_hasher
         self._enabled = enabled
         self.num_queries = 0
-        """Tokens of all sequences that started."""
+        """Number of tokens of all sequences that started."""
         self.num_hits = 0
-        """Tokens of them that a prefix contained."""
+        """Number of tokens of started sequences that were found in the cache."""
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """Return the longest prefix that is cached, shared with the parent or swapped out.
 
-        The prefix leaves at least one token to compute. It is empty while the request needs prompt log probabilities,
-        because these require the logits of every prompt token.
+        The prefix leaves at least one token to compute. The prefix is empty while the request needs prompt log
+        probabilities, because these require the logits of every prompt token.
         """
         if sequence.needs_prompt_logprobs:
             return PrefixHit(0, [], [])
@@ -66,13 +66,13 @@ class PrefixCache:
         return self._extend_with_swapped(sequence, hit)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
-        """Return `hit` up to its last full block, which needs no copy."""
+        """Return the part of `hit` in full blocks, which needs no copy of a block."""
         return self._make_hit(hit.blocks, len(hit.blocks) * self._block_hasher.block_size)
 
     def invalidate_if_rope_switched(self, sequence: Sequence) -> bool:
-        """Drop the hashes of a sequence whose last token took it beyond the long-rope threshold, and return True.
+        """Drop the block hashes of a sequence if its last token crossed the long-rope threshold; return whether it did.
 
-        All its keys must then be computed again. Return False otherwise.
+        All keys of such a sequence must be computed again.
         """
         uses_long_rope = self._block_hasher.uses_long_rope
         if uses_long_rope(sequence.num_computed_tokens) or not uses_long_rope(sequence.num_tokens):
@@ -81,7 +81,7 @@ class PrefixCache:
         return True
 
     def record_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Count the hit of a sequence that starts for the first time, and protect its blocks."""
+        """Count the cached tokens of a sequence that starts for the first time, and protect its shared blocks."""
         self.num_queries += sequence.num_tokens
         self.num_hits += hit.num_tokens
         # Forks are not counted: outputs of one request share a prompt, which predicts nothing about other requests.
@@ -117,7 +117,7 @@ class PrefixCache:
         )
 
     def _cached_blocks(self, sequence: Sequence) -> list[BlockId]:
-        """Return the longest run of cached full blocks from the start."""
+        """Return the cached full blocks from the start of a sequence up to the first block that is not cached."""
         blocks: list[BlockId] = []
         for index in range(sequence.num_tokens // self._block_hasher.block_size):
             block = self._block_pool.lookup(self._block_hash(sequence, index))

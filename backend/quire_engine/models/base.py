@@ -38,13 +38,16 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
-        """Layers whose inputs the next forward pass keeps, for a head that reads them; num_layers is the output of the
-        last one. See SUPPORTS_AUX_LAYERS."""
+        """Layers whose inputs the next forward pass keeps for a draft head; index num_layers stands for the output of
+        the last layer. See SUPPORTS_AUX_LAYERS.
+        """
         self.aux_hidden_states: Tensor | None = None
-        """[num_tokens, number of these layers * hidden_size], of the last forward pass."""
+        """[num_tokens, len(aux_hidden_state_layers) * hidden_size]: the inputs that the last forward pass kept."""
         self.build_layers(factory)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
-        """Bytes of all parameters on this rank; before `pack`, a quantized weight counts as if it were dequantized."""
+        """Bytes of all parameters on this rank; before `pack`, quantized weights are counted with their dequantized
+        size.
+        """
         self.num_bytes += self.lm_head.unread_bytes + sum(linear.unread_bytes for _, linear in self.linears())
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
@@ -64,12 +67,13 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Return the last layer's output [num_tokens, hidden_size]; write keys and values to the KV cache."""
+        """Write keys and values to the KV cache; return the last layer's output [num_tokens, hidden_size]."""
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]. `batch` contains only
-        these rows, see ForwardBatch.for_logit_rows."""
+        """Return the logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]. `batch` must contain only
+        these rows, see ForwardBatch.for_logit_rows.
+        """
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """Return the embeddings of the batch, a new tensor [num_tokens, embedding_size]."""
@@ -81,7 +85,7 @@ class CausalLM(ABC):
             yield from ((index, linear) for linear in layer.linears())
 
     def tensors(self) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the name of every tensor of the checkpoint, with the parameter or shard that it fills."""
+        """Yield the name of every tensor in the checkpoint, with the parameter or shard that the tensor fills."""
         parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
         yield f"{parent}.embed_tokens.weight", embedding_shard(self.embed_tokens, self.communicator)
         for index, layer in enumerate(self.layers):
@@ -105,7 +109,7 @@ class CausalLM(ABC):
         self.num_bytes += self._num_linear_bytes() - loaded_bytes
 
     def _num_linear_bytes(self) -> int:
-        """Return the bytes of all linear layers, except for an output projection that is the embedding."""
+        """Return the bytes of all linear layers. An output projection that is tied to the embedding is not counted."""
         is_tied = self.lm_head.weight is self.embed_tokens
         head = 0 if is_tied else self.lm_head.num_bytes
         return head + sum(linear.num_bytes for _, linear in self.linears())

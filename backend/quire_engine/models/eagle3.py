@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 head: one decoder layer that continues hidden states of a target model, and proposes its next tokens.
+"""EAGLE-3 head: one decoder layer that reads hidden states of a target model and proposes its next tokens.
 
 The row at position i reads the hidden states of token i and the embedding of token i + 1, and proposes token i + 2.
 
@@ -25,7 +25,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 
 _UNUSED_TENSORS = ("t2d", "embed_tokens.weight")
-"""The mask of the tokens in d2t, and a copy of the target's embedding."""
+"""Tensors that are not read: the mask of the tokens in d2t, and a copy of the target's embedding."""
 
 
 class Eagle3Layer(Module):
@@ -66,17 +66,19 @@ class Eagle3Head(Module):
         self._rotary = RotaryEmbedding(shape.ropes[0], factory.device)
         self._config = config
         self.d2t = torch.arange(config.draft_vocab_size, device=factory.device)
-        """[draft_vocab_size] int64: the token of the target for each token of the head. A checkpoint has offsets."""
+        """[draft_vocab_size] int64: the target's token id for each token id of the head. The checkpoint stores the
+        differences of both ids.
+        """
         self.num_bytes = sum(unsharded(target).nbytes for _, target in self.tensors(""))
 
     def __call__(self, embeddings: Tensor, hidden: Tensor, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
         """Return hidden states [num_tokens, hidden_size].
 
         Args:
-            embeddings: of the tokens after the positions of the batch, [num_tokens, hidden_size].
-            hidden: `combine`d hidden states of the target, or states that this head returned.
+            embeddings: embeddings of the tokens after the positions of the batch, [num_tokens, hidden_size].
+            hidden: hidden states that `combine` returned for the target, or that this head returned.
             batch: positions, and where to write keys and values.
-            kv_cache: of the layer.
+            kv_cache: KV cache of the layer.
         """
         rope = self._rotary(batch.positions, batch.long_rope, hidden.dtype)
         return self.midlayer(embeddings, hidden, rope, kv_cache, batch)
@@ -93,7 +95,8 @@ class Eagle3Head(Module):
         """Fill the parameters from a checkpoint, and repack them for speed.
 
         Raises:
-            ConfigError: a tensor is missing, unexpected or of another shape, or d2t leaves the vocabulary.
+            ConfigError: a tensor is missing, unexpected or of another shape, or d2t contains tokens outside the
+                vocabulary.
         """
         named = {
             name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
@@ -125,5 +128,5 @@ class Eagle3Head(Module):
                 raise ConfigError(f"speculative_config.model: d2t must be {size} int64, got {tuple(offsets.shape)}")
             self.d2t += offsets.to(self.d2t.device)
             if self.d2t.min() < 0 or self.d2t.max() >= target_vocab_size:
-                raise ConfigError(f"speculative_config.model: d2t leaves the vocabulary of {target_vocab_size} tokens")
+                raise ConfigError(f"speculative_config.model: d2t has tokens outside 0..{target_vocab_size - 1}")
         self.pack(HugePageArena())

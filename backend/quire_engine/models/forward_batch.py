@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input of a forward pass as tensors: everything except weights and KV cache. Built by `build_forward_batch`.
 
-All spans are flattened into one batch. Tokens of one adapter are contiguous, so that its delta applies to a slice.
+All spans are flattened into one batch. Tokens of one adapter are contiguous, so that LoRA changes a slice of the
+batch.
 """
 
 from collections.abc import Sequence
@@ -36,16 +37,17 @@ class ForwardBatch:
     """[num_tokens] int64: addresses of keys and values in the cache (the slot mapping of vLLM)."""
     attention: AttentionMetadata
     adapters: LoRABatch | None
-    """None when no span has an adapter."""
+    """Adapters of the tokens; None if no span has an adapter."""
     logit_rows: Tensor | None
-    """[num_logits] int64: tokens that need logits: first the tokens that sample, then the tokens that need prompt log
-    probabilities. None: all tokens, in order."""
+    """[num_logits] int64, indices of the tokens that need logits: first tokens that sample, then tokens that need
+    prompt log probabilities. None: all tokens, in order.
+    """
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 without an adapter; empty if no span has an adapter."""
 
     def for_logit_rows(self, rows: slice) -> "ForwardBatch":
-        """Return the batch for the output projection of `rows`, a slice of the tokens that need logits."""
+        """Return the batch of the output projection for `rows`, a slice of the tokens that need logits."""
         if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
             return self
         slots, device = self.logit_adapter_slots[rows], self.token_ids.device
@@ -54,7 +56,7 @@ class ForwardBatch:
 
 
 def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.device) -> ForwardBatch:
-    """Build the batch of a step, and clear the KV blocks whose first token it writes."""
+    """Build the batch of a step, and zero the KV blocks whose first token the step writes."""
     starts, lengths, num_tokens = step_input.starts, step_input.lengths, len(step_input.token_ids)
     block_tables = kv_cache.pad_tables(
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -90,7 +92,7 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _adapter_segments(slots: Sequence[int], lengths: Sequence[int]) -> list[AdapterSegment]:
-    """Return the ranges of tokens with one adapter slot, from the slot and the length of each span."""
+    """Return the ranges of adjacent tokens with the same adapter slot, from the slot and the length of each span."""
     segments: list[AdapterSegment] = []
     end = 0
     for slot, length in zip(slots, lengths, strict=True):

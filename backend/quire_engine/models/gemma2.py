@@ -50,7 +50,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def build_layers(self, factory: ParamFactory) -> None:
         """See CausalLM.build_layers."""
         super().build_layers(factory)
-        # Rounded to the dtype of the weights, as in training.
+        # The scale is rounded to the dtype of the weights, as in training.
         self.embedding_scale = torch.tensor(self.shape.hidden_size**0.5, dtype=factory.dtype).item()
 
     def embed(self, batch: ForwardBatch) -> Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4, dense: Llama with norms before and after attention and MLP, fused gate and up, and partly rotated heads whose
-pairs are neighbours."""
+"""GLM-4, dense: Llama with norms before and after attention and MLP, fused gate and up, and heads of which only some
+adjacent pairs are rotated.
+"""
 
 from torch import Tensor
 
@@ -20,8 +21,9 @@ class Glm4Attention(RotaryAttention):
         self.rotary_dim = shape.ropes[index].dim
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """See Attention.project_qkv. Reorders the elements of queries and keys in the same way, which changes no
-        score, so that each pair is (i, i + dim / 2) as in the other architectures."""
+        """See Attention.project_qkv. Moves pair (2 i, 2 i + 1) to (i, i + dim / 2), as other architectures have it.
+        The same order of queries and keys changes no attention score.
+        """
         qkv = super().project_qkv(x, batch)
         rotated = qkv[:, : self.num_rotated, : self.rotary_dim]
         rotated.copy_(rotated.reshape(*rotated.shape[:-1], -1, 2).mT.flatten(-2))

@@ -16,7 +16,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class GptOssAttention(RotaryAttention):
-    """Attention with a learned sink for each head, see `paged_attention`."""
+    """Attention with a learned sink for each head, see `sinks` of `paged_attention`."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
@@ -36,7 +36,7 @@ class GptOssAttention(RotaryAttention):
 
 class GptOssMoE(MoE):
     """Experts with biases and a clamped activation. The checkpoint has one tensor for all experts, whose gate and up
-    features alternate. A matrix is [in_features, out_features], but [out_features, in_features] in mxfp4."""
+    features alternate. A matrix is [in_features, out_features]; in mxfp4 it is [out_features, in_features]."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         super().__init__(shape, factory)
@@ -57,7 +57,7 @@ class GptOssMoE(MoE):
         num_experts, hidden, inner = experts.down.shape
         part = range(inner) if shard is None else shard.expert_range
         inner *= 1 if shard is None else shard.size
-        # The ranges of a matrix: of its output features, then of its input features.
+        # The ranges of the output features of a matrix, then of its input features.
         gate_up = range(2 * part.start, 2 * part.stop), range(hidden)
         yield f"{prefix}router.weight", self.router
         yield f"{prefix}router.bias", self.router_bias
@@ -77,7 +77,7 @@ class GptOssMoE(MoE):
 
 
 class GptOssDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer with sinks and experts."""
+    """Llama's layer with attention sinks and experts."""
 
     ATTENTION = GptOssAttention
 

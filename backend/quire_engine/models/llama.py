@@ -34,7 +34,7 @@ FeedForward: TypeAlias = MLP | MoE
 
 
 class LlamaDecoderLayer(Module):
-    """Attention and MLP, each applied to the normalized residual stream and added to it."""
+    """Attention and MLP. Each reads the normalized residual stream and adds its output to the stream."""
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
     MLP: ClassVar[type[MLP]] = MLP

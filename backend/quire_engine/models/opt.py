@@ -49,7 +49,9 @@ class OPTAttention(Attention):
 
 
 class OPTDecoderLayer(Module):
-    """Attention and MLP, each added to the residual stream; normalized before each of them, or after the addition."""
+    """Attention and MLP, each added to the residual stream. A norm comes before each of them, or after the
+    addition.
+    """
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         self.norm_first = shape.flags["do_layer_norm_before"]
@@ -61,7 +63,7 @@ class OPTDecoderLayer(Module):
         self.activate = ACTIVATIONS[shape.activation]
 
     def __call__(self, hidden: Tensor, kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute the layer on [num_tokens, hidden_size]; in place, except for norms after the addition."""
+        """Compute the layer on [num_tokens, hidden_size], in place unless norms come after the addition."""
         if self.norm_first:
             hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, batch, residual=hidden)
             return self.mlp(self.final_layer_norm(hidden), batch, residual=hidden)

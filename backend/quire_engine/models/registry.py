@@ -16,8 +16,9 @@ _ALIASES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
 }
-"""Architectures that differ from another only in their configuration: sliding windows, biases on q, k and v, layers
-without rope; or in the rest of a model, of which only the language model is served."""
+"""Architectures whose language model differs from another one only in its configuration: sliding windows, biases on q,
+k and v, layers without rope. Other parts of the model, such as image encoders, are not served.
+"""
 
 
 def get_model_class(architecture: str) -> type[CausalLM]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft planner: adds draft tokens to the decode spans of a planned step, and records what was accepted. Torch-free.
 
-The scheduler calls it last, when all other tokens of the step are planned. So drafts delay no prompt and preempt no
-sequence: they use tokens of the budget and blocks that are left.
+The scheduler calls the planner last, when all other tokens of the step are planned. So drafts use only the rest of the
+token budget and free blocks: they delay no prompt and preempt no sequence.
 """
 
 from dataclasses import replace
@@ -47,26 +47,26 @@ class DraftPlanner:
 
     @property
     def counts(self) -> DraftCounts:
-        """What the verified drafts contained."""
+        """Counters of the verified drafts."""
         return self._policy.counts
 
     def extend_decodes(self, builder: StepPlanBuilder) -> None:
-        """Add drafts to decode spans, most urgent first."""
+        """Add drafts to the decode spans of a step, most urgent first."""
         self._forced.clear()
         num_rows = self._config.max_num_batched_tokens - builder.token_budget
-        # The logits of a step are accounted for max_num_seqs rows, or for one draft if that is more.
+        # The engine reserves memory for the logits of max_num_seqs rows, or of one draft if that has more rows.
         rows_left = max(self._config.max_num_seqs, 1 + self._policy.max_tokens)
         rows_left -= len(builder.decodes) + len(builder.prefills)
         for index, span in enumerate(builder.decodes):
             sequence = span.sequence
-            # The next token of a beam depends on the other beams.
+            # A beam gets no draft, because its next token depends on the other beams.
             if sequence.beam_group is not None:
                 continue
             self._proposer.observe(sequence)
             max_tokens = min(
                 rows_left,
                 builder.token_budget,
-                # The step returns one token more than it accepts.
+                # The step returns the accepted draft tokens and one more token.
                 sequence.max_output_tokens - len(sequence.output_token_ids) - 1,
             )
             draft = self._draft(sequence, num_rows, max_tokens) if max_tokens > 0 else []
@@ -86,14 +86,15 @@ class DraftPlanner:
                     self._policy.draft_length(sequence, num_rows)
                     if span.samples and sequence.beam_group is None
                     else 0,
-                    # The step samples at least one token, and so does the one that verifies the draft.
+                    # This step samples at least one token, and the step that verifies the draft samples at least one
+                    # more.
                     sequence.max_output_tokens - len(sequence.output_token_ids) - len(span.draft_token_ids) - 2,
                 )
                 if num_tokens > 0 and self._block_manager.reserve(sequence, span.end + num_tokens):
                     spans[index] = replace(span, num_lookahead_tokens=num_tokens)
 
     def _draft(self, sequence: Sequence, num_rows: int, max_tokens: int) -> list[int]:
-        """Return a draft: the tokens that a grammar forces, otherwise those of the proposer that it allows."""
+        """Return a draft: the tokens that the grammar forces, or the proposer's tokens that the grammar allows."""
         grammar = sequence.grammar
         if grammar is not None and (forced := grammar.forced_token_ids()):
             draft = forced[: min(self._policy.max_forced_length(num_rows), max_tokens)]
@@ -106,7 +107,7 @@ class DraftPlanner:
         return draft if grammar is None or not draft else grammar.validate_draft(draft)
 
     def record(self, span: ScheduledSpan, output: SpanOutput) -> None:
-        """Record the output of a span, whose sequence has got the tokens."""
+        """Record the output of a span, after its tokens were appended to the sequence."""
         num_tokens = len(output.token_ids)
         if isinstance(self._proposer, ModelProposer) and output.next_draft_token_ids:
             self._proposer.store(span.sequence, output.next_draft_token_ids)
@@ -116,6 +117,6 @@ class DraftPlanner:
 
     def finish(self, sequence: Sequence) -> None:
         """Tell the proposer that a sequence is finished, so that later drafts can use its output."""
-        # Dropped beams are not outputs.
+        # A beam that the search has dropped is not an output of a request.
         if sequence.beam_group is None:
             self._proposer.finish(sequence)

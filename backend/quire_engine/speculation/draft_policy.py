@@ -10,35 +10,35 @@ from weakref import WeakKeyDictionary
 from quire_engine.sequence import Sequence
 
 _RIDGE_ROWS = {"cpu": 8, "cuda": 128}
-"""Rows of a step from which each further row costs as much time as the first rows together divided by their number."""
+"""Number of rows of a step from which the policy assumes that its time is proportional to its rows, by device."""
 _MIN_ROW_COST = 0.05
-"""Cost of one more row of a small step, as a fraction of a step: 0.03 for the 135M shape on two Zen 5 cores."""
+"""Minimum cost of a draft row, as a fraction of a step's time. Measured: 0.03 for a 135M model on two Zen 5 cores."""
 _FIRST_ACCEPTANCE = 0.6
 _SMOOTHING = 0.25
 """Weight of the latest draft in the estimate of a sequence."""
 _GLOBAL_SMOOTHING = 0.05
 _PROBE_INTERVAL = 64
-"""Output tokens after which a sequence without drafts gets one draft token again."""
+"""Number of output tokens after which a sequence without drafts gets one draft token again."""
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What the verified drafts of an engine contained; counters since its start."""
+    """Counters of the drafts that an engine has verified since its start."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
-    """Accepted draft tokens by their position in the draft."""
+    """Number of accepted draft tokens by their position in the draft."""
 
 
 class DraftPolicy:
     """Chooses the length of drafts.
 
-    The first token of a draft is accepted with a probability that is estimated for each sequence. A draft that starts
-    right is a copy in most cases, so its later tokens have an estimate of their own, which all sequences share. A draft
-    ends where the product of these probabilities falls below the cost of a row. This cost grows with the square of the
-    rows of the step until it reaches a whole share of it.
+    The first token of a draft is accepted with a probability that is estimated for each sequence. A draft whose first
+    token is accepted often continues a repeated text. So its later tokens have a separate estimate, which all sequences
+    share. A draft ends where the product of these probabilities falls below the cost of a row: max(_MIN_ROW_COST, (rows
+    of the step / ridge rows) ** 2).
     """
 
     def __init__(self, device: str, max_tokens: int) -> None:
@@ -47,9 +47,9 @@ class DraftPolicy:
         self.max_tokens = max_tokens
         self._mean_acceptance = _FIRST_ACCEPTANCE
         self._acceptance: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
-        """Of the first token of a draft."""
+        """Estimated probability that the first token of a draft is accepted."""
         self._continuation = _FIRST_ACCEPTANCE
-        """Probability that a later token is accepted if those before it are."""
+        """Estimated probability that a later token is accepted if all draft tokens before it are."""
         self.counts = DraftCounts(accepted_per_position=[0] * max_tokens)
 
     def draft_length(self, sequence: Sequence, num_rows: int) -> int:
@@ -70,7 +70,7 @@ class DraftPolicy:
     def record(
         self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int, *, is_forced: bool = False
     ) -> None:
-        """Record the verification of one draft. A forced one does not change the estimates."""
+        """Record the verification of one draft. A draft that a grammar forced does not change the estimates."""
         counts = self.counts
         counts.num_drafts += 1
         counts.num_draft_tokens += num_draft_tokens

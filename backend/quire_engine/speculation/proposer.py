@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposers of draft tokens: they guess the next tokens of a sequence without the model. Torch-free."""
+"""Proposers of draft tokens: they guess the next tokens of a sequence without running the model. Torch-free."""
 
 from array import array
 from collections.abc import Iterable
@@ -15,24 +15,24 @@ class DraftProposer(Protocol):
     """Guesses tokens. The sampler verifies them, so a wrong guess costs time and never changes the output."""
 
     def observe(self, sequence: Sequence) -> None:
-        """Called before each step that decodes a sequence; nothing by default."""
+        """Called before each step that decodes a sequence; does nothing by default."""
         return
 
     def finish(self, sequence: Sequence) -> None:
-        """Called when a sequence is finished; nothing by default."""
+        """Called when a sequence is finished; does nothing by default."""
         return
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """Return at most `max_tokens` tokens that may follow the last token of a sequence; empty without a guess."""
+        """Return at most `max_tokens` tokens that may follow the last token of a sequence, or an empty list."""
         ...
 
 
 class NgramProposer(DraftProposer):
-    """Finds the longest run of last tokens that occurred before in the same sequence; proposes what followed it.
+    """Finds the longest run of last tokens that occurred before in the same sequence; proposes the tokens after it.
 
-    Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py: the first occurrence counts. The search
-    compares bytes in C: a context of 4,096 tokens takes microseconds. It reads no other sequence, so it reveals nothing
-    about another tenant.
+    Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py: the first of several occurrences is
+    used. The search compares bytes in C: a context of 4,096 tokens takes microseconds. The search reads no other
+    sequence, so it reveals nothing about another tenant.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
@@ -46,7 +46,7 @@ class NgramProposer(DraftProposer):
         return self.find(sequence, max_tokens)[1]
 
     def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, list[int]]:
-        """Return the number of last tokens that occurred before, 0 without a match, and the draft."""
+        """Return the number of last tokens that occurred before (0 without a match), and the draft."""
         context = self._contexts.setdefault(sequence, bytearray())
         new_tokens = sequence.tokens(len(context) // _TOKEN_BYTES, sequence.num_tokens)
         context += array("I", new_tokens).tobytes()
@@ -63,7 +63,7 @@ def _find_tokens(context: bytearray, size: int) -> int | None:
     if size >= len(context):
         return None
     suffix, start = context[-size:], 0
-    # The occurrence must end before the context does, so that a token follows it.
+    # The occurrence must end before the last token of the context, so that a token follows it.
     while (start := context.find(suffix, start, len(context) - 1)) >= 0:
         if start % _TOKEN_BYTES == 0:
             return start + size

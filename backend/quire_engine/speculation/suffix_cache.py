@@ -2,7 +2,8 @@
 """Cache of past outputs for suffix decoding: a suffix tree per adapter and cache salt, bounded in bytes. Torch-free.
 
 A tenant's drafts, and with them the time of its requests, never depend on outputs of another adapter or salt. Outputs
-are added while they grow, a window per token, so that no step waits for a long one. The oldest outputs leave first.
+are added while they grow, one window per token, so no step waits for the addition of a long output. The oldest outputs
+are removed first.
 """
 
 from array import array
@@ -18,7 +19,7 @@ from quire_spec.constants import AdapterDigest
 MAX_TREE_BYTES = 64 << 20
 """Estimated memory of all trees together: about 130,000 tokens of outputs that have nothing in common."""
 _NUM_PROMPT_TOKENS = 8
-"""Last prompt tokens that are stored with an output, so that its first tokens have something to follow."""
+"""Number of last prompt tokens that are stored before an output, so that its first tokens can be proposed, too."""
 
 Partition: TypeAlias = tuple[AdapterDigest | None, str | None]
 """Adapter and cache salt."""
@@ -47,17 +48,19 @@ class SuffixCache:
         self._max_bytes = max_bytes
         self._trees: dict[Partition, SuffixTree] = {}
         self._texts: deque[_Text] = deque()
-        """Oldest first."""
+        """The stored outputs, oldest first."""
         self._text_by_sequence: WeakKeyDictionary[Sequence, _Text] = WeakKeyDictionary()
         self.num_bytes = 0
         """Estimated memory of all trees and texts."""
 
     def tree_for(self, sequence: Sequence) -> SuffixTree | None:
-        """Return the tree of the adapter and the salt of a sequence; None without outputs."""
+        """Return the tree of the adapter and the salt of a sequence; None if it has no outputs."""
         return self._trees.get((sequence.adapter_digest, sequence.cache_salt))
 
     def store(self, sequence: Sequence, *, is_complete: bool) -> None:
-        """Add the windows that the latest tokens of a sequence complete; if the output is complete, all others too."""
+        """Add the windows that the latest tokens of a sequence complete; if the output is complete, add the shorter
+        windows at its end.
+        """
         text = self._text_by_sequence.get(sequence)
         if text is None:
             start = max(0, len(sequence.prompt_token_ids) - _NUM_PROMPT_TOKENS)
@@ -73,7 +76,7 @@ class SuffixCache:
         last = len(text.tokens) // TOKEN_BYTES - (1 if is_complete else self._depth)
         while text.num_added <= last and not text.is_evicted:
             self._add_window(text)
-            # Two removals per addition, so that the removal of a long output delays no step.
+            # At most two windows are removed per addition, so that the removal of a long output delays no step.
             self._remove_windows(2 if len(self._texts) > self._max_outputs else 0)
         while self.num_bytes > self._max_bytes:
             self._remove_windows(1)

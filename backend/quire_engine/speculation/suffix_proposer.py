@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposer that continues the last tokens as past outputs did: suffix decoding. Torch-free.
+"""Suffix decoding: proposes the tokens that followed the last tokens of a sequence in past outputs. Torch-free.
 
 Source: Oliaro et al. 2024 (SuffixDecoding); names and defaults as in vLLM's v1/spec_decode/suffix_decoding.py.
 """
@@ -16,7 +16,9 @@ _OWN_MATCHES = range(2, 17)
 
 
 class SuffixProposer(DraftProposer):
-    """Continues the longest match in past outputs of the same adapter and salt, or in the sequence, by frequency."""
+    """Finds the longest match of the last tokens in past outputs of the same adapter and salt, or in the sequence
+    itself.
+    """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._depth = config.suffix_decoding_max_tree_depth
@@ -29,12 +31,12 @@ class SuffixProposer(DraftProposer):
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """See DraftProposer."""
         length, draft = self._own_context.find(sequence, max_tokens)
-        # A match and its draft share the depth of the tree.
+        # A match and its draft together are at most as long as the depth of the tree.
         max_match = max(1, self._depth - max_tokens)
         if self._cache is not None and (tree := self._cache.tree_for(sequence)) is not None:
             context = array("I", sequence.tokens(max(0, sequence.num_tokens - max_match), sequence.num_tokens))
             match, followers = tree.follow(context.tobytes(), max_match, max_tokens, self._min_probability)
-            # With equal matches the tree counts: it has frequencies.
+            # If both matches have equal lengths, the tree is used, because it has frequencies.
             if followers and match >= min(length, max_match):
                 length, draft = match, followers
         return draft[: int(self._spec_factor * length)]

@@ -2,8 +2,8 @@
 """Suffix tree over token windows, with counts: which token followed a run of tokens, and how often. Torch-free.
 
 Each position of a text adds the window of tokens that starts there, at most `depth` tokens. A node is the end of a run
-that occurs in a window; runs without a branch share a node, so that a window adds at most two nodes. Removing a window
-undoes its addition.
+of tokens that occurs in a window. Runs without a branch share a node, so a window adds at most two nodes. Removing a
+window undoes its addition.
 
 Source: Weiner 1973 for suffix trees; Oliaro et al. 2024 (SuffixDecoding) for counts over past outputs.
 """
@@ -12,9 +12,10 @@ from array import array
 
 TOKEN_BYTES = array("I").itemsize
 _NODE_BYTES = 180
-"""Memory of a node without its label: the object, its place in the parent, and the header of the label."""
+"""Bytes of a node without the tokens of its label: the object, its entry in the parent, and the header of the label.
+"""
 _CHILDREN_BYTES = 240
-"""Memory of the table of a node with children."""
+"""Bytes of the table of children, for a node that has children."""
 
 
 class _Node:
@@ -26,7 +27,7 @@ class _Node:
         self.count = count
         """Number of windows that contain the run from the root to this node at their start."""
         self.children: dict[bytes, _Node] | None = None
-        """By the first token of their labels."""
+        """Child nodes by the first token of their labels."""
 
 
 class SuffixTree:
@@ -97,7 +98,7 @@ class SuffixTree:
         return shortest, [] if place is None else _most_frequent(*place, max_tokens, min_probability)
 
     def _find(self, run: bytes) -> tuple[_Node, int] | None:
-        """Return the node below a run, and how much of its label belongs to the run; None if no token follows."""
+        """Return the node below a run, and how many bytes of its label belong to the run; None if no token follows."""
         node, start = self._root, 0
         while start < len(run):
             child = node.children.get(run[start : start + TOKEN_BYTES]) if node.children is not None else None
@@ -151,7 +152,7 @@ class SuffixTree:
 
 
 def _num_common_bytes(label: bytes, window: bytes, start: int) -> int:
-    """Return how much of a label the window repeats from `start`, in whole tokens."""
+    """Return how many bytes of a label the window repeats from `start`, in whole tokens."""
     num_bytes = TOKEN_BYTES
     while label[num_bytes : num_bytes + TOKEN_BYTES] == window[start + num_bytes : start + num_bytes + TOKEN_BYTES]:
         num_bytes += TOKEN_BYTES

@@ -17,7 +17,7 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder with the properties that scheduling needs."""
+    """A model's folder and the properties of the model that scheduling needs."""
 
     folder: Path
     shape: ModelConfig
@@ -44,7 +44,7 @@ def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
         ConfigError: generation_config.json is wrong.
     """
     eos = frozenset(shape.eos_token_ids) | _generation_config_eos(folder / "generation_config.json")
-    # Some configs contain ids of another vocabulary, or -1 for none; transformers never samples those.
+    # Some configs contain ids of another vocabulary, or -1 for no token; transformers never samples such ids.
     return frozenset(token for token in eos if 0 <= token < shape.vocab_size)
 
 
@@ -52,7 +52,8 @@ def compute_fingerprint(folder: Path) -> str:
     """Return `sampled-sha256:<hex>` of config.json and of name, size and 64 samples of 4 KiB of each weight file.
 
     Hashing a whole checkpoint would take as long as loading it. Samples distinguish retrained weights, but not weights
-    edited in a few places. That is sufficient for KV blocks that never leave a process, the only use.
+    edited in a few places. That is sufficient, because the fingerprint is only used for KV blocks, which never leave a
+    process.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -78,7 +79,9 @@ def _update_length_prefixed(sha: "hashlib._Hash", data: bytes) -> None:
 
 
 def _generation_config_eos(path: Path) -> frozenset[int]:
-    """Return the end-of-sequence tokens of generation_config.json, the only file with the end-of-turn token of chat."""
+    """Return the end-of-sequence tokens of generation_config.json. Only this file contains the end-of-turn token of
+    chats.
+    """
     if not path.exists():
         return frozenset()
     eos = read_json_object(path).get("eos_token_id")

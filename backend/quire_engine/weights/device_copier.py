@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies the chunks of a checkpoint to parameters, on a GPU by several threads through pinned memory.
+"""Copies the chunks of a checkpoint to parameters. On a GPU, several threads copy through pinned memory.
 
-A copy from pageable memory to a GPU passes through a small buffer of the driver, in one thread that waits. Here each
-thread reads a chunk into one pinned buffer while the device copies the other one. `weights/loader.py` is the caller.
+A copy from pageable memory to a GPU passes through a small buffer of the driver and blocks its thread. Here each
+thread reads a chunk into one pinned buffer while the device copies another buffer. `weights/loader.py` is the caller.
 """
 
 import queue
@@ -17,12 +17,14 @@ from torch import Tensor
 from quire_kernels import pinned_empty
 
 NUM_THREADS = 4
-"""A thread reads about 5 GB/s of mapped pages that are in memory, less than a quarter of a PCIe 5.0 bus (estimated)."""
+"""Number of threads. One thread reads about 5 GB/s of mapped pages, less than a quarter of a PCIe 5.0 bus
+(estimated).
+"""
 BUFFER_BYTES = 16 << 20
-"""Bytes of each of a thread's two buffers."""
+"""Bytes of a pinned buffer; each thread has two."""
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
-"""Fills the first argument with what the second one reads, perhaps later. Both have the same shape; dtypes can differ.
+"""Fills the first argument with the tensor that the second one returns, perhaps later. Only their dtypes can differ.
 """
 
 
@@ -32,7 +34,7 @@ class _CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Parameters can still be written by the stream of the caller.
+        # The stream of the caller may still be writing to parameters.
         self.stream.wait_stream(torch.cuda.current_stream(device))
         self._buffers: list[Tensor | None] = [None, None]
         self._copied = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
@@ -40,7 +42,7 @@ class _CopyStream:
 
     @torch.inference_mode()
     def copy(self, destination: Tensor, read: Callable[[], Tensor]) -> None:
-        """Read into a buffer and queue its copy to `destination`."""
+        """Read into a pinned buffer and queue the copy of the buffer to `destination`."""
         self._next = 1 - self._next
         # An event that was never recorded is complete.
         self._copied[self._next].synchronize()
@@ -56,10 +58,10 @@ class _CopyStream:
 
 @contextmanager
 def open_copier(device: torch.device) -> Iterator[CopyFunction]:
-    """Yield a function that copies chunks to parameters on `device`. All are copied when the context ends.
+    """Yield a function that copies chunks to parameters on `device`. All copies are complete when the context ends.
 
     Raises:
-        Exception: of the first chunk that could not be read.
+        Exception: error of the first chunk that could not be read.
     """
     if device.type != "cuda":
         yield _copy_now
@@ -86,7 +88,7 @@ def open_copier(device: torch.device) -> Iterator[CopyFunction]:
             pool.shutdown(cancel_futures=True)
             for copy_stream in all_streams:
                 torch.cuda.current_stream(device).wait_stream(copy_stream.stream)
-                # The buffers are unpinned now, and memory that the device reads must not be.
+                # The buffers are unpinned after this, so the device must not read them any more.
                 copy_stream.stream.synchronize()
 
 

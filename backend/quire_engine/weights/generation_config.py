@@ -21,12 +21,13 @@ _SAMPLING_FIELDS_BY_HF_NAME = {
 
 
 def load_default_sampling_params(folder: Path, source: str = "auto") -> SamplingParams:
-    """Return the sampling parameters of generation_config.json, by the rules of vLLM.
+    """Return the default sampling parameters of generation_config.json, by the rules of vLLM.
 
     `source` is EngineConfig.generation_config; auto selects the checkpoint `folder`.
 
     Raises:
-        ConfigError: the file is invalid, a value is out of range, or a folder that `source` names has no such file.
+        ConfigError: the file is invalid, a value is out of range, or the folder `source` has no
+            generation_config.json.
     """
     if source == "vllm":
         return SamplingParams()

@@ -2,7 +2,7 @@
 """Resolves a model name to a folder: a local folder, or a hub id in the local cache of huggingface_hub.
 
 It downloads only weights (safetensors), configuration, tokenizer and chat template, never code. The core and the text
-process call it, possibly at the same time: the file locks of huggingface_hub make one wait for the other's download.
+process can call it at the same time: the file locks of huggingface_hub make one process wait for the download.
 """
 
 import contextlib
@@ -22,8 +22,9 @@ PICKLE_PATTERNS = ["pytorch_model*.bin"]
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
-"""HfHubHTTPError is an OSError, an invalid hub id a ValueError, and a SOCKS proxy without its package an ImportError.
-Network errors are not wrapped."""
+"""Errors of huggingface_hub: HfHubHTTPError is an OSError; an invalid hub id raises ValueError, a SOCKS proxy without
+its package ImportError. Network errors are those of httpx.
+"""
 _TIMEOUT_S = 15.0
 
 
@@ -34,7 +35,8 @@ def resolve_model(
     download_dir: str | None = None,
     more_patterns: Sequence[str] = (),
 ) -> Path:
-    """Return the folder of `model`, a folder or a hub id such as `org/name`. Download files that are not in the cache.
+    """Return the folder of `model`, which is a folder or a hub id such as `org/name`. Download files that are not
+    cached.
 
     `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file. `download_dir` replaces
     the cache of huggingface_hub. `more_patterns` are names of further files to download.
@@ -45,7 +47,7 @@ def resolve_model(
     try:
         folder = Path(model).expanduser()
         is_folder = folder.is_dir()
-    # The name is too long, or `~user` names an unknown user.
+    # The name is too long, or it starts with `~user` of an unknown user.
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"model: {model[:200]!r}: {error}") from error
     if is_folder:

@@ -19,12 +19,12 @@ from quire_spec.errors import ConfigError
 
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
-# Bytes read at a time: limits the memory for conversion. It is the size of a pinned buffer.
+# Bytes that are read at a time, which limits the memory for conversion. A pinned buffer has this size.
 _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
-# Part of old Llama checkpoints, which the engine computes from config.json; and the parts of a model that reads images,
-# of which only the language model is served.
+# Tensors that are not loaded: rope frequencies in old Llama checkpoints, which the engine computes from config.json;
+# and the image parts of a model, of which only the language model is served.
 _UNUSED_TENSORS = re.compile(
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
@@ -41,15 +41,17 @@ def load_weights(
     """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
 
     Args:
-        folder: of the checkpoint.
-        tensors: names of tensors in the checkpoint, each with the parameter or shard that it fills.
-        tied_to: name of the embedding if the output projection is the same; a copy in the checkpoint is not loaded.
+        folder: folder of the checkpoint.
+        tensors: names of tensors in the checkpoint, each with the parameter or shard that the tensor fills.
+        tied_to: name of the embedding if the output projection shares its weight; a copy in the checkpoint is not
+            loaded.
         progress: show a progress bar on stderr.
-        checkpoint: its quantized tensors; None: it has none. A tensor that was found there before is not loaded.
+        checkpoint: quantized tensors of the checkpoint; None: it has none. Tensors that `find` has returned are not
+            loaded.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, of another shape or dtype; or the output projection
-            differs from the embedding in spite of `tied_to`.
+            differs from the embedding although `tied_to` is set.
     """
     quantized = QuantizedTensors(TensorFiles(folder), None) if checkpoint is None else checkpoint
     files = quantized.files
@@ -98,7 +100,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor equals the checkpoint's tensor of that name, compared in the narrower of both dtypes.
+    """Return whether a tensor equals the checkpoint's tensor `name`, compared in the narrower of the two dtypes.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or does not contain the tensor.
@@ -146,12 +148,12 @@ def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool
 
 
 def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) -> None:
-    """Read only the rows and columns of the shard from the file."""
+    """Copy a shard, reading only its rows and columns from the file."""
     for expert, part, rows in target.chunks(_CHUNK_BYTES):
         copy(part, functools.partial(read_rows, source, target, expert, rows))
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return the first three names, the number of others, and the verb that agrees with them."""
+    """Return the first three names, the number of further names, and "is" or "are" as a verb."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

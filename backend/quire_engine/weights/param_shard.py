@@ -14,14 +14,15 @@ class ParamShard:
     """A parameter, or some rows of one, and the part of the checkpoint tensor that fills it."""
 
     tensor: Tensor
-    """Destination of `rows` of the checkpoint tensor, one range after the other; of each expert if the tensors have
-    three dimensions [experts, rows, columns]."""
+    """Destination of `rows` of the checkpoint tensor, one range after the other. If both tensors are [experts, rows,
+    columns], each expert is filled in this way.
+    """
     checkpoint_shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     rows: tuple[range, ...]
-    """Ranges can have a step."""
+    """Ranges of rows of the checkpoint tensor; a range can have a step."""
     columns: range | None = None
-    """None: all columns, or the tensor has one dimension."""
+    """Columns of the checkpoint tensor; None: all columns, or the tensor has one dimension."""
 
     @property
     def nbytes(self) -> int:
@@ -29,8 +30,9 @@ class ParamShard:
         return self.tensor.nbytes
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, Tensor, range]]:
-        """Yield parts of the destination of at most `max_bytes`, if a row is not larger, each with the index of the
-        expert and the rows of the checkpoint tensor that fill it."""
+        """Yield parts of the destination, each with the index of the expert and the rows of the checkpoint tensor that
+        fill it. A part has at most `max_bytes`, or is a single row.
+        """
         size = max(1, max_bytes // (self.tensor.element_size() * max(1, self.tensor.shape[-1])))
         for expert, matrix in enumerate(self.tensor if self.tensor.dim() == 3 else self.tensor[None]):
             first = 0
@@ -46,7 +48,7 @@ LoadTarget: TypeAlias = Tensor | ParamShard
 
 
 def unsharded(target: LoadTarget) -> ParamShard:
-    """Return the target as a shard, which covers the whole checkpoint tensor if the target is a tensor."""
+    """Return the target as a shard. A target that is a tensor becomes a shard of the whole checkpoint tensor."""
     if isinstance(target, ParamShard):
         return target
     return ParamShard(target, tuple(target.shape), (range(target.shape[0 if target.dim() < 3 else 1]),))
@@ -57,7 +59,7 @@ class TensorSource(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor, or of the matrix that it stands for."""
+        """Shape of the tensor; if it is quantized, of the matrix that it represents."""
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return rows and columns of a matrix, or of one of several matrices, or elements of a vector. A quantized
@@ -65,6 +67,6 @@ class TensorSource(Protocol):
 
 
 def read_rows(source: TensorSource, target: ParamShard, expert: int, rows: range) -> Tensor:
-    """Return rows, which can have a step, and the columns of the shard, as `ParamShard.chunks` yields them."""
+    """Return the columns of a shard in the given rows, which `ParamShard.chunks` yields and which can have a step."""
     columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
     return source.read(expert, range(rows[0], rows[-1] + 1), columns, target.tensor.dtype)[:: rows.step]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a checkpoint with pickled weights (pytorch_model.bin) to safetensors.
 
-A person runs it with `python -m quire_engine convert`; no server, pod or operator calls it. Unpickling is restricted to
-tensors, and every tensor of the result is compared with its source.
+A user runs it with `python -m quire_engine convert`; no server, pod or operator calls it. Unpickling is restricted to
+tensors, and every written tensor is compared with its source.
 """
 
 import json
@@ -24,11 +24,12 @@ from quire_spec.errors import ConfigError
 
 PICKLE_NAME, PICKLE_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MIN_TORCH = (2, 6)
-"""Earlier versions run code of a file in spite of weights_only=True (CVE-2025-32434)."""
+"""Minimum version of torch. Earlier versions can run code in a file in spite of weights_only=True (CVE-2025-32434)."""
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
-"""Bytes of tensors for each byte of their file. A file can contain views that are larger than it; tied weights are the
-only ones in checkpoints."""
+"""Maximum bytes of tensors for each byte of their file. Views of the same memory make tensors larger than the file; in
+checkpoints, only tied weights are such views.
+"""
 _COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _FIX = "use a checkpoint from another source"
 _MAX_COPIED_BYTES = 256 * 2**20
@@ -36,7 +37,7 @@ _MAX_COPIED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What a conversion wrote."""
+    """Summary of the files that a conversion wrote."""
 
     num_files: int
     num_tensors: int
@@ -47,11 +48,11 @@ class ConversionReport:
 def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
     """Write the checkpoint in `source` to the new folder `target`, with its weights as safetensors.
 
-    Memory: twice the largest file. A failed conversion leaves no `target`.
+    The conversion needs memory for twice the largest file. If it fails, it removes `target`.
 
     Raises:
-        ConfigError: torch is too old, `target` exists, `source` has no pickled weights, a file contains more than
-            tensors or too much of them, or the copy differs.
+        ConfigError: torch is too old, `target` exists, `source` has no pickled weights, a file contains other objects
+            or too many tensors, or the copy differs.
     """
     _check_torch(torch.__version__)
     if target.exists():
@@ -80,7 +81,7 @@ def _check_torch(version: str) -> None:
 
 
 def _pickle_files(folder: Path) -> list[Path]:
-    """Return the files of the pickled weights, which may be shards."""
+    """Return the files of the pickled weights: one file or several shards."""
     names = [PICKLE_NAME]
     if (index := folder / PICKLE_INDEX_NAME).is_file():
         weight_map = read_json_object(index).get("weight_map")
@@ -124,7 +125,7 @@ def _convert_files(files: list[Path], target: Path) -> ConversionReport:
 
 
 def _load_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, contiguous."""
+    """Return the tensors of a file as contiguous tensors."""
     limit, num_bytes = MAX_EXPANSION * file.stat().st_size, 0
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -165,7 +166,7 @@ def _compare(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # NaN equals NaN as bytes only. A scalar has no dimension to view as bytes.
+    # The comparison uses bytes, because NaN differs from NaN. A scalar has no dimension to view as bytes.
     return (
         a.dtype == b.dtype
         and a.shape == b.shape

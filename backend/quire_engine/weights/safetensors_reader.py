@@ -2,8 +2,8 @@
 """Reader of safetensors files that reads tensors instead of mapping them into memory.
 
 The safetensors library validates the file but maps its tensors. If a mapped file is truncated, an access kills the
-process (SIGBUS), whereas a read fails with an error. The library also copies with the interpreter lock held, which the
-steps of a running engine need: 10 ms for an adapter of 20 MB, against 0.02 ms here.
+process (SIGBUS), whereas a read fails with an error. The library also holds the interpreter lock while it copies, and
+the steps of a running engine need the lock: 10 ms for an adapter of 20 MB, instead of 0.02 ms with this reader.
 """
 
 import json
@@ -20,13 +20,13 @@ from torch import Tensor
 from quire_spec.errors import InvalidArgument
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes that can be read."""
+"""Dtypes that can be read, by their names in safetensors."""
 
 _HEADER_LENGTH_BYTES = 8
 
 
 class SafetensorsReader:
-    """An open file; created by `open_safetensors`."""
+    """An open safetensors file; created by `open_safetensors`."""
 
     def __init__(self, path: Path, safetensors_file: Any) -> None:
         """`safetensors_file` is the library's open file, which provides names, dtypes and shapes."""
@@ -56,7 +56,7 @@ class SafetensorsReader:
         tensor_slice = self._safetensors_file.get_slice(name)
         dtype = DTYPES[tensor_slice.get_dtype()]
         content = self._payload[begin:end]
-        # The format does not guarantee alignment.
+        # The safetensors format does not guarantee alignment.
         return (content.clone() if begin % dtype.itemsize else content).view(dtype).view(tensor_slice.get_shape())
 
     def _read_payload(self) -> Tensor:

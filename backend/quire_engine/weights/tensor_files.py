@@ -22,14 +22,14 @@ class TensorFiles:
         """Find the tensors of a checkpoint in `folder`.
 
         Raises:
-            ConfigError: there are no safetensors files, one is missing, or one is invalid.
+            ConfigError: there are no safetensors files, or a file is missing or invalid.
         """
         self.folder = folder
         self._open_files: dict[Path, tuple[Any, frozenset[str]]] = {}
         self.file_by_tensor = self._locate_tensors()
         # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
         self._has_outer_module = any(name.startswith("model.") for name in self.file_by_tensor)
-        # The language model of a larger one was saved with all its names under this prefix.
+        # If the language model is part of a larger model, all its tensor names have this prefix.
         self._is_part = any(name.startswith("language_model.") for name in self.file_by_tensor)
 
     def __contains__(self, name: str) -> bool:
@@ -41,7 +41,7 @@ class TensorFiles:
         return sum(path.stat().st_size for path in set(self.file_by_tensor.values()))
 
     def name_in_file(self, name: str) -> str:
-        """Return the name in the files of a tensor or module that has this name in the model."""
+        """Return the name that a tensor or module of the model has in the files."""
         if self._is_part:
             return f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
         return name if self._has_outer_module else name.removeprefix("model.")
@@ -59,7 +59,7 @@ class TensorFiles:
         return file.get_slice(name)
 
     def _open(self, path: Path) -> tuple[Any, frozenset[str]]:
-        """Return an open file and the names of its tensors."""
+        """Open a file, or return it if it is open; also return the names of its tensors."""
         if path not in self._open_files:
             try:
                 file: Any = safe_open(path, framework="pt")

@@ -28,7 +28,7 @@ class AdapterStore:
         """Create an empty store.
 
         Args:
-            slots: the adapter slots of the model; None if LoRA is disabled, then only `discard` is allowed.
+            slots: the adapter slots of the model; None if LoRA is disabled: then only `discard` is allowed.
             read_host_adapter: reads and checks an adapter's folder for this model.
         """
         self.slots = slots
@@ -39,12 +39,12 @@ class AdapterStore:
     def from_model(
         cls, model: CausalLM, config: EngineConfig, shape: ModelConfig, checkpoint: Path, factory: ParamFactory
     ) -> Self:
-        """Create the slots of a model and a reader of its adapters.
+        """Create the adapter slots of a model and the function that reads its adapters.
 
         Args:
-            model: this rank's part of the model; its modules use the slots from then on.
-            config: of the engine.
-            shape: of the whole model.
+            model: this rank's shard of the model; its modules use the slots from now on.
+            config: configuration of the engine.
+            shape: configuration of the whole model.
             checkpoint: folder of the base model.
             factory: dtype, device and communicator of the model.
         """
@@ -72,7 +72,7 @@ class AdapterStore:
         return self.pack(self._read_host_adapter(path))
 
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
-        """Lay an adapter out as the slots require it. Safe to call from any thread."""
+        """Copy an adapter into the memory layout of the slots. Safe to call from any thread."""
         assert self.slots is not None
         return self.slots.pack(adapter)
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of steps, one per shape (`graph_shapes.py`), with adapters and without. On CUDA devices only.
 
-A graph contains memory addresses, so everything that a step reads is in persistent tensors: block tables by row of
-`SequenceState`, of which a step sends only the new entries, and a few numbers per sequence and token. A graph ends with
-the hidden states of all tokens. The logits of the tokens that sample are computed after it.
+A graph contains memory addresses, so everything that a step reads is in persistent tensors: the block tables, by row
+of `SequenceState`, and a few numbers per sequence and token. A step sends only new entries of block tables. A graph
+ends with the hidden states of all tokens. The logits of the tokens that sample are computed after the graph.
 
 Padding is a dummy sequence, which writes its keys and values to the spare block of the KV cache. In a graph of single
-tokens each row beyond the batch has one of its tokens. In a mixed graph the last span has all of them, and unused spans
-are empty.
+tokens each row beyond the batch is one padding token. In a mixed graph the last span contains all padding tokens, and
+unused spans are empty.
 
-Steps with adapters have graphs of their own, so that other steps launch no LoRA kernels. Their kernels read the adapter
+Steps with adapters have separate graphs, so that other steps launch no LoRA kernels. The LoRA kernels read the adapter
 slot of each token on the device. The addresses of a slot do not change when another adapter is copied into it.
 
 Tensor-parallel ranks capture the same graphs in the same order, including the collective operations. Rank 0 keeps the
@@ -48,12 +48,13 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _ROWS, _STARTS, _TOKENS, _SLOTS, _QUERY_STARTS = range(5)
-"""Rows of a graph's inputs, see `GraphStepInput.inputs`."""
+"""Row numbers in the input tensor of a graph, see `GraphStepInput.inputs`."""
 
 
 _SEGMENT_BYTES = 20 << 20
-"""A segment of PyTorch's allocator. The memory of graphs shares no segment with other memory, so the hidden states need
-one more than in a step that is not captured."""
+"""Bytes of a segment of PyTorch's allocator. Graphs share no segment with other memory, so their hidden states need
+one segment more than in a step that is not captured.
+"""
 
 
 class CudaGraphRunner:
@@ -65,11 +66,11 @@ class CudaGraphRunner:
         """Allocate the persistent tensors.
 
         Args:
-            model: with loaded weights.
+            model: a model with loaded weights.
             kv_cache: must have one spare block.
-            config: contains the largest number of sequences and of tokens of a step, and of adapter slots.
+            config: contains the maximum numbers of sequences and tokens of a step, and of adapter slots.
             max_model_len: longest sequence, in tokens.
-            capture: of this device; the runners of a process share it.
+            capture: captures graphs on this device; the runners of a process share it.
         """
         self._model, self._kv_cache, self._capture = model, kv_cache, capture
         self._device = kv_cache.layers[0].device
@@ -82,7 +83,8 @@ class CudaGraphRunner:
         max_tokens = max(shape.num_tokens for shape in all_shapes)
         max_spans = max(shape.num_spans(max_num_seqs) for shape in all_shapes)
         max_blocks = -(-max(max_model_len, max_tokens) // kv_cache.block_size)
-        # Twice as many rows as needed keep those of finished and preempted sequences, so rows are rarely reassigned.
+        # Twice as many rows as needed, so that finished and preempted sequences keep theirs and rows are rarely
+        # reassigned.
         self._num_rows = 2 * max_num_seqs
         self._block_tables = DeviceBlockTables(self._num_rows)
         self._state = SequenceState.empty(self._num_rows + 1, max_blocks, self._device)
@@ -90,7 +92,7 @@ class CudaGraphRunner:
         self._inputs = torch.zeros((5, max_tokens), dtype=torch.int64, device=self._device)
         """[5, max_tokens] int64, see `GraphStepInput.inputs`."""
         self._inputs[_ROWS], self._inputs[_SLOTS] = self._num_rows, -1
-        # Sized for the largest step. The others use the first rows, because no two steps run at the same time.
+        # Sized for the largest step. Smaller steps use the first rows, because no two steps run at the same time.
         self._step_inputs = StepInputs.empty(max_tokens, max_spans, max_blocks, self._device)
         self._decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
         self._hidden: Tensor | None = None
@@ -104,9 +106,10 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def measure_memory(self) -> int:
-        """Run the largest step of each kind and return the device memory that graphs of all shapes take, in bytes: they
-        share the memory of the largest one. 0 if the device does not count memory. The driver's memory for the graphs
-        themselves is not included; `gpu_memory_utilization` leaves room for it."""
+        """Run the largest step of each kind and return the device memory of the graphs of all shapes, in bytes. All
+        graphs share the memory of the largest one. Return 0 if the device does not count memory. The driver's memory
+        for the graphs is not included; `gpu_memory_utilization` must leave it free.
+        """
         for shapes in self.shapes.kinds:
             self._capture.warm_up(self._build_step_function(shapes[-1]))
         if self._device.type != "cuda":
@@ -118,7 +121,7 @@ class CudaGraphRunner:
         """Capture the graphs of all shapes; `planned_bytes` is what `measure_memory` returned."""
         start = time.perf_counter()
         for shapes in self.shapes.kinds:
-            # The largest one comes first, so that the others fit into the memory that it allocated.
+            # The largest graph is captured first, so that the other graphs fit into the memory that it allocated.
             for shape in reversed(shapes):
                 function = self._functions[shape] = self._build_step_function(shape)
                 self._capture.warm_up(function)
@@ -180,8 +183,9 @@ class CudaGraphRunner:
         """Replay a graph.
 
         Args:
-            graph_input: of `build_input`, perhaps of rank 0.
-            resolve_tokens: replaces placeholder tokens, see FutureTokens; required if the input awaits tokens.
+            graph_input: result of `build_input`, on this rank or on rank 0.
+            resolve_tokens: replaces placeholder tokens, see FutureTokens; required if `awaits_tokens` of the input is
+                set.
 
         Returns:
             Logits of the tokens that sample, [num_logits, vocab_size]; None if no token does.
@@ -266,7 +270,7 @@ class CudaGraphRunner:
         )
 
     def _reserved_bytes(self) -> int:
-        """Return the memory that PyTorch holds, and let its peak begin there."""
+        """Return the bytes that PyTorch has reserved, and reset the peak of this number."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.empty_cache()
@@ -274,7 +278,7 @@ class CudaGraphRunner:
         return torch.cuda.memory_reserved(self._device)
 
     def _free_bytes(self) -> int:
-        """Return the free memory of the device, which the driver's part of the graphs reduces, too."""
+        """Return the free memory of the device. The driver's memory for the graphs reduces it, too."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.empty_cache()

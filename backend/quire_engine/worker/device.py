@@ -62,9 +62,9 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     """Return the dtype of weights and activations.
 
-    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 without instructions
-    for it (AVX-512 BF16, AMX or Arm BF16), because torch then converts back and forth. float16 becomes float32 because
-    few CPUs multiply it.
+    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 on a CPU without
+    AVX-512 BF16, AMX or Arm BF16, where torch would convert each operand. float16 becomes float32, because few CPUs
+    multiply it.
 
     Raises:
         ConfigError: the engine cannot compute in the checkpoint's dtype.
@@ -83,7 +83,7 @@ def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, devi
     """Log a warning if this machine has no kernels for quantized weights: each step then dequantizes all of them."""
     if quantization is not None and not has_quantized_kernel(dtype, device):
         logger.warning(
-            "quantization %s is slow here: the kernels need dtype bfloat16, got %s, and a processor with AVX-512 BF16, "
+            "quantization %s is slow here: the kernels need dtype bfloat16 (got %s) and a processor with AVX-512 BF16, "
             "VBMI and VNNI",
             quantization,
             str(dtype).removeprefix("torch."),
@@ -94,7 +94,7 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
     """Return the dtype of the KV cache of a model that computes in `dtype`.
 
     Raises:
-        ConfigError: the GPU has no instructions for the configured dtype, or no kernels.
+        ConfigError: the GPU has no instructions for the configured dtype, or there are no kernels for it.
     """
     if config.kv_cache_dtype == "auto":
         return dtype
@@ -103,7 +103,7 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
             raise ConfigError("kv_cache_dtype: 'int8_per_token_head' has no kernels for GPUs; use 'fp8' or 'auto'")
         if not has_quantized_kernel(dtype, torch.device(config.device)):
             logger.warning(
-                "kv_cache_dtype int8_per_token_head is slow here: the kernels need dtype bfloat16, got %s, and a "
+                "kv_cache_dtype int8_per_token_head is slow here: the kernels need dtype bfloat16 (got %s) and a "
                 "processor with AVX-512 BF16, VBMI and VNNI",
                 str(dtype).removeprefix("torch."),
             )
@@ -140,9 +140,9 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     OMP_NUM_THREADS if that is set. Tensor-parallel ranks share the cores.
 
     A second core helps a small model little and can slow it down a lot: threads wait for each other in every product,
-    so a busy process on one core delays both. 64 sequences, two Zen 5 cores: 6 MB of weights take 6.2 ms a step on one
-    thread and 5.7 ms on two, but 6.7 ms and 272 ms while another process keeps one core busy. 326 MB take 90 ms and 53
-    ms.
+    so a busy process on one core delays all threads. Measured with 64 sequences on two Zen 5 cores: a step with 6 MB of
+    weights takes 6.2 ms on one thread and 5.7 ms on two. While another process keeps one core busy, the same step takes
+    6.7 ms on one thread and 272 ms on two. A step with 326 MB takes 90 ms on one thread and 53 ms on two.
     """
     cores, requested = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     max_threads = int(requested) if requested.isdecimal() else cores
@@ -165,9 +165,9 @@ def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Pa
 def retain_freed_memory() -> None:
     """Make the C library keep the memory that a step frees, instead of returning it to the system.
 
-    Returned pages must be mapped and cleared again in every step. 64 sequences of 1,024 tokens, 30 layers of 3 KV heads
-    of 64, bf16, one Zen 5 core: 0.3 s a step instead of 0.6 s. The option numbers are those of glibc's malloc.h; other
-    C libraries (musl) have no such function.
+    Returned pages must be mapped and cleared again in every step. A step of 64 sequences of 1,024 tokens takes 0.3 s
+    instead of 0.6 s (30 layers, 3 KV heads of 64, bf16, one Zen 5 core). The option numbers are those of glibc's
+    malloc.h; other C libraries (musl) have no such function.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -176,7 +176,7 @@ def retain_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed memory of the C library to the system: the unpacked weights, after they were packed."""
+    """Return memory that the C library has freed to the system. Called after the weights were packed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -204,21 +204,21 @@ def check_free_memory(
 ) -> None:
     """Check that weights and adapter slots fit, before anything is loaded.
 
-    `quantized_bytes` is the size of the files of a quantized checkpoint, most of whose weights stay quantized where
-    there are kernels.
+    `quantized_bytes` is the size of the files of a quantized checkpoint. Most of its weights stay quantized on
+    machines with kernels for them.
 
     Raises:
-        ConfigError: they do not fit; the message contains the bytes, which the device's own error does not.
+        ConfigError: they do not fit; unlike the device's own error, the message contains the bytes.
     """
     if device.type != "cpu":
-        # Free the memory of an earlier engine in this process that was not collected yet.
+        # Free the memory of an earlier engine in this process that was not garbage-collected yet.
         gc.collect()
         torch.cuda.empty_cache()
     size = dtype.itemsize
     lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
     # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
     weights = weights_bytes(shape, size)
-    # Experts are dequantized.
+    # Only dense models: the weights of experts are dequantized.
     if quantized_bytes is not None and shape.moe is None and has_quantized_kernel(dtype, device):
         weights = min(weights, quantized_bytes // config.tensor_parallel_size)
     check_model_fits(config, weights, lora, free_memory_bytes(device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the block tables that are on the device, for the steps of CUDA graphs. Pure bookkeeping, without torch."""
+"""Assignment of sequences to rows of the device's block tables, which CUDA graphs read. Torch-free."""
 
 import weakref
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class _DeviceRow:
     table: list[BlockId] = field(default_factory=list)
     """The sequence's own list; it grows in place and is replaced by a new list after each preemption."""
     num_sent: int = 0
-    """Number of its blocks that were sent to the device."""
+    """Number of blocks of the table that were sent to the device."""
 
 
 class DeviceBlockTables:
@@ -47,7 +47,7 @@ class DeviceBlockTables:
 
     def _assign_row(self, sequence: engine_sequence.Sequence, spans: Sequence[ScheduledSpan]) -> _DeviceRow:
         if not self._free_rows:
-            # Reuse the rows of finished sequences and of those that do not run now.
+            # Reuse the rows of sequences that are finished or do not run now.
             running = {span.sequence for span in spans}
             running_rows = {s: device_row for s, device_row in self._device_rows.items() if s in running}
             used_rows = {resident.row for resident in running_rows.values()}

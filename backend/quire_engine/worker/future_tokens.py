@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled tokens that the host does not know yet: the next step reads them on the device, and the host gets a copy.
+"""Sampled tokens that are still on the device: the next step reads them there, and the host gets a copy.
 
-The model runner owns it, for steps that are launched before the previous step's tokens are on the host. On a GPU the
+The model runner owns them, for steps that are launched before the previous step's tokens are on the host. On a GPU the
 copy to pinned memory uses its own stream, so no step waits for it.
 
 With tensor parallelism, rank 0 samples and broadcasts the tokens when a step needs them. All ranks take part in the
@@ -21,11 +21,11 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 DeviceWait: TypeAlias = Callable[[Callable[[], bool]], None]
-"""Waits until the function that it gets returns True."""
+"""Waits until its argument, a function, returns True."""
 
 
 class FutureTokens:
-    """The tokens that the most recently launched step sampled, one per sequence that sampled."""
+    """The tokens that the most recently launched step sampled, one for each sequence that samples."""
 
     def __init__(
         self, device: torch.device, communicator: Communicator | None = None, device_wait: DeviceWait | None = None
@@ -33,7 +33,7 @@ class FutureTokens:
         """Store the parameters.
 
         Args:
-            device: of the tokens.
+            device: device of the tokens.
             communicator: connects the tensor-parallel ranks; None if there is one rank.
             device_wait: waits for the device with a time limit; None waits without one.
         """
@@ -45,11 +45,11 @@ class FutureTokens:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def resolve(self, token_ids: Tensor, spans: abc.Sequence[ScheduledSpan] | None) -> None:
-        """Replace the placeholder tokens of a step by the sampled tokens.
+        """Replace the placeholder tokens of a step by the tokens that the previous step sampled.
 
         Args:
-            token_ids: tokens of the spans in order, int64 on the device, perhaps with padding at the end; modified.
-            spans: of the step after the one that sampled the tokens; None on ranks other than 0.
+            token_ids: tokens of all spans in order, int64 on the device, padding at the end is allowed; modified.
+            spans: spans of the step that reads the tokens; None on ranks other than 0.
         """
         if spans is not None:
             self._write_tokens(token_ids, spans)
@@ -73,7 +73,7 @@ class FutureTokens:
         """Keep the tokens that a step sampled and start their copy to the host.
 
         Args:
-            sequences: those that sampled, in the order of `tokens`.
+            sequences: the sequences that sampled, in the order of `tokens`.
             tokens: [len(sequences)] int64 on the device.
             extra_tensors: copied together with the tokens.
 
@@ -91,7 +91,7 @@ class FutureTokens:
             for tensor in (tokens, *extra_tensors):
                 host_tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
                 host_tensors[-1].copy_(tensor, non_blocking=True)
-                # Keeps the allocator from reusing the memory for a later step before the copy is done.
+                # Prevents the allocator from reusing the memory for a later step before the copy is complete.
                 tensor.record_stream(self._stream)
             copy_done.record()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 CapturedFunction = Callable[[], None]
-"""Reads and writes persistent tensors only."""
+"""A function that reads and writes only persistent tensors."""
 
 
 def should_capture(device: torch.device) -> bool:
@@ -31,7 +31,7 @@ class GraphCapture:
         torch.cuda.synchronize()
 
     def __call__(self, function: CapturedFunction) -> CapturedFunction:
-        """Return a function that replays the graph of `function`, which must have run before in all its variants."""
+        """Return a function that replays the graph of `function`. Each variant of `function` must have run before."""
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", device calls of other threads do not invalidate the capture; NCCL's threads query events.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -2,21 +2,23 @@
 """Shapes of the steps that have a CUDA graph, and the choice of one for a step. Pure arithmetic.
 
 A graph of single tokens computes steps in which each sequence has one token. A mixed graph computes steps with prompts,
-chunks of prompts, or a token and drafts of each sequence. Its number of tokens is all that matters: the lengths of the
-spans are inputs of the graph.
+chunks of prompts, or a token and drafts of each sequence. Only the number of tokens of a mixed graph is fixed: the
+lengths of the spans are inputs of the graph.
 """
 
 from typing import NamedTuple
 
 SIZES_PER_DOUBLING = 4
 ADAPTER_SIZES_PER_DOUBLING = 2
-"""Fewer sizes with adapters, so that they add at most 60 % to the capture time. A row of padding reads no weights, no
-adapter and almost no keys, so it costs little where memory bandwidth is the limit."""
+"""Graphs with adapters have fewer sizes, so that they add at most 60 % to the capture time. A row of padding reads no
+weights, no adapter and almost no keys, so it costs little if memory bandwidth is the limit.
+"""
 MAX_MIXED_TOKENS = 512
-"""Maximum tokens of a mixed graph. The host launches a larger step faster than the device computes it (Llama-3.1-8B:
-512 tokens take about 17 ms of products on an H200)."""
+"""Maximum tokens of a mixed graph. Larger steps need no graph: the host launches them faster than the device computes
+them (Llama-3.1-8B: the matrix products of 512 tokens take about 17 ms on an H200).
+"""
 _SMALL_MIXED_SIZES = (16, 32, 64)
-"""Below 64 tokens the weights determine the time, so few sizes are enough; the small ones are for drafts."""
+"""Below 64 tokens the time to read the weights dominates, so few sizes are enough; 16 and 32 are for drafts."""
 
 
 class GraphShape(NamedTuple):
@@ -28,7 +30,7 @@ class GraphShape(NamedTuple):
     has_adapters: bool
 
     def num_spans(self, max_num_seqs: int) -> int:
-        """Return the number of spans. The last span of a mixed graph contains the padding; unused ones are empty."""
+        """Return the number of spans. The last span of a mixed graph contains the padding; unused spans are empty."""
         return min(self.num_tokens - 1, max_num_seqs) + 1 if self.is_mixed else self.num_tokens
 
 
@@ -51,11 +53,11 @@ class GraphShapes:
 
     @property
     def kinds(self) -> list[list[GraphShape]]:
-        """The shapes by kind, each list ascending. The kind with the most memory comes first."""
+        """The shapes by kind, each list ascending. The kind that needs the most memory comes first."""
         return [shapes for shapes in self._shapes.values() if shapes]
 
     def select(self, num_tokens: int, *, is_mixed: bool, has_adapters: bool) -> GraphShape | None:
-        """Return the smallest shape for a step; None if it has too many tokens, or adapters that no shape has."""
+        """Return the smallest shape for a step; None if it has too many tokens, or adapters that no graph has."""
         shapes = self._shapes.get((is_mixed, has_adapters), [])
         return next((shape for shape in shapes if shape.num_tokens >= num_tokens), None)
 
@@ -78,7 +80,7 @@ def mixed_sizes(max_num_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLIN
 
 
 def _double(base: int, largest: int, sizes_per_doubling: int) -> list[int]:
-    """Return sizes from `base` to at least `largest`, which double in equal steps."""
+    """Return sizes from `base` to at least `largest`, with `sizes_per_doubling` equal steps in each doubling."""
     sizes = [base]
     while base < largest:
         sizes += [base + base * step // sizes_per_doubling for step in range(1, sizes_per_doubling + 1)]

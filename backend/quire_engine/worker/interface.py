@@ -31,7 +31,7 @@ class ModelRunner(Protocol):
         """Return the size in bytes of a result of `read_adapter`."""
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
-        """Keep a result of `read_adapter` in host memory, under the adapter's content digest."""
+        """Keep an adapter that `read_adapter` returned in host memory, under its content digest."""
 
     def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """Drop the host copy of an adapter. A slot that contains the adapter keeps it until the slot is reloaded."""
@@ -39,8 +39,8 @@ class ModelRunner(Protocol):
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter from its current host copy into a slot.
 
-        Call the function once; any thread can do so while steps run. No step that starts before it returns is allowed
-        to use the slot.
+        Call the function once; any thread can do so while steps run. Steps that start before this function returns
+        must not use the slot.
         """
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
@@ -52,14 +52,14 @@ class ModelRunner(Protocol):
         """
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
-        """Start `plan` after all steps started before it, and return a function that waits for it.
+        """Queue `plan` behind all steps that were started earlier, and return a function that waits for it.
 
         That function returns or raises like `execute`. A token that is PLACEHOLDER_TOKEN stands for the token that the
         most recently started step samples for the sequence.
 
-        A step with a grammar computes logits only, because its masks depend on the tokens of the step before. Call
-        `sample_tokens` when the sequences have these tokens, and before the next step is started.
+        A step with a grammar computes only logits, because its token masks depend on the tokens of the previous step.
+        Call `sample_tokens` when the sequences have these tokens, and before the next step is started.
         """
 
     def sample_tokens(self) -> None:
-        """Sample the tokens of the most recently started step, if a grammar postponed that."""
+        """Sample the tokens of the most recently started step, if a grammar has postponed its sampling."""

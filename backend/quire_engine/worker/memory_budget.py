@@ -13,22 +13,22 @@ from quire_spec.errors import ConfigError
 
 GIB = 1 << 30
 
-# Defaults on a CPU, where no memory is reserved for this process: enough for a model on a laptop, and far below the
-# limit of the machine.
+# Defaults on a CPU, whose memory other processes use, too: enough for a model on a laptop, and far below the memory of
+# most machines.
 CPU_KV_BYTES = 4 * GIB
 CPU_KV_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a device, measured after weights and adapter slots were loaded and the largest step had run."""
+    """Bytes of a device's memory, measured after weights and adapter slots were loaded and the largest step ran."""
 
     total: int
-    """Bytes that the engine is allowed to use: its share of a GPU, or the free memory of a CPU machine."""
+    """Bytes that the engine is allowed to use: its share of a GPU, or the free host memory on a CPU."""
     weights: int
     lora: int
     activations: int
-    """Peak of a step without weights, adapters and graphs, including the memory of other processes."""
+    """Peak memory of a step without weights, adapters and graphs; includes the memory of other processes."""
     graphs: int = 0
     """Memory of the captured CUDA graphs; 0 on a CPU."""
 
@@ -41,9 +41,9 @@ class MemoryBudget:
 def num_kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budget: MemoryBudget) -> int:
     """Return the number of blocks of the KV cache.
 
-    It follows from `kv_cache_memory_bytes` if that is set. Otherwise a GPU uses all remaining memory. A CPU uses the
-    least of 4 GiB (for all ranks together), a quarter of the remaining memory, and the blocks of `max_num_seqs`
-    sequences of `max_model_len` tokens.
+    The number follows from `kv_cache_memory_bytes` if that is set. Otherwise a GPU uses all remaining memory. A CPU
+    uses min(4 GiB / number of ranks, remaining memory / 4, blocks of `max_num_seqs` sequences of `max_model_len`
+    tokens).
 
     Raises:
         ConfigError: one sequence of max_model_len tokens does not fit, or a CPU machine has less memory than
@@ -99,7 +99,7 @@ def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: i
 
 @contextmanager
 def naming_setting_on_oom(name: str) -> Iterator[None]:
-    """Replace an allocation error of the body by one that names the setting.
+    """Replace an allocation error in the body of the context by an error that names the setting.
 
     Raises:
         ConfigError: the memory cannot be allocated.

@@ -20,7 +20,7 @@ from quire_spec.model.quantization import resolve_quantization
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model whose weights are allocated and not loaded."""
+    """A model whose weights are allocated but not loaded."""
 
     model: CausalLM
     factory: ParamFactory
@@ -32,11 +32,11 @@ class BuiltModel:
 def build_model(
     config: EngineConfig, shape: ModelConfig, folder: Path, communicator: Communicator | None, device: torch.device
 ) -> BuiltModel:
-    """Build the model of `folder`, or this rank's shard of it; `shape` is that of the whole model.
+    """Build the model in `folder`, or this rank's shard of it; `shape` is the configuration of the whole model.
 
     Raises:
-        ConfigError: dtype or quantization do not fit the checkpoint or the device, or free memory is less than the
-            weights.
+        ConfigError: dtype or quantization do not fit the checkpoint or the device, or the weights do not fit into free
+            memory.
     """
     dtype = resolve_dtype(config, shape.dtype)
     quantization = resolve_quantization(config.quantization, shape.quantization)

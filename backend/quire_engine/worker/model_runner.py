@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model runner of one device: the forward pass, the sampler and the copies of KV blocks that a step plan requires.
 
-It owns the weights, the KV cache and the adapter slots of this process. It decides nothing: the plan contains the
-sequences, their KV blocks and their adapter slots. The engine core calls it from one thread; reading and loading of
-adapters can run in other threads.
+It owns the weights, the KV cache and the adapter slots of this process. The runner makes no scheduling decisions: the
+plan contains the sequences, their KV blocks and their adapter slots. The engine core calls it from one thread; reading
+and loading of adapters can run in other threads.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ class DeviceModelRunner(ModelRunner):
     """Executes step plans on this process's device.
 
     Raises:
-        ConfigError: the device, the weights or the memory do not fit the configuration; the message contains what to
-            change.
+        ConfigError: the device, the weights or the memory do not fit the configuration; the message names the setting
+            to change.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class DeviceModelRunner(ModelRunner):
         worker_group: WorkerGroup | None = None,
         progress: bool = False,
     ) -> None:
-        """Load the model of `folder`, whose whole shape is `shape`, and allocate everything that steps use.
-
-        `communicator` connects the tensor-parallel ranks, None if there is one; `worker_group`: rank 0's other ranks.
+        """Load the model in `folder`, and allocate everything that steps use. `shape` is the configuration of the
+        whole model. `communicator` connects the tensor-parallel ranks; None if there is one rank. `worker_group` is for
+        rank 0: the processes of the other ranks.
         """
         self._worker_group = worker_group
         self._device = init_device(config, 0 if communicator is None else communicator.shard.rank)
@@ -71,7 +71,7 @@ class DeviceModelRunner(ModelRunner):
         self._model, factory = built.model, built.factory
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
-        # Dummy steps run during startup, before these exist.
+        # Dummy steps run during startup, before these attributes exist.
         self._graphs: CudaGraphRunner | None = None
         self._host_swap: HostSwap | None = None
         slot_bytes = self.adapter_store.slot_bytes
@@ -143,7 +143,7 @@ class DeviceModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute_as_worker(self, step_input: StepInput | GraphStepInput) -> None:
-        """Compute this rank's part of a step on a rank other than 0, while rank 0 executes the same step."""
+        """Compute this rank's part of a step, on a rank other than 0, while rank 0 executes the same step."""
         if isinstance(step_input, GraphStepInput):
             self._graph_logits(step_input, None)
             return
@@ -168,7 +168,7 @@ class DeviceModelRunner(ModelRunner):
             return self._sampler.sample_async(plan.spans, logits, [i for i in order if plan.spans[i].samples])
 
     def _build_input(self, plan: StepPlan) -> tuple[StepInput | GraphStepInput, list[int]]:
-        """Return the plan as tensors, and the indices of its spans in the order in which they are computed."""
+        """Return the plan as tensors, and the indices of its spans in the order of computation."""
         if self._graphs is not None and (graph_input := self._graphs.build_input(plan)) is not None:
             return graph_input, list(range(len(plan.spans)))
         order = sort_spans(plan.spans)
@@ -189,7 +189,7 @@ class DeviceModelRunner(ModelRunner):
     ) -> list[SpanOutput]:
         """Compute a step without a CUDA graph; one output per span, in order.
 
-        Without `bitmask`, the step is part of the warm-up, and a bitmask of all tokens is applied to it.
+        Without `bitmask`, the step is a warm-up step; a bitmask that allows all tokens is applied to its logits.
         """
         if bitmask is None:
             bitmask = partial(self._sampler.grammar_bitmask.allow_all, sum(span.samples for span in spans))
@@ -215,7 +215,7 @@ class DeviceModelRunner(ModelRunner):
         return self._sampler.sample(spans, iter([] if logits is None else [self._wait_on_device(logits)]), bitmask)
 
     def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor | None:
-        """Return the logits of the tokens that sample; None if none does. `spans` as in `_forward`."""
+        """Return the logits of the tokens that sample; None if no token does. `spans` is None except on rank 0."""
         assert self._graphs is not None, "rank 0 has CUDA graphs, and this rank has none"
         self._copy_blocks(graph_input, self._kv_cache)
         with annotate("graph"):
@@ -224,7 +224,7 @@ class DeviceModelRunner(ModelRunner):
     def _forward(
         self, step_input: StepInput, kv_cache: KVCache, spans: list[ScheduledSpan] | None
     ) -> tuple[ForwardBatch, Tensor | None]:
-        """Copy KV blocks, run the model, return the hidden states that need logits; `spans`: None if not on rank 0."""
+        """Copy KV blocks, run the model, return the hidden states that need logits; `spans`: None except on rank 0."""
         self._copy_blocks(step_input, kv_cache)
         with annotate("inputs"):
             batch = build_forward_batch(step_input, kv_cache, self._device)

@@ -10,7 +10,7 @@ _annotations_enabled = False
 
 
 def annotate(name: str) -> AbstractContextManager[object]:
-    """Return a context that records a range of a step under `name`; does nothing while no trace is recorded.
+    """Return a context that records a range of a step under `name`; it does nothing while no trace is recorded.
 
     `record_function` costs 5 us or more even without a profiler, and a step has about ten ranges.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the startup of a model runner allocates, and the runner keeps."""
+"""The memory that the startup of a model runner allocates for the runner to keep."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from quire_spec.documents.pod_status import MeasuredMemory
 
 @dataclass(frozen=True, slots=True)
 class RunnerMemory:
-    """What startup allocates in addition to weights and adapter slots."""
+    """Memory that startup allocates in addition to weights and adapter slots."""
 
     kv_cache: KVCache
     graphs: CudaGraphRunner | None

@@ -2,7 +2,7 @@
 """Startup of a model runner: weight loading, warm-up, memory profiling, CUDA graph capture and allocation.
 
 The model runner creates `RunnerStartup` while it is constructed, and keeps only the `RunnerMemory` that it returns.
-Startup runs dummy steps through a function of the runner. It knows neither sampling nor requests.
+Startup runs dummy steps through a function of the runner. This module depends on neither sampling nor requests.
 """
 
 import logging
@@ -47,10 +47,11 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
 _CPU_MEASURED_TOKENS = 128
-"""Prompt tokens that a CPU computes to measure its speed for the swap policy; a GPU computes the largest step."""
+"""Number of prompt tokens that measure the speed of a CPU for the swap policy; a GPU computes the largest step.
+"""
 
 RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
-"""Runs the model and the sampler once over a KV cache, without CUDA graphs."""
+"""Function that runs the model and the sampler for one step over a KV cache, without CUDA graphs."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ class RunnerStartup:
         drafter: Drafter | None = None,
     ) -> None:
         """Prepare the startup of `model`, whose parameters `factory` has allocated; `lora_bytes` is the size of all
-        adapter slots. `run_step` is also called from the thread that compiles kernels. With a `drafter`, whose cache
-        has as many blocks, no step runs as a CUDA graph."""
+        adapter slots. `run_step` is also called from the thread that compiles kernels. With a `drafter`, whose KV
+        cache has the same number of blocks, no step runs as a CUDA graph.
+        """
         self._drafter = drafter
         self._config = config
         self._model = model
@@ -107,7 +109,7 @@ class RunnerStartup:
             self._communicator.connect(self._device)
 
     def allocate(self) -> RunnerMemory:
-        """Measure the free memory, then allocate KV cache, CUDA graphs and swap space in it."""
+        """Measure the free memory, then allocate the KV cache, the CUDA graphs and the swap space."""
         config, shape = self._config, self._model.shape
         bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype)
         if self._drafter is not None:
@@ -119,7 +121,7 @@ class RunnerStartup:
         with naming_setting_on_oom("kv_cache_memory_bytes"):
             kv_cache = self._create_cache(num_blocks)
             draft_kv_bytes = 0 if self._drafter is None else self._drafter.allocate(num_blocks)
-        # A plan depends on the number of blocks.
+        # A plan of the attention kernel depends on the number of blocks.
         self._prepare_chunk_attention(kv_cache)
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
@@ -144,7 +146,7 @@ class RunnerStartup:
         return RunnerMemory(kv_cache, graphs, host_swap, swap_costs, measured)
 
     def run_dummy_steps(self, steps: Iterable[list[ScheduledSpan]]) -> None:
-        """Run steps of dummy sequences, each after a copy of as many blocks as are copied at a time."""
+        """Run steps of dummy sequences, each after a block copy of the maximum size."""
         kv_cache = self._create_cache(1)
         copies = [BlockCopy(BlockId(0), BlockId(0))] * kv_cache.max_blocks_per_copy
         for spans in steps:
@@ -158,7 +160,7 @@ class RunnerStartup:
         return self._model.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
 
     def _measure_memory(self) -> MemoryBudget:
-        """Return the bytes in use; on a GPU also the peak of the largest step."""
+        """Return the bytes in use; on a GPU also the peak memory of the largest step."""
         weights, lora = self._weights_bytes, self._lora_bytes
         if self._device.type != "cpu":
             try:
@@ -179,7 +181,7 @@ class RunnerStartup:
         self.run_dummy_steps(peak_memory_steps(self._config, self._max_model_len, self._model.shape.vocab_size))
         if not self._has_compiled:
             self.run_dummy_steps(compile_steps(self._config, self._max_model_len))
-        # Reserved and not allocated bytes: a tensor that stays after a step keeps the rest of its segment.
+        # Reserved, not allocated, bytes are counted: a tensor that stays after a step keeps its whole segment.
         peak = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -193,7 +195,7 @@ class RunnerStartup:
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
             max_tokens = min(config.max_num_batched_tokens, self._max_model_len)
             select_prefill_attention(heads, self._dtype, self._device, max_tokens)
-            # The memory of plans, modules and workspaces counts; plans over the real cache replace these.
+            # The memory of plans, modules and workspaces is counted; plans over the real cache replace these plans.
             self._prepare_chunk_attention(self._create_cache(1))
 
     def _prepare_chunk_attention(self, kv_cache: KVCache) -> None:
@@ -211,7 +213,7 @@ class RunnerStartup:
 
     def _measure_graph_memory(self) -> int:
         """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these
-        bytes. So they are measured by steps that are not captured, on a cache of one block."""
+        bytes. So the graphs are measured by steps that are not captured, on a cache of one block."""
         graphs = self._build_graphs(self._create_cache(1))
         return 0 if graphs is None else graphs.measure_memory()
 
@@ -222,7 +224,7 @@ class RunnerStartup:
         return CudaGraphRunner(self._model, kv_cache, self._config, self._max_model_len, self._capture)
 
     def _measure_swap_costs(self, host_swap: HostSwap) -> SwapCosts:
-        """Measure the cost of swapping a block and of computing a token again, which the scheduler compares."""
+        """Measure the time to swap a block and to compute a token again; the scheduler compares both."""
         max_tokens = self._config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
         num_tokens = min(max_tokens, max(self._max_model_len - 1, 1))
         kv_cache, span = self._create_cache(1), dummy_span(0, num_tokens, self._config.block_size)
@@ -240,17 +242,17 @@ class RunnerStartup:
 
     @contextmanager
     def _compile_while_loading(self) -> Iterator[None]:
-        """Compile kernels in a thread by small dummy steps while the body of the context loads the weights.
+        """Compile kernels by small dummy steps in a thread, while the body of the context loads the weights.
 
-        Loading leaves one CPU core free. The steps run on zeros and on weights already loaded, so numbers stay finite.
-        Tensor-parallel ranks compile after loading, because they are connected only then.
+        Loading leaves one CPU core free. The steps run on zeros and on weights already loaded, so all values stay
+        finite. Tensor-parallel ranks compile after loading, because they are connected only then.
         """
         for _, target in self._model.tensors():
             unsharded(target).tensor.zero_()
         with ThreadPoolExecutor(1, "compile") as pool:
             future = pool.submit(self.run_dummy_steps, compile_steps(self._config, self._max_model_len))
             yield
-            # A step that does not fit is reported by `_measure_memory`, with the bytes of everything.
+            # `_measure_memory` reports a step that does not fit into memory, with a table of all bytes.
             with suppress(torch.OutOfMemoryError):
                 future.result()
                 self._has_compiled = True

@@ -21,12 +21,12 @@ _SAMPLING_VARIANTS = (
     SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
 )
 _PROMPT_TOKENS = 64
-"""Length of a dummy prompt: long enough that attention does not treat it like a decoding sequence."""
+"""Tokens of a dummy prompt: enough that the attention kernel does not treat it as a decoding sequence."""
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield a step that needs as much memory as any, then one prompt chunk at the end of the longest context, then one
-    that begins its sequence, which another attention kernel may compute.
+    """Yield three steps: one that needs as much memory as any step, one prompt chunk at the end of the longest
+    context, and one prompt chunk at position 0, which another attention kernel may compute.
 
     The first step has `max_num_seqs` sequences: prompts, and one sequence that decodes at the end of the longest
     context, so that all block tables are as wide as possible. All sequences use every sampling parameter, and the
@@ -45,21 +45,23 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
         _with_all_masks(dummy_span(start, length, config.block_size, slot, base_params), vocab_size)
         for start, length, slot in zip(starts, lengths, slots, strict=True)
     ]
-    # The largest `logprobs` of all rows determines the memory per row; here one prompt has it for its last tokens.
+    # The largest `logprobs` of all rows determines the memory per row. Here one prompt has the largest, for its last
+    # tokens.
     last_sequence = spans[-1].sequence
     last_sequence.params = _all_sampling_params(vocab_size, config.max_logprobs)
     last_sequence.num_computed_prompt_logprobs = max(len(last_sequence.prompt_token_ids) - 2, 0)
     yield spans
     chunk = min(config.max_num_batched_tokens, max_length)
-    # One token less than the most, so that attention pads a prompt of which it pads most lengths.
+    # One token less than the maximum, because attention kernels pad prompts of most lengths.
     for start, length in ((max_length - chunk, chunk), (0, max(chunk - 1, 1))):
         span = dummy_span(start, length, config.block_size, slots[0], base_params)
         yield [_with_all_masks(span, vocab_size)]
 
 
 def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield small steps that compile a GPU's kernels before the first request: a decode, a prompt, and both together
-    for each sampling variant (only the decode if `max_num_seqs` is 1)."""
+    """Yield small steps that compile a GPU's kernels before the first request: a decode step, a prompt, and both
+    together for each sampling variant (only the decode step if `max_num_seqs` is 1).
+    """
     max_length, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
     decoding, prompt = (max_length - 1, 1), (0, min(max_length, _PROMPT_TOKENS))
     # The sampler has rows for `max_num_seqs` sequences only.
@@ -96,7 +98,7 @@ def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
 
 
 def _with_all_masks(span: ScheduledSpan, vocab_size: int) -> ScheduledSpan:
-    """Forbid as many tokens as the limits allow. Every bad word counts twice: with and without a leading space."""
+    """Forbid as many tokens as the limits allow. Each bad word has two entries: with and without a leading space."""
     span.sequence.suppressed_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
     span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
     return span

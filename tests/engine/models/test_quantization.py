@@ -177,4 +177,4 @@ def test_rejects_inputs_that_groups_do_not_divide() -> None:
 
 def test_warns_where_no_kernel_exists(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_slow_quantization("int8", torch.float32, CPU)
-    assert "quantization int8 is slow here: the kernels need dtype bfloat16, got float32" in caplog.text
+    assert "quantization int8 is slow here: the kernels need dtype bfloat16 (got float32)" in caplog.text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with merged outputs, LoRA adapter slots and tensor-parallel shards.
 
-The classes of `models/layers` hold weights and call `quire_kernels`. They know no requests. They are plain classes and
-not torch modules, because nothing is trained, moved or saved; so calls are typed and cheap.
+The classes of `models/layers` hold weights and call `quire_kernels`. They do not depend on requests. They are not
+torch modules, because no weight is trained, moved or saved; calls of plain classes are typed and cheap.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,19 +45,20 @@ class ParamFactory:
     dtype: torch.dtype
     device: torch.device
     communicator: Communicator | None = None
-    """Connects the tensor-parallel ranks; None if there is one. Layer sizes are those of this rank's shard."""
+    """Connects the tensor-parallel ranks; None if there is one rank. Layer sizes are those of this rank's shard."""
     quantization: str | None = None
-    """See EngineConfig; and int8_weight_only, which an output projection uses with int4."""
+    """A value of EngineConfig.quantization, or int8_weight_only, which the output projection uses with int4."""
     checkpoint: QuantizedTensors | None = None
-    """Quantized tensors of the checkpoint that will be loaded; None: it has none, or all weights are dequantized when
-    they are loaded."""
+    """Quantized tensors of the checkpoint to load; None: it has none, or all weights are dequantized when they are
+    loaded.
+    """
 
     def empty(self, *size: int) -> Tensor:
         """Return an uninitialized parameter."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def empty_weight(self, *size: int) -> Tensor:
-        """Return the weight of a linear layer without memory if it can be quantized, otherwise an uninitialized one."""
+        """Return the weight of a linear layer: without memory if it can be quantized, otherwise uninitialized."""
         return self.empty(*size) if self.checkpoint is None else torch.empty(size, dtype=self.dtype, device="meta")
 
 
@@ -72,9 +73,9 @@ class LinearShard:
 
 
 class Linear:
-    """A linear layer, or several with the same input merged into one: q, k, v or gate, up.
+    """A linear layer, or several layers with the same input merged into one: q, k, v or gate, up.
 
-    Slices keep their Hugging Face names, which the tensors of checkpoints and adapters refer to.
+    Each slice keeps its Hugging Face name, which the tensors of checkpoints and adapters contain.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Linear:
             in_features: input features of all slices.
             slices: output features by name.
             factory: allocates the parameters.
-            bias: whether there is a bias.
+            bias: whether the layer has a bias.
             weight: an existing weight, for a tied output projection; None allocates one.
-            shards: of the slices that this rank contains only in part.
+            shards: shards of the slices of which this rank contains only a part.
         """
         self.in_features = in_features
         self.slices = dict(slices)
@@ -102,13 +103,15 @@ class Linear:
         out_features = sum(slices.values())
         self.weight: LinearWeight = factory.empty_weight(out_features, in_features) if weight is None else weight
         self.input_order: Tensor | None = None
-        """[in_features] int64: column i of a quantized weight belongs to input input_order[i]; None: to input i."""
+        """[in_features] int64: column i of a quantized weight multiplies input feature input_order[i]; None: column i
+        multiplies feature i.
+        """
         self.bias = factory.empty(out_features) if bias else None
         self.adapters: ModuleSlots | None = None
         self._factory = factory
         self._quantization = factory.quantization
         self._quantized_parts: list[WeightPart] = []
-        """Of a weight that `pack` reads from the checkpoint."""
+        """Parts of a weight that `pack` reads from the checkpoint."""
         if self._quantization == "int4" and not supports_int4(in_features, GROUP_SIZE):
             raise ConfigError(
                 f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, got "
@@ -117,8 +120,9 @@ class Linear:
             )
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Map [num_tokens, in_features] to [num_tokens, out_features of all slices], including the batch's adapters. If
-        `residual` is given, add the result to it in place."""
+        """Map [num_tokens, in_features] to [num_tokens, out_features of all slices], including the batch's adapters.
+        If `residual` is given, add the output to it in place.
+        """
         return self._multiply(x, batch, self.bias, residual)
 
     def _multiply(self, x: Tensor, batch: ForwardBatch, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -159,14 +163,15 @@ class Linear:
             start = end
 
     def pack(self, arena: HugePageArena) -> None:
-        """Repack the loaded weight for speed, quantized if the model is; it must not be read or written afterwards. A
-        weight whose shape has no kernel on a machine with kernels for quantized weights is not quantized."""
+        """Repack the loaded weight for speed, and quantize it if the model is quantized. The old weight must not be
+        used afterwards. On a machine with kernels for quantized weights, a shape without a kernel is not quantized.
+        """
         if isinstance(self.weight, QuantizedWeight):
             return
         if self._quantized_parts:
             factory, parts = self._factory, self._quantized_parts
             self.weight, self.input_order = pack_quantized(parts, factory.dtype, factory.device, arena)
-            # Closes the files of the checkpoint after the last layer.
+            # Drops the parts, so that the files of the checkpoint are closed after the last layer.
             self._factory, self._quantized_parts = replace(factory, checkpoint=None), []
         elif self._quantization is None:
             self.weight = pack_weight(self.weight, arena)
@@ -177,7 +182,8 @@ class Linear:
         """Return the parts of a quantized weight; an empty list if the checkpoint contains it in floating point.
 
         Raises:
-            ConfigError: only some parts are quantized, in different ways, or a shape differs from config.json.
+            ConfigError: only some parts are quantized, parts have different schemes, or a shape differs from
+                config.json.
         """
         assert self._factory.checkpoint is not None
         parts: dict[str, WeightPart] = {}
@@ -194,7 +200,7 @@ class Linear:
             found = ", ".join(f"{name} ({_describe(parts.get(name))})" for name in self.slices)
             raise ConfigError(
                 f"config.json: quantization_config: parts of {prefix}* that are computed together have different "
-                f"schemes: {found}; they must be equal, so that ignore or targets contain all of them or none"
+                f"schemes: {found}; they must be equal: ignore or targets must contain all of these parts or none"
             )
         return list(parts.values())
 
@@ -222,7 +228,7 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """See Linear."""
-        # The adapter's B is linear, so the deltas of the ranks, each from its part of A x, are summed as well.
+        # LoRA's B is linear, so the sum also contains the adapter: each rank adds B times its part of A x.
         out = self._multiply(x, batch, None, None)
         self._communicator.all_reduce(out)
         if self.bias is not None:
@@ -231,7 +237,9 @@ class RowParallelLinear(Linear):
 
 
 def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory, bias: bool) -> Linear:
-    """Build one linear layer from the given paths in a decoder layer, merged if several; `shape` is the rank's."""
+    """Build one linear layer from the given paths in a decoder layer; several are merged. `shape`: this rank's
+    shard.
+    """
     sizes = linear_sizes(shape)
     in_features = sizes[paths[0]][0]
     slices = {_last_component(path): sizes[path][1] for path in paths}

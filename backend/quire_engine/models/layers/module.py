@@ -11,9 +11,9 @@ from quire_kernels import HugePageArena
 
 
 class Module:
-    """A part of a model whose attributes have the names of the checkpoint, in the order of computation.
+    """A part of a model. Its attributes have the names of the checkpoint and are in the order of computation.
 
-    The merged linear layers are an exception: their slices have these names.
+    A merged linear layer is an exception: its slices have the names of the checkpoint.
     """
 
     def linears(self) -> Iterator[Linear]:
@@ -31,7 +31,7 @@ class Module:
                 part.pack(arena)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that it fills."""
+        """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that the tensor fills."""
         for name, part in vars(self).items():
             if isinstance(part, Tensor):
                 yield f"{prefix}{name}", part

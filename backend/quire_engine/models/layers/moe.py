@@ -17,9 +17,10 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class MoE(Module):
-    """A router chooses experts for each token, and the output is the weighted sum of theirs. Each expert is a gated
-    MLP. With tensor parallelism each rank has a part of the intermediate features of every expert. Subclasses define
-    the names in a checkpoint with one tensor per expert and projection."""
+    """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs. Each expert
+    is a gated MLP. With tensor parallelism each rank has a part of the intermediate features of every expert.
+    Subclasses define the names in a checkpoint with one tensor per expert and projection.
+    """
 
     PATH: ClassVar[str] = "mlp"
     """Path of this module in a layer of a checkpoint."""
@@ -33,7 +34,7 @@ class MoE(Module):
             factory: allocates the parameters.
 
         Raises:
-            ConfigError: the model is to be quantized, which experts do not support.
+            ConfigError: `quantization` is set, which experts do not support.
         """
         assert shape.moe is not None
         if factory.quantization is not None:
@@ -54,11 +55,11 @@ class MoE(Module):
         self.communicator = factory.communicator
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Return the output for [num_tokens, hidden_size]; if `residual` is given, add it to that in place."""
+        """Return the output for [num_tokens, hidden_size]. If `residual` is given, add the output to it in place."""
         ids, weights = topk_softmax(linear(x, self.router, self.router_bias), self.config.top_k, self.config.normalize)
         if self.communicator is None:
             return fused_experts(x, ids, weights, self.experts, residual)
-        # The output bias is added once.
+        # Only rank 0 adds the output bias.
         experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
         out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts))
         return out if residual is None else residual.add_(out)

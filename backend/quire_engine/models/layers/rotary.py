@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: the angles for a checkpoint's rope config. `quire_kernels.apply_rope` applies them.
+"""Rotary position embedding: computes the angles from a checkpoint's rope config. `quire_kernels.apply_rope` applies
+them.
 
 Source of all scalings: the model releases that introduced them, as in modeling_rope_utils of transformers.
 """
@@ -25,8 +26,8 @@ class RotaryEmbedding:
 
         Args:
             positions: [num_tokens].
-            long_rope: [num_tokens] bool, tokens that use the long rope; None if no token does.
-            dtype: of the result.
+            long_rope: [num_tokens] bool: tokens that use the rope of long sequences; None if no token does.
+            dtype: dtype of the result.
 
         Returns:
             Cosines and sines, each [num_tokens, rope.dim]; the first half of the sines is negated, as `apply_rope`
@@ -61,14 +62,15 @@ def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Stretch long wavelengths by `factor`, keep short ones, and blend between them."""
+    """Stretch long wavelengths by `factor`, keep short wavelengths, and interpolate between them."""
     wavelengths, low, high = 2 * math.pi / frequencies, rope.low_freq_factor, rope.high_freq_factor
     smooth_factor = ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth_factor) * frequencies / rope.factor + smooth_factor * frequencies
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep pairs that rotate often within the trained length, stretch slow ones by `factor`, and blend between them.
+    """Keep pairs that rotate often within the trained length, stretch slow pairs by `factor`, and interpolate the
+    rest.
 
     Source: https://arxiv.org/abs/2309.00071
     """

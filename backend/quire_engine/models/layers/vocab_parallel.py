@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary-parallel embedding and output projection: each rank contains the rows of some tokens."""
+"""Vocabulary-parallel embedding and output projection: each rank contains the rows of a part of the vocabulary."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,8 @@ from quire_spec.model.model_config import ModelConfig
 
 class ParallelLMHead(Linear):
     """Output projection whose vocabulary is divided among the ranks. Rank 0 gets the logits of the whole vocabulary,
-    each other rank the logits of its shard."""
+    and each other rank the logits of its shard.
+    """
 
     def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -25,7 +26,7 @@ class ParallelLMHead(Linear):
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Map [num_rows, in_features] to [num_rows, vocab_size]; see Linear."""
         logits = self._communicator.gather(super().__call__(x, batch, residual))
-        # The last rows of the last rank can be padding.
+        # The last rank's last rows can be padding.
         return logits[:, : self._communicator.shard.model_config.vocab_size]
 
 
@@ -35,10 +36,12 @@ def num_vocab_rows(shape: ModelConfig, factory: ParamFactory) -> int:
 
 
 def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Tensor | None) -> Linear:
-    """Build the output projection without weights; `tied_embedding` is the embedding if both are the same."""
+    """Build the output projection without weights; `tied_embedding` is the embedding table if both share one
+    weight.
+    """
     d_in, slices = shape.embedding_size, {"lm_head": num_vocab_rows(shape, factory)}
     if factory.quantization == "int4":
-        # Its rounding changes every logit directly, so it gets 8 bits, as in other engines.
+        # The rounding of the output projection changes every logit directly, so it gets 8 bits, as in other engines.
         factory = replace(factory, quantization="int8_weight_only")
     if factory.communicator is None:
         return Linear(d_in, slices, factory, weight=tied_embedding)
@@ -57,8 +60,9 @@ def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTar
 def parallel_embedding(
     batch: ForwardBatch, table: Tensor, adapters: ModuleSlots | None, communicator: Communicator | None
 ) -> Tensor:
-    """Return the embeddings of the batch, changed by its adapters, as a new tensor [num_tokens, embedding_size]. The
-    shards of all ranks are summed."""
+    """Return the embeddings of the batch, including its adapters, as a new tensor [num_tokens, embedding_size]. It is
+    the sum over the shards of all ranks.
+    """
     ids = batch.token_ids
     if communicator is not None:
         tokens = communicator.shard.vocab_range

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format of AWQ in version GEMM, as AutoAWQ writes it. All tensors are transposed.
+"""Reads the AWQ format, version GEMM, as AutoAWQ writes it. All tensors are transposed.
 
 Values and zero points are packed along the output features, 8 in an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
@@ -16,7 +16,7 @@ from quire_spec.model.quantization import WeightScheme
 
 _FACTOR = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output features in an int32, the one in the lowest bits first."""
+"""Order of the 8 output features in an int32, lowest bits first."""
 
 
 class AWQTensor(QuantizedTensor):
@@ -51,7 +51,8 @@ class AWQTensor(QuantizedTensor):
 def _unpack(packed: Tensor) -> Tensor:
     """Unpack [n, m] int32 to [8 m, n] uint8, contiguous.
 
-    Words are transposed before they are unpacked: 0.2 s instead of 0.7 s for 4096 x 4096 with packing, one shared core.
+    The int32 are transposed before they are unpacked. With packing, 4096 x 4096 take 0.2 s instead of 0.7 s (one
+    shared core).
     """
     words = packed.t().contiguous()
     codes = torch.empty(len(words), _FACTOR, words.shape[1], dtype=torch.uint8)

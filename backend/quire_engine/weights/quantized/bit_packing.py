@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
-    """Unpack along the last dimension.
+    """Unpack the integers of a tensor along its last dimension.
 
     Args:
         packed: [..., n] int32.
@@ -15,11 +15,11 @@ def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
     Returns:
         [..., n * 32 / num_bits] uint8.
     """
-    # A copy, because a view as bytes requires a stride of 1 even of a dimension of size 1.
+    # The tensor is copied, because a view as bytes requires a stride of 1, even for a dimension of size 1.
     packed_bytes = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return packed_bytes if num_bits == 8 else unpack_nibbles(packed_bytes)
 
 
 def unpack_nibbles(packed_bytes: Tensor) -> Tensor:
-    """Return both halves of each byte, the lower first: [..., n] uint8 to [..., 2 n] uint8."""
+    """Return both halves of each byte, the lower half first: [..., n] uint8 become [..., 2 n] uint8."""
     return torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)

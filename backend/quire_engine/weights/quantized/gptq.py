@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format of GPTQ, as AutoGPTQ and GPTQModel write it. All tensors are transposed.
+"""Reads the GPTQ format, as AutoGPTQ and GPTQModel write it. All tensors are transposed.
 
 Values are packed along the input features, zero points along the output features. `g_idx` contains the group of each
-input feature, which is not ascending if the writer ordered them by activation (desc_act).
+input feature. With desc_act (features ordered by activation), the groups are not ascending.
 """
 
 import math
@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""An int32 that consists of ones, by the number of bits of each."""
+"""An int32 in which each packed integer is 1, by the number of bits of an integer."""
 
 
 class GPTQTensor(QuantizedTensor):
@@ -58,7 +58,8 @@ class GPTQTensor(QuantizedTensor):
         part = slice(None) if self._groups is not None else slice(columns.start // size, -(-columns.stop // size))
         packed = self._zeros[part, rows.start // self._factor : -(-rows.stop // self._factor)]
         if self.scheme.zeros_minus_one:
-            # A carry into the next zero point undoes the borrow of a writer that subtracted from the whole int32.
+            # Some writers subtracted 1 from all zero points of an int32 at once, with borrows. The carries of this
+            # addition undo the borrows.
             packed = packed + _ONES[num_bits]
         zeros = unpack_int32(packed, num_bits)[:, : len(rows)].t()
         scales = self._scales[part, rows.start : rows.stop].t().float()

@@ -22,10 +22,10 @@ def decode_mxfp4(blocks: Tensor) -> Tensor:
     """Return the 4-bit codes of blocks.
 
     Args:
-        blocks: [..., in_features / 32, 16] uint8; the lower half of a byte is the first of two features.
+        blocks: [..., in_features / 32, 16] uint8; the lower half of a byte contains the first of two features.
 
     Returns:
-        [..., in_features] uint8 in 0..15; `mxfp4_values` of them are the values.
+        [..., in_features] uint8 in 0..15, indices into `mxfp4_values`.
     """
     return unpack_nibbles(blocks).flatten(-2)
 
@@ -41,7 +41,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     Args:
         blocks: [..., in_features / 32, 16] uint8.
         scales: [..., in_features / 32] uint8, exponents of 2 with a bias of 127.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         [..., in_features].

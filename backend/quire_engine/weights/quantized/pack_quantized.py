@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format `pack-quantized` of compressed-tensors.
+"""Reads the format `pack-quantized` of compressed-tensors.
 
-Values are packed along the input features, and zero points along the output features, both with an offset of half their
-range. `weight_g_idx` contains the group of each input feature, if the writer ordered them by activation.
+Values are packed along the input features, and zero points along the output features, both with an offset of half
+their range. If features are ordered by activation, `weight_g_idx` contains the group of each input feature.
 """
 
 import math

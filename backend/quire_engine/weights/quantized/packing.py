@@ -27,19 +27,19 @@ _FP8_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Rows and columns of a quantized tensor that a linear layer consists of; the first rows of its part."""
+    """Rows and columns of a quantized tensor, which fill the first rows of a part of a linear layer."""
 
     tensor: QuantizedTensor
     rows: tuple[range, ...]
     columns: range
     num_rows: int
-    """Rows of the part; those behind `rows` are padding."""
+    """Number of rows of the part; rows after `rows` are padding."""
 
 
 def pack_quantized(
     parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device, arena: HugePageArena
 ) -> tuple[LinearWeight, Tensor | None]:
-    """Return the weight of a linear layer, and the input feature of each of its columns; None if they are in order.
+    """Return the weight of a linear layer, and the input feature of each column; None: column i is feature i.
 
     The weight stays quantized if this machine has kernels for its scheme, its shape and `dtype`. Otherwise it is
     dequantized: without a kernel, every step would have to do that.
@@ -56,7 +56,7 @@ def pack_quantized(
 
 
 def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
-    """Return the codes of all parts as one weight; None if they do not begin at the bounds of groups, or differ."""
+    """Return the codes of all parts as one weight; None if a part begins within a group, or if their schemes differ."""
     all_codes = []
     for part in parts:
         for rows in part.rows:
@@ -69,7 +69,7 @@ def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
 
 
 def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
-    """Return `num_rows` rows of zeros like those of `codes`."""
+    """Return codes of zeros with `num_rows` rows, otherwise like `codes`."""
     values = torch.zeros(num_rows, codes.values.shape[1], dtype=torch.uint8).view(codes.values.dtype)
     grid = torch.zeros(num_rows, codes.scales.shape[1])
     zeros = None if codes.zeros is None else grid.to(codes.zeros.dtype)
@@ -87,7 +87,7 @@ def _pack_codes(
         is_supported = num_groups == 1 or codes.block[1] == _FP8_BLOCK
         return pack_weight_fp8(values, scales, arena, dtype=dtype) if is_supported else None
     if values.dtype == torch.int8:
-        # -128 has no sign and magnitude of 7 bits.
+        # -128 cannot be represented by a sign and 7 bits of magnitude.
         if num_groups > 1 or not (is_w8a8 or int(values.min()) > -128):
             return None
         return pack_weight_int8(values, scales, arena, dtype=dtype, weight_only=not is_w8a8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized tensor of a checkpoint that is still in its files: base class of the formats."""
+"""Base class of the formats: a quantized tensor of a checkpoint that is read from its files on demand."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 
 class QuantizedTensor(ABC):
-    """Tensors of one linear layer in the files. `read` and `read_codes` read only a part of it."""
+    """The tensors of one linear layer in the files. `read` and `read_codes` read only the requested part."""
 
     MARKER: ClassVar[str]
     """Suffix of the name of the tensor that contains the values."""
@@ -31,7 +31,7 @@ class QuantizedTensor(ABC):
     shape: tuple[int, int]
     """Output and input features."""
     row_multiple = 1
-    """A range of rows that `read_codes` accepts starts at a multiple of this."""
+    """`read_codes` accepts only ranges of rows that start at a multiple of this number."""
     column_multiple = 1
 
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
@@ -59,14 +59,14 @@ class QuantizedTensor(ABC):
         return weight[row : row + len(rows), column : column + len(columns)]
 
     def align(self, rows: range, columns: range) -> tuple[range, range]:
-        """Return the smallest ranges that contain these and that `read_codes` accepts."""
+        """Return the smallest ranges that contain `rows` and `columns` and that `read_codes` accepts."""
         return (
             _align(rows, self.row_multiple, self.shape[0]),
             _align(columns, self.column_multiple, self.shape[1]),
         )
 
     def require(self, suffix: str) -> None:
-        """Raise ConfigError if the tensor of this suffix is missing."""
+        """Raise ConfigError if the tensor with this suffix is missing."""
         if suffix not in self._slices:
             raise ConfigError(
                 f"{self.module}{suffix} is missing, but {self.module}{self.MARKER} is quantized by quantization_config "
@@ -83,10 +83,10 @@ class QuantizedTensor(ABC):
         return shape[0], shape[1]
 
     def slice_of(self, suffix: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Any:
-        """Return a slice after checking its shape and dtype.
+        """Return the slice of the tensor with this suffix, after checking its shape and dtype.
 
         Raises:
-            ConfigError: it has another one.
+            ConfigError: the slice has another shape or dtype.
         """
         tensor_slice = self._slices[suffix]
         found, dtype = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the quantized tensors of a checkpoint. A tensor is quantized if the files contain it in a quantized form."""
+"""Finds the quantized tensors of a checkpoint, by the names of the tensors in the files."""
 
 from quire_engine.weights.quantized.awq import AWQTensor
 from quire_engine.weights.quantized.gptq import GPTQTensor
@@ -36,10 +36,10 @@ class QuantizedTensors:
         self._found: set[str] = set()
 
     def find(self, name: str) -> QuantizedTensor | MXFP4Tensor | None:
-        """Return a tensor that has this name, in the files, when it is not quantized; None if it is not quantized.
+        """Return the quantized tensor that replaces tensor `name` in the files; None if `name` is not quantized.
 
         Raises:
-            ConfigError: parts of it are missing or wrong, or it contradicts config.json.
+            ConfigError: a part of the tensor is missing or wrong, or the tensor contradicts config.json.
         """
         if self._scheme is None:
             return None
@@ -69,7 +69,7 @@ class QuantizedTensors:
         return tensor
 
     def is_known(self, name: str) -> bool:
-        """Return whether a tensor of the files belongs to one that `find` has returned, or is one that is not used."""
+        """Return whether a tensor in the files belongs to a result of `find`, or is of a kind that is not used."""
         return name in self._found or (
             self._scheme is not None and (name.endswith(_UNUSED_SUFFIXES) or self._is_zero_bias(name))
         )
@@ -92,7 +92,9 @@ class QuantizedTensors:
         return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()})
 
     def _marker(self, module: str) -> str | None:
-        """Return the suffix of the tensor that contains the values of a quantized module; None if it is not."""
+        """Return the suffix of the tensor with the values of a quantized module; None if the module is not
+        quantized.
+        """
         for marker in _PACKED_MARKERS:
             if f"{module}{marker}" in self.files:
                 return marker
@@ -100,6 +102,6 @@ class QuantizedTensors:
         return _WEIGHT if name in self.files and self.files.get_slice(name).get_dtype() in _CODE_DTYPES else None
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a bias without effect. AutoGPTQ adds one to each layer that has none."""
+        """Return whether a tensor is a bias of zeros. AutoGPTQ adds one to each layer without a bias."""
         module = name.removesuffix(".bias")
         return module in self._modules and module != name and not self.files.get_slice(name)[...].any()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights stored as float8_e4m3fn or int8, in their own shape, beside their scales: `fp8`, `fbgemm_fp8`, and
-float-quantized, int-quantized and naive-quantized of compressed-tensors.
+"""Reads weights that are stored unpacked as float8_e4m3fn or int8: formats `fp8`, `fbgemm_fp8`, and float-quantized,
+int-quantized and naive-quantized of compressed-tensors.
 
-The factor is called `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. Both are multiplied.
+The scale is called `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. Values are multiplied by either.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class ScaledTensor(QuantizedTensor):
 
     MARKER = ".weight"
     SCALES = (".weight_scale", ".weight_scale_inv")
-    # Activations are scaled per token, or not quantized at all.
+    # Scales of activations are not read: activations are scaled per token, or not quantized.
     UNUSED = (".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".weight_shape")
     DTYPE: ClassVar[str]
 
@@ -30,7 +30,7 @@ class ScaledTensor(QuantizedTensor):
         self._values = self.slice_of(self.MARKER, self.shape, (self.DTYPE,))
         found = tuple(slices[self._scales_name].get_shape())
         if scheme.block is None:
-            # One scale, or one for each output feature; writers differ in the number of dimensions.
+            # One scale, or one scale for each output feature. The number of dimensions depends on the writer.
             is_single = found in ((), (1,), (1, 1))
             self._block = (rows if is_single else 1, columns)
             grid = found if is_single or found == (rows,) else (rows, 1)
@@ -55,12 +55,12 @@ class ScaledTensor(QuantizedTensor):
 
 
 class FP8Tensor(ScaledTensor):
-    """Values are float8_e4m3fn."""
+    """A ScaledTensor whose values are float8_e4m3fn."""
 
     DTYPE = "F8_E4M3"
 
 
 class Int8Tensor(ScaledTensor):
-    """Values are int8."""
+    """A ScaledTensor whose values are int8."""
 
     DTYPE = "I8"

@@ -11,12 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """Weights (values - zeros) * scales, where each block of output and input features has one scale and zero point."""
+    """A weight, (values - zeros) * scales, in which each block of output and input features has one scale and zero
+    point.
+    """
 
     values: Tensor
     """[out_features, in_features]: int8, uint8 or float8_e4m3fn."""
     scales: Tensor
-    """[out_features / block[0], in_features / block[1]] float32, both rounded up."""
+    """[out_features / block[0], in_features / block[1]] float32; both dimensions are rounded up."""
     zeros: Tensor | None
     """Zero points, shape of `scales`, dtype uint8; None: 0, or `1 << (num_bits - 1)` if `values` are uint8."""
     block: tuple[int, int]
@@ -35,7 +37,9 @@ class WeightCodes:
         return (weight * self._expand(self.scales)).to(dtype)
 
     def by_row(self) -> Self:
-        """Return the same weight with a scale for each row, and for each block of columns if there are several."""
+        """Return the same weight with a scale for each row; if a row has several blocks, with a scale for each
+        block.
+        """
         rows, columns = self.values.shape
         height = rows if self.scales.shape[0] == 1 else self.block[0]
         width = self.block[1] if self.scales.shape[1] > 1 else columns
@@ -44,8 +48,9 @@ class WeightCodes:
         return replace(self, scales=scales, zeros=zeros, block=(1, width))
 
     def in_group_order(self) -> tuple[Self, Tensor | None]:
-        """Return the weight with the input features of each group side by side, and the input feature of each column;
-        None if features are in their own order. Groups of unequal size remain as they are."""
+        """Return the weight with its columns sorted by group, and the input feature of each column; None: column i is
+        feature i. Columns are not sorted if the groups have unequal sizes.
+        """
         if self.groups is None:
             return self, None
         counts = torch.bincount(self.groups, minlength=self.scales.shape[1])
@@ -55,7 +60,9 @@ class WeightCodes:
         return replace(self, values=self.values[:, order], groups=None), order
 
     def _expand(self, grid: Tensor) -> Tensor:
-        """Return the entry of a grid of blocks for each weight; a dimension of 1 is left to be broadcast."""
+        """Return, for each value, the entry of its block in `grid`; a dimension of size 1 is not expanded but
+        broadcast.
+        """
         rows, columns = self.values.shape
         if grid.shape[0] > 1:
             grid = grid.repeat_interleave(self.block[0], 0)[:rows]
@@ -65,7 +72,7 @@ class WeightCodes:
 
 
 def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
-    """Return weights below each other as one, with scales by row; None if they differ in more than their rows."""
+    """Concatenate weights along their rows, with scales by row; None if they differ in more than their rows."""
     parts = [part.by_row() for part in parts]
     first = parts[0]
     for part in parts[1:]:

@@ -25,7 +25,8 @@ def build_drafter(
     """Allocate the weights of a drafter; None if the method needs none.
 
     Raises:
-        ConfigError: they cannot be found or do not fit the model; the message names the key.
+        ConfigError: the weights cannot be found or do not fit the model; the message names the key of
+            `speculative_config`.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.model is None:
@@ -54,7 +55,7 @@ def _build(
     factory: ParamFactory,
 ) -> Drafter:
     if speculative.method == "medusa":
-        # The output of the last layer.
+        # Layer index num_layers stands for the output of the last layer.
         target.aux_hidden_state_layers = (target.shape.num_layers,)
         normalize = cast(LlamaForCausalLM, target).norm
         return MedusaDrafter(folder, target.shape, speculative.num_speculative_tokens, factory, normalize)

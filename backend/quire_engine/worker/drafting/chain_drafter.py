@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chain drafter: runs a draft model after each step of the target, token by token.
 
-The draft model has a KV cache of its own over the same block ids. After a step it computes the same positions as the
-target did, except those of rejected draft tokens. So its keys are valid wherever the target's are: for preempted
-sequences, chunks of prompts and shared blocks alike, and the drafter keeps no state of sequences. Then it continues
-each sequence token by token, into blocks that the scheduler has reserved for that.
+The draft model has a KV cache of its own over the same block ids. After a step, the draft model computes the same
+positions as the target, except those of rejected draft tokens. So its keys are valid in every block whose keys of the
+target are valid, and the drafter keeps no state of sequences. Then the draft model continues each sequence token by
+token, in blocks that the scheduler has reserved for drafts.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ class _Chain:
     """The tokens of one sequence in the first pass, and its draft so far."""
 
     index: int
-    """Of the span."""
+    """Index of the span in the step."""
     span: ScheduledSpan
     token_ids: list[int]
     draft: list[int]
 
     @property
     def end(self) -> int:
-        """Position after the tokens and the draft that the model has read."""
+        """Position after the tokens and the draft tokens that the draft model has read."""
         return self.span.start + len(self.token_ids) + max(0, len(self.draft) - 1)
 
 
 class ChainDrafter(Drafter):
-    """Draft model and its KV cache."""
+    """A draft model and its KV cache."""
 
     def __init__(self, model: DraftModel, cache_dtype: torch.dtype, device: torch.device, block_size: int) -> None:
         self._model = model
@@ -75,7 +75,7 @@ class ChainDrafter(Drafter):
         chains = [
             self._first_tokens(i, span, output) for i, (span, output) in enumerate(zip(spans, outputs, strict=True))
         ]
-        # Attention expects single tokens first, then by decreasing context.
+        # Attention expects single tokens first, then longer spans, each by decreasing context.
         chains = sorted((c for c in chains if c.token_ids), key=lambda c: (len(c.token_ids) > 1, -c.span.start))
         hidden = None
         if aux_hidden_states is not None:
@@ -88,14 +88,15 @@ class ChainDrafter(Drafter):
         return [replace(o, next_draft_token_ids=tuple(drafts.get(i, ()))) for i, o in enumerate(outputs)]
 
     def _first_tokens(self, index: int, span: ScheduledSpan, output: SpanOutput) -> _Chain:
-        """Return the tokens that the model reads at the positions of the step and, before a draft, at the next one."""
+        """Return the tokens that the draft model reads at the step's positions and, before a draft, at the next one."""
         sequence, num_draft = span.sequence, len(span.draft_token_ids)
         tokens = sequence.tokens(span.start, span.end - num_draft)
-        # The output contains the accepted draft tokens, and the last token that was sampled. A beam has no output yet.
+        # The output contains the accepted draft tokens, and the last token that was sampled. A beam has no sampled
+        # token yet.
         next_tokens = output.token_ids if span.samples else sequence.tokens(span.end, span.end + 1)
         if self._model.reads_hidden_states:
             return _Chain(index, span, (tokens + next_tokens)[1:], [])
-        # Without a draft, the next step computes the last token.
+        # If no draft follows, the next step computes the last token.
         num_read = len(next_tokens) if span.num_lookahead_tokens else len(next_tokens) - 1
         return _Chain(index, span, tokens + next_tokens[: max(0, num_read)], [])
 

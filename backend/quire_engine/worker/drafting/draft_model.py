@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that propose drafts: a small language model with the vocabulary of the target, or an EAGLE-3 head.
 
-Owns their weights and how they compute one pass; the drafter decides which tokens a pass contains.
+A draft model owns its weights and computes one pass; the drafter decides which tokens the pass contains.
 """
 
 import json
@@ -31,11 +31,12 @@ class DraftModel(ABC):
     """Proposes the token after each row that needs logits."""
 
     shape: ModelConfig
-    """Of its KV cache."""
+    """Configuration that determines the shape of its KV cache."""
     num_bytes: int
     """Bytes of its parameters."""
     reads_hidden_states: bool
-    """True if a row reads the hidden states of its position and the token after it, False if it reads its token."""
+    """True if a row reads the hidden states of its position and the token after it; False if it reads its token.
+    """
 
     @abstractmethod
     def load(self) -> None:
@@ -47,17 +48,17 @@ class DraftModel(ABC):
 
         Args:
             batch: the tokens that the rows read.
-            kv_cache: of this model.
-            hidden: what the rows read besides: hidden states of the target in the first pass of a draft, later those
-                that this method returned. None if the model reads none.
+            kv_cache: KV cache of this draft model.
+            hidden: hidden states that the rows read: those of the target in the first pass of a draft, later those
+                that this method returned. None if the model reads no hidden states.
 
         Returns:
-            Hidden states and proposed tokens, [num_logits] int64, of the rows that need logits; at least one does.
+            Hidden states and proposed tokens, [num_logits] int64, of the rows that need logits, at least one.
         """
 
     @abstractmethod
     def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
-        """Compute a pass in which no row needs logits."""
+        """Compute a pass in which no row needs logits, to fill the KV cache."""
 
 
 class SmallDraftModel(DraftModel):
@@ -66,7 +67,7 @@ class SmallDraftModel(DraftModel):
     reads_hidden_states = False
 
     def __init__(self, folder: Path, target: ModelConfig, target_folder: Path, factory: ParamFactory) -> None:
-        """Allocate the model in `folder`; raises ConfigError if its vocabulary is not that of the target."""
+        """Allocate the model in `folder`; raises ConfigError if its vocabulary differs from the target's."""
         self.shape = ModelConfig.load(folder)
         _check_vocabularies(self.shape, folder, target, target_folder)
         self._folder = folder

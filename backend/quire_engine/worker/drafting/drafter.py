@@ -10,20 +10,20 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
 
 
 class Drafter(ABC):
-    """Weights that propose drafts, and what they keep of the sequences."""
+    """Weights that propose drafts, and the cached state that they need."""
 
     num_bytes: int
     """Bytes of the weights."""
     block_bytes: int
-    """Bytes that it keeps for each KV block of the model."""
+    """Bytes that the drafter stores for each KV block of the model."""
 
     @abstractmethod
     def load(self) -> None:
-        """Load the weights. Raises ConfigError if they do not fit the model."""
+        """Load the weights. Raises ConfigError if the weights do not fit the model."""
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> int:
-        """Allocate its KV cache, with the number of blocks of the model's; return its bytes."""
+        """Allocate the drafter's KV cache, with as many blocks as the model's cache; return its bytes."""
 
     @abstractmethod
     def propose(
@@ -33,11 +33,11 @@ class Drafter(ABC):
         copies: Sequence[BlockCopy],
         aux_hidden_states: Tensor | None,
     ) -> list[SpanOutput]:
-        """Return the outputs of a step with drafts.
+        """Return the outputs of a step, extended by the drafts for the next step.
 
         Args:
-            spans: of the step, in the order of computation.
+            spans: spans of the step, in the order of computation.
             outputs: one per span.
-            copies: of blocks in this step.
-            aux_hidden_states: of the model, [num_tokens, ...]; None if the drafter reads none.
+            copies: block copies of this step.
+            aux_hidden_states: hidden states of the model, [num_tokens, ...]; None if the drafter reads none.
         """

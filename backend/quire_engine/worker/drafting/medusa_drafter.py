@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafter of Medusa heads: each head proposes one token of a draft, from the last hidden state of the sequence.
 
-The heads read no keys, so they have no KV cache, and a draft costs one pass.
+The heads compute no attention, so they have no KV cache, and a draft costs one pass.
 
-Source: Cai et al. 2024 (Medusa), and the layout of FasterDecoding/Medusa with names in safetensors. Only the chain of
-each head's most likely token is used, no tree.
+Source: Cai et al. 2024 (Medusa), and the layout of FasterDecoding/Medusa with names in safetensors. A draft is the
+chain of each head's most likely token; trees of candidates are not used.
 """
 
 import re
@@ -46,10 +46,10 @@ class MedusaDrafter(Drafter):
         """Allocate the heads in `folder`.
 
         Args:
-            folder: of the heads.
-            target: shape of the model.
+            folder: folder of the heads.
+            target: configuration of the model.
             num_tokens: maximum length of a draft; further heads are not loaded.
-            factory: of the model's parameters.
+            factory: allocates parameters like the model's.
             normalize: the last norm of the model.
 
         Raises:
@@ -69,7 +69,7 @@ class MedusaDrafter(Drafter):
             [(factory.empty(size, size), factory.empty(size)) for _ in range(self._num_blocks)]
             for _ in range(num_tokens)
         ]
-        """Per head and block: weight and bias."""
+        """Weight and bias of each residual block, by head and block."""
         self._projections = [factory.empty(target.vocab_size, size) for _ in range(num_tokens)]
         self.num_bytes = sum(tensor.nbytes for tensor in self._parameters().values())
 
@@ -102,7 +102,7 @@ class MedusaDrafter(Drafter):
         assert aux_hidden_states is not None
         ends = accumulate(span.length for span in spans)
         active = [
-            # The row of the last token that was not rejected; its successor is the last token of the output.
+            # The row of the last token that was not rejected. The token after it is the last token of the output.
             (i, end - 1 - (span.num_sampled_rows - len(output.token_ids)), span.num_lookahead_tokens)
             for i, (span, end, output) in enumerate(zip(spans, ends, outputs, strict=True))
             if span.num_lookahead_tokens

@@ -19,22 +19,23 @@ from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
 _BLOCK_TOKENS = 64
-"""Tokens of which only the largest takes part in the first top-k. Their maxima are vectorized, and a top-k is not."""
+"""Tokens of a block, whose maximum represents it in the first top-k. A maximum is vectorized, a top-k is not.
+"""
 
 
 class BeamCandidates:
     """Chooses the candidates of all groups of a step."""
 
     def __init__(self, sampler: Sampler) -> None:
-        """The token counts of the sampler serve beams with penalties, too."""
+        """`sampler` also provides the token counts of beams with penalties."""
         self._sampler = sampler
 
     def choose(self, logits: Tensor, beams: abc.Sequence[Sequence]) -> list[SpanOutput]:
-        """Return the candidates of each beam.
+        """Return the candidates of each beam, one list per row of `logits`.
 
         Args:
             logits: [len(beams), vocab_size], any float dtype; not modified.
-            beams: all beams of some groups, in any order.
+            beams: all beams of one or several groups, in any order.
         """
         groups = list(dict.fromkeys(beam.beam_group for beam in beams if beam.beam_group is not None))
         max_candidates = min(max(group.num_candidates for group in groups), logits.shape[1])
@@ -54,9 +55,9 @@ class BeamCandidates:
     def _top_tokens(self, logits: Tensor, beams: abc.Sequence[Sequence], num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the log probabilities, float32, and the ids of the best tokens of each beam, [len(beams), num_tokens].
 
-        A group takes at most all its candidates from one beam, so no other token can be a candidate.
+        All candidates of a group can come from one beam, so `num_tokens` is the number of candidates of a group.
         """
-        # On a GPU, the chunks keep the float32 copies small relative to what the warm-up measured.
+        # On a GPU, the chunks limit the float32 copies to a small part of the memory that the warm-up measured.
         vocab_size = logits.shape[1]
         on_cpu = logits.device.type == "cpu"
         chunk_size = max(1, CPU_CHUNK_BYTES // (4 * vocab_size)) if on_cpu else max_rows(vocab_size)
@@ -71,7 +72,7 @@ class BeamCandidates:
         self, logits: Tensor, beams: abc.Sequence[Sequence], running: abc.Sequence[Sequence]
     ) -> Tensor:
         """Return the log probabilities of all tokens after each beam, float32."""
-        # Temperature 0 asks for the distribution of the model.
+        # Temperature 0 stands for the distribution of the model.
         temperatures = [beam.params.temperature or 1.0 for beam in beams]
         if any(temperature != 1.0 for temperature in temperatures):
             divisors = to_device_async(torch.tensor(temperatures, dtype=torch.float32), logits.device)
@@ -81,7 +82,7 @@ class BeamCandidates:
         processors = LogitsProcessors.from_sequences(beams, logits.shape[1], logits.device, token_counts, running)
         if processors is not None:
             logprobs = processors(logprobs, [beam.num_tokens for beam in beams])
-            # A beam continues another one in the next step, so its tokens are counted again then.
+            # In the next step a beam continues another beam, so its tokens must be counted again then.
             token_counts.forget(beams)
         return logprobs
 
@@ -97,11 +98,11 @@ class BeamCandidates:
         """Add the best continuations of groups that have equal numbers of beams and candidates.
 
         Args:
-            candidates: of each row; this function appends to them.
+            candidates: candidates of each row; this function appends to the lists.
             groups: the groups.
-            rows: of each group, the rows of its beams, best first.
-            logprobs: [num_rows, k] float32: of the best tokens of each row.
-            token_ids: [num_rows, k] int64.
+            rows: rows of the beams of each group, best beam first.
+            logprobs: [num_rows, k] float32, log probabilities of the best tokens of each row.
+            token_ids: [num_rows, k] int64, these tokens.
             logits: [num_rows, vocab_size].
         """
         row_index = to_device_async(torch.tensor(rows), logits.device)
@@ -110,7 +111,7 @@ class BeamCandidates:
         best_totals, best = totals.topk(min(groups[0].num_candidates, totals.shape[1]))
         best_tokens = token_ids[row_index].flatten(1).gather(1, best)
         best_rows = row_index.gather(1, best // logprobs.shape[1])
-        # float64 represents all of them, and one tensor needs one copy to the host.
+        # float64 represents rows, tokens and scores exactly, and one tensor needs one copy to the host.
         on_host = torch.stack([tensor.to(torch.float64) for tensor in (best_totals, best_tokens, best_rows)], -1)
         for group, entries, tokens, token_rows in zip(groups, on_host.tolist(), best_tokens, best_rows, strict=True):
             params = group.sequences[0].params
@@ -122,7 +123,7 @@ class BeamCandidates:
                 )
             )
             for (score, token_id, row), token_logprobs in zip(entries, logprob_lists, strict=True):
-                # Forbidden tokens have no finite score.
+                # Candidates without a finite score are forbidden tokens.
                 if score > float("-inf"):
                     candidates[int(row)].append(BeamCandidate(int(token_id), score, token_logprobs))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification of draft tokens: sample each row of a span as usual, and continue while the sample is the draft token.
 
-This is rejection sampling with a draft of probability 1, so it is exact for every sampling parameter: a draft token is
-accepted with the probability that the model gives it, and a rejected row has sampled its replacement already. Each row
-is sampled with the seed of its sequence and its own position. So a seed gives the same tokens with and without drafts,
-except where rounding differs between steps of different sizes.
+This is rejection sampling with a draft of probability 1, so it is exact for every sampling parameter. A draft token is
+accepted with the probability that the model gives it. For a rejected draft token, the row has already sampled its
+replacement. Each row is sampled with the seed of its sequence and its own position. So a seed gives the same tokens
+with and without drafts, unless rounding differs between steps of different sizes.
 
 Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding), with a one-hot draft.
 """
@@ -30,10 +30,10 @@ def sample_spans(
     next row, and rows after a rejected token cost nothing.
 
     Args:
-        sampler: of the model runner.
-        spans: in the order of the rows of logits.
-        logits: [num_rows, vocab_size]; `num_sampled_rows` of each span. The sampler can modify it.
-        bitmask: the tokens that grammars allow, with the rows of logits; None allows all.
+        sampler: sampler of the model runner.
+        spans: spans in the order of the rows of logits.
+        logits: [num_rows, vocab_size], with `num_sampled_rows` rows of each span. The sampler can modify it.
+        bitmask: the tokens that grammars allow, by row of `logits`; None allows all tokens.
     """
     if not any(span.draft_token_ids for span in spans):
         return sampler(logits, [_sampling_row(span, 0) for span in spans], bitmask)

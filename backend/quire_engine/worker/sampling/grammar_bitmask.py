@@ -35,14 +35,14 @@ class TokenBitmask:
     """[len(rows), ceil(vocab_size / 32)] int32 on the device: bit i of word w allows token 32 * w + i."""
 
     def for_rows(self, rows: slice) -> "TokenBitmask | None":
-        """Return the part for a slice of the batch, renumbered; None if it has no rows there."""
+        """Return the bitmask for a slice of the batch, with rows numbered in the slice; None if it has no rows."""
         start, stop = bisect_left(self.rows, rows.start), bisect_left(self.rows, rows.stop)
         if start == stop:
             return None
         return TokenBitmask([row - rows.start for row in self.rows[start:stop]], self.bits[start:stop])
 
     def select(self, rows: Sequence[int]) -> "TokenBitmask | None":
-        """Return the part for a selection of the batch, ascending and renumbered; None if it has no rows there."""
+        """Return the bitmask for these ascending rows of the batch, renumbered from 0; None if it has no rows."""
         index_by_row = {row: index for index, row in enumerate(self.rows)}
         selected = [(i, index_by_row[row]) for i, row in enumerate(rows) if row in index_by_row]
         if not selected:
@@ -51,16 +51,16 @@ class TokenBitmask:
         return TokenBitmask([row for row, _ in selected], torch.index_select(self.bits, 0, indices))
 
     def apply(self, logits: Tensor) -> None:
-        """Set the logits of all other tokens of these rows to -inf, in place."""
+        """Set the logits of all tokens that are not allowed to -inf, in place."""
         apply_token_bitmask(logits, self.bits, to_device_async(self.rows, logits.device))
 
 
 BitmaskFuture: TypeAlias = Callable[[], TokenBitmask | None]
-"""Waits for a bitmask; None if no row has a grammar."""
+"""Waits for a bitmask and returns it; None if no row has a grammar."""
 
 
 def no_bitmask() -> None:
-    """The future of a step without grammars."""
+    """Return None: the bitmask of a step without grammars."""
 
 
 class GrammarBitmask:
@@ -73,7 +73,7 @@ class GrammarBitmask:
         self._thread_pool: ThreadPoolExecutor | None = None
 
     def fill_async(self, spans: Sequence[ScheduledSpan]) -> BitmaskFuture:
-        """Start to fill the bitmask of a batch in another thread. The sequences' tokens must be known."""
+        """Start to fill the bitmask of a batch in another thread. All tokens of the sequences must be known."""
         if all(span.sequence.grammar is None for span in spans):
             return no_bitmask
         if self._thread_pool is None:
@@ -86,9 +86,9 @@ class GrammarBitmask:
         return TokenBitmask(list(range(num_rows)), to_device_async(bits, self._device))
 
     def fill(self, spans: Sequence[ScheduledSpan]) -> TokenBitmask | None:
-        """Return the bitmask of spans that all sample, one row each and one per draft token; None without a grammar.
+        """Return the bitmask of spans that all sample: one row per span and per draft token; None without a grammar.
 
-        A row after draft tokens has the tokens that the grammar allows after these.
+        A row after draft tokens contains the tokens that the grammar allows after these draft tokens.
         """
         rows: list[int] = []
         begun: list[tuple[LLMatcher, int, list[int]]] = []
@@ -110,7 +110,7 @@ class GrammarBitmask:
             rows += range(start, end)
         if not rows:
             return None
-        # All bits set, for grammars that have not begun.
+        # Rows of grammars that have not begun keep all bits set.
         bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
         self._fill_begun(begun, bits)
         for row, grammar in not_begun:
@@ -128,7 +128,7 @@ class GrammarBitmask:
         if not matchers:
             return
         if self._executor is None:
-            # The cores of a CPU compute the model at the same time.
+            # If the device is a CPU, its cores compute the model at the same time.
             num_threads = 1 if self._device.type == "cpu" else min(_MAX_THREADS, len(os.sched_getaffinity(0)))
             self._executor = LLExecutor(num_threads=num_threads)
         row_bytes = bits.stride(0) * bits.itemsize

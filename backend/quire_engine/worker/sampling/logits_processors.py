@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors for one batch: allowed and forbidden tokens, logit bias, then penalties, in vLLM's order.
 
-They are created once per batch and used in each step until the batch changes. A batch whose requests need none has no
-processors. The sampler owns them.
+They are created once per batch and used in each step until the batch changes. A batch whose requests need no
+processing has no processors. The sampler owns the processors.
 """
 
 from collections import abc, defaultdict
@@ -53,7 +53,7 @@ class LogitsProcessors:
         token_counts: TokenCounts,
         running: abc.Sequence[Sequence],
     ) -> Self | None:
-        """Return None if no sequence needs processing. `running` are all sequences of the step."""
+        """Create the processors; None if no sequence needs processing. `running` are all sequences of the step."""
         is_needed = any(map(needs_processing, sequences))
         return cls(sequences, vocab_size, device, token_counts, running) if is_needed else None
 
@@ -62,8 +62,8 @@ class LogitsProcessors:
     ) -> Tensor:
         """Return processed logits [num_rows, vocab_size], a float32 copy; `logits` itself if nothing changes.
 
-        `positions` are the positions of the sampled tokens in their sequences, and `drafts` the accepted draft tokens
-        before them; None for none.
+        `positions` are the positions of the sampled tokens in their sequences. `drafts` are the accepted draft tokens
+        before them; None if there are no drafts.
         """
         forbidden_pairs = list(self._forbidden_pairs(positions, drafts))
         if not (forbidden_pairs or self._has_static_processors):
@@ -93,7 +93,7 @@ class LogitsProcessors:
             row: sequence.suppressed_token_ids
             for row, sequence in self._min_tokens_rows
             if positions[row] - len(sequence.prompt_token_ids) < sequence.params.min_tokens
-            # Nothing but the end can follow the end of a grammar.
+            # After the end of a grammar, only a stop token is allowed.
             and not (sequence.grammar is not None and sequence.grammar.is_terminated)
         }
         for row, stop_token_ids in suppressed_by_row.items():
@@ -121,7 +121,7 @@ class AllowedTokens:
             row_mask[to_device_async(token_ids, device)] = False
 
     def apply(self, logits: Tensor) -> None:
-        # A few rows at a time, because indexing copies them.
+        # A few rows at a time, because indexing copies the rows.
         for start in range(0, len(self._rows), _MASK_CHUNK_ROWS):
             chunk = slice(start, start + _MASK_CHUNK_ROWS)
             rows = self._rows[chunk]
@@ -171,7 +171,7 @@ class Penalties:
 
 
 class BadWords:
-    """Finds tokens that would complete a bad word, by one look-up of the last token, so that long lists cost little."""
+    """Finds tokens that would complete a bad word. It looks up only the last token, so that long lists cost little."""
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
         self._single_token_words: list[int] = []

@@ -19,12 +19,13 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 _MAX_CHUNK_BYTES = 64 << 20
-"""Size limit of a chunk: float32 logits and their top log probabilities."""
+"""Maximum bytes of a chunk: float32 logits and their top log probabilities."""
 _MAX_COLUMNS_TO_LIST = 128
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
-"""What a row returns beside its token: this number of most likely tokens, -1 for all; or these tokens."""
+"""Further tokens that a row returns: the number of most likely tokens (-1: all), or a tuple of token ids.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,13 @@ class LogprobTensors:
 
     tensors: tuple[Tensor, ...]
     """[num_rows]: the tokens, their log probabilities and ranks. [num_rows, max_logprobs]: the most likely tokens, or
-    those that the row names, and their log probabilities. Their ranks only if a row names tokens."""
+    those that the request names, and their log probabilities. If a request names tokens, also the ranks of the tokens.
+    """
     num_logprobs: list[int]
-    """Number of these log probabilities per row."""
+    """Number of requested log probabilities per row."""
 
     def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
-        """Return per row the token, then the requested ones; `tensors` are these tensors or copies of them."""
+        """Return a list per row: its token, then the requested tokens. `tensors` are `self.tensors` or copies."""
         logprob_lists = []
         columns = *(tensor.tolist() for tensor in tensors[:3]), *map(self._top_entries, tensors[3:])
         for token, logprob, rank, *top_columns in zip(*columns, strict=True):
@@ -50,15 +52,16 @@ class LogprobTensors:
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
         """Return the first entries of each row, as many as its request returns."""
-        # Lists of a whole vocabulary would take seconds for all requests, so wide rows stay tensors until cut.
+        # Lists of whole vocabularies would take seconds, so wide rows stay tensors until they are cut.
         rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
         truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
         return [row if isinstance(row, list) else row.tolist() for row in truncated_rows]
 
 
 def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
-    """Return the number of rows of logits per chunk: enough for a matrix product, but little memory relative to the
-    weights. `max_logprobs` is the number of top log probabilities per row."""
+    """Return the number of rows of logits per chunk: large enough for a fast matrix product, but small relative to the
+    weights. `max_logprobs` is the number of top log probabilities per row.
+    """
     return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size + 12 * max_logprobs))
 
 
@@ -75,7 +78,7 @@ def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
 def compute_logprob_lists(
     logits: Tensor, token_ids: Tensor, requested: Sequence[RequestedLogprobs], rows: Tensor | None = None
 ) -> list[list[Logprob]]:
-    """Return per row the token, then the requested ones; arguments as of `compute_logprobs`."""
+    """Return a list per row: its token, then the requested tokens. See `compute_logprobs` for the arguments."""
     return [
         entries
         for chunk in _compute_chunks(logits, token_ids, requested, rows)
@@ -86,12 +89,12 @@ def compute_logprob_lists(
 def compute_prompt_logprobs(
     spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], device: torch.device
 ) -> list[list[list[Logprob]]]:
-    """Per span, the log probabilities of the prompt tokens after its `prompt_logprob_positions`.
+    """Return, per span, the log probabilities of the prompt tokens after its `prompt_logprob_positions`.
 
     Args:
-        spans: in the order of the rows of logits.
-        logit_chunks: [num_rows, vocab_size] each; computed one at a time, because all of them need gigabytes.
-        device: of the logits.
+        spans: spans in the order of the rows of logits.
+        logit_chunks: [num_rows, vocab_size] each; computed one at a time, because all chunks together need gigabytes.
+        device: device of the logits.
     """
     positions = ((span.sequence, position) for span in spans for position in span.prompt_logprob_positions)
     prompt_logprobs: list[list[Logprob]] = []
@@ -112,7 +115,7 @@ def compute_logprobs(
     Args:
         logits: [num_logits, vocab_size], any float dtype.
         token_ids: [num_rows] int64.
-        requested: what each row returns beside the token.
+        requested: further tokens that each row returns.
         rows: [num_rows] int64, the rows of `logits` to use; None for all.
     """
     chunks = list(_compute_chunks(logits, token_ids, requested, rows))
@@ -145,8 +148,8 @@ def _compute_chunks(
 def _compute_chunk(
     values: Tensor, token_ids: Tensor, max_logprobs: int, named: Mapping[int, Sequence[int]] | None
 ) -> tuple[Tensor, ...]:
-    """Return LogprobTensors.tensors of [num_rows, vocab_size] float32 logits; `named` are the named tokens by row."""
-    # Subtracted from a few values per row and not from the whole vocabulary.
+    """Return LogprobTensors.tensors of [num_rows, vocab_size] float32 logits; `named`: requested token ids by row."""
+    # The normalizer is subtracted only from a few values per row, not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)
     token_logits = values.gather(-1, token_ids[:, None])
     ranks = (values > token_logits).sum(dim=-1) + 1

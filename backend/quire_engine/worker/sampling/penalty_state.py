@@ -2,8 +2,8 @@
 """Token counts of penalized sequences, on the device and updated as tokens are sampled. The sampler owns them.
 
 The table is allocated for `max_num_seqs` rows when the first penalized sequence arrives and never grows. The warm-up
-steps include one, so startup memory profiling accounts for it. A sequence keeps its row until it is freed, or until
-another sequence needs a row while it does not run; its tokens are then counted again.
+steps include one, so startup memory profiling accounts for it. A sequence keeps its row until it is freed. While it
+does not run, another sequence can take the row; the tokens of the first sequence are then counted again later.
 """
 
 import weakref
@@ -23,7 +23,7 @@ class TokenCounts:
         """`num_rows` is the largest number of sequences of a step."""
         self._num_rows = num_rows
         self.in_prompt = torch.empty((0, vocab_size), dtype=torch.bool, device=device)
-        """[num_rows, vocab_size] bool; no rows before the first penalized sequence, as in `counts`."""
+        """[num_rows, vocab_size] bool; like `counts`, it has no rows before the first penalized sequence."""
         self.counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)
         """[num_rows, vocab_size] int32."""
         uses_lists = _uses_token_lists(device)
@@ -40,7 +40,7 @@ class TokenCounts:
         return [self._row_for(sequence, running) for sequence in sequences]
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Free the rows of sequences; their tokens are counted again when they need rows."""
+        """Free the rows of sequences; the tokens of a sequence are counted again when it needs a row."""
         for sequence in sequences:
             if (row := self._row_by_sequence.pop(sequence, None)) is not None:
                 self._free_rows.append(row)
@@ -105,5 +105,5 @@ class TokenCounts:
 
 
 def _uses_token_lists(device: torch.device) -> bool:
-    """Return whether penalties use lists of tokens: a CPU reads a sequence's tokens, a GPU the whole vocabulary."""
+    """Return whether penalties use lists of tokens. A CPU reads a sequence's tokens, a GPU the whole vocabulary."""
     return device.type == "cpu"

@@ -3,8 +3,8 @@
 
 The model runner calls it once a step. A row is one position of one sequence. Sampling parameters are copied to the
 device once and kept while the batch stays the same; unused parameters cost nothing. A random draw depends only on the
-row's logits, the sequence's seed and the position. It does not depend on the batch, the row's place in it, or earlier
-preemptions.
+row's logits, the sequence's seed and the position. The draw does not depend on the batch, the row's index in it, or
+earlier preemptions.
 """
 
 from collections import abc
@@ -46,12 +46,12 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step sampled, on the device."""
+    """The sampled tokens of a step and their log probabilities, on the device."""
 
     token_ids: Tensor
     """[num_rows] int64."""
     logprob_chunks: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
-    """Log probabilities, with the rows that they belong to; only of rows whose request has `logprobs`."""
+    """Log probabilities and the rows that they belong to; only for rows whose requests set `logprobs`."""
 
     @property
     def logprob_tensors(self) -> list[Tensor]:
@@ -76,7 +76,7 @@ class Sampler:
         """`max_rows` is the largest number of rows of a step."""
         self._max_rows = max_rows
         self._sampling_tensors: dict[int, SamplingTensors] = {}
-        """By the first row of their chunk of the batch."""
+        """Tensors of each chunk of the batch, by the first row of the chunk."""
         self._token_counts: TokenCounts | None = None
 
     def __call__(
@@ -87,7 +87,7 @@ class Sampler:
         Args:
             logits: [num_rows, vocab_size], any float dtype; modified only in rows of the bitmask.
             rows: position and sequence of each row.
-            bitmask: the tokens that grammars allow; None allows all.
+            bitmask: the tokens that grammars allow; None allows all tokens.
         """
         outputs: list[SpanOutput] = []
         for chunk, tensors, token_ids in self._sample_chunks(logits, rows, bitmask):
@@ -116,7 +116,7 @@ class Sampler:
         self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
         """Sample chunk by chunk; yield the rows of a chunk, its tensors and its token ids."""
-        # Chunks help only the caches of a CPU.
+        # Chunks improve only the use of a CPU's caches.
         on_cpu = logits.device.type == "cpu"
         chunk_size = max(1, CPU_CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
         for start in range(0, len(rows), chunk_size):
@@ -133,11 +133,12 @@ class Sampler:
     def _tensors_for(
         self, start: int, logits: Tensor, chunk_rows: abc.Sequence[SamplingRow], rows: abc.Sequence[SamplingRow]
     ) -> "SamplingTensors":
-        """Return the tensors of a chunk, new ones if its sequences have changed."""
+        """Return the tensors of a chunk; they are created again if its sequences have changed."""
         sequences = [row.sequence for row in chunk_rows]
         tensors = self._sampling_tensors.get(start)
         if tensors is None or tensors.sequences != sequences:
-            # Freed before its successor is created, because it can contain a mask of all rows and tokens.
+            # The old tensors are freed before new ones are created, because they can contain a mask of all rows and
+            # tokens.
             self._sampling_tensors.pop(start, None)
             tensors = None
             vocab_size, device = logits.shape[1], logits.device
@@ -162,7 +163,7 @@ class SamplingTensors:
         self.logprobs: dict[int, RequestedLogprobs] = {
             i: p.logprob_token_ids or p.logprobs for i, p in enumerate(params) if p.logprobs is not None
         }
-        """What each row returns, for rows that return log probabilities."""
+        """The requested log probabilities, by row; only rows that return log probabilities."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
@@ -179,7 +180,7 @@ class SamplingTensors:
         """Return the sampled tokens, [num_rows] int64 on the device."""
         processed_logits = logits
         if bitmask is not None:
-            # Log probabilities refer to the logits without the mask.
+            # Log probabilities refer to the logits before the grammar's mask.
             processed_logits = logits.clone() if self.logprobs else logits
             bitmask.apply(processed_logits)
         if self._logits_processors is not None:
@@ -200,7 +201,7 @@ class SamplingTensors:
         return {i: [entries] for i, entries in zip(self.logprobs, logprob_lists, strict=True)}
 
     def compute_logprobs(self, logits: Tensor, token_ids: Tensor) -> LogprobTensors | None:
-        """Return the same on the device, without waiting; None if no row returns log probabilities."""
+        """Return the log probabilities on the device, without waiting; None if no row returns log probabilities."""
         if not self.logprobs:
             return None
         index = to_device_async(list(self.logprobs), self._device)

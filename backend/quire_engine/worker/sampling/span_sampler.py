@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Span sampler: samples the spans of a step from its logits, at once or behind the forward pass on the device.
+"""Span sampler: samples the spans of a step from its logits, at once or queued on the device after the forward pass.
 
-It owns the sampler, the bitmask of the grammars, and the sampling that waits for the tokens of the step before. The
-model runner calls it on tensor-parallel rank 0.
+It owns the sampler, the bitmask of the grammars, and postponed sampling, which waits for the tokens of the previous
+step. The model runner calls it on tensor-parallel rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from quire_kernels import to_device_async
 
 
 class PostponedSampling:
-    """The sampling of a step that was started, which waits for the tokens of the step before."""
+    """The sampling of a started step, which waits for the tokens of the previous step."""
 
     def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
         """`start` queues the sampling and returns a function that waits for its outputs."""
@@ -34,7 +34,7 @@ class PostponedSampling:
     def get_outputs(self) -> list[SpanOutput]:
         """Wait for the outputs."""
         if self._get_outputs is None:
-            # The step before failed. Its successor must complete, but nothing uses its tokens.
+            # The previous step failed. This step must complete, but nothing uses its tokens.
             self.run()
             assert self._get_outputs is not None
         return self._get_outputs()
@@ -44,7 +44,7 @@ class SpanSampler:
     """Samples the spans of steps."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, future_tokens: FutureTokens) -> None:
-        """`max_num_seqs` is the maximum of a step. Async steps store their tokens in `future_tokens`."""
+        """`max_num_seqs`: maximum sequences of a step. Async steps store their tokens in `future_tokens`."""
         self.grammar_bitmask = GrammarBitmask(vocab_size, device)
         self._sampler = Sampler(max_num_seqs)
         self._beam_candidates = BeamCandidates(self._sampler)
@@ -55,7 +55,7 @@ class SpanSampler:
     def sample(
         self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Sample the spans that reach the end of their sequences, from the first chunk; one output per span.
+        """Sample the spans that reach the end of their sequences, from the first chunk of logits; one output per span.
 
         Beams get candidates instead of a token. The bitmask has no rows for them.
         """
@@ -72,7 +72,7 @@ class SpanSampler:
     def _sample_with_beams(
         self, spans: Sequence[ScheduledSpan], logits: Tensor, bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Sample spans of which some are beams, [num_rows, vocab_size]; beams have one row each."""
+        """Sample spans of which some are beams, from logits [num_rows, vocab_size]. Each beam has one row."""
         beam_rows: list[int] = []
         other_rows: list[int] = []
         num_rows = 0
@@ -91,7 +91,7 @@ class SpanSampler:
     def sample_async(
         self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
     ) -> Callable[[], list[SpanOutput]]:
-        """Sample the spans at `sampling_indices`, one row of `logits` each; return a function that waits for it.
+        """Sample the spans at `sampling_indices`, one row of `logits` each. Return a function that waits for outputs.
 
         With a grammar, sampling is postponed until `run_postponed`.
         """
@@ -103,7 +103,7 @@ class SpanSampler:
 
     @torch.inference_mode()
     def run_postponed(self) -> None:
-        """Queue the sampling that was postponed, if any: the grammars have accepted the tokens of the step before."""
+        """Queue the postponed sampling, if any. The grammars must have accepted the tokens of the previous step."""
         sampling, self._postponed = self._postponed, None
         if sampling is not None:
             sampling.run()
@@ -120,7 +120,7 @@ class SpanSampler:
             bitmask = self.grammar_bitmask.fill([spans[i] for i in sampling_indices])
             sampled = self._sampler.sample_async(logits, rows, bitmask)
         else:
-            # A step that samples nothing is waited for as well, so that at most two steps are queued.
+            # The runner waits even for a step that samples nothing, so that at most two steps are queued.
             sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self._device))
         wait_for_copies = self._future_tokens.store(
             [row.sequence for row in rows], sampled.token_ids, sampled.logprob_tensors
@@ -134,7 +134,7 @@ class SpanSampler:
 
 
 def _select_rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of logits; without a copy if they are all."""
+    """Return some rows of logits; without a copy if all rows are selected."""
     if len(rows) == len(logits):
         return logits
     return torch.index_select(logits, 0, to_device_async(rows, logits.device))
