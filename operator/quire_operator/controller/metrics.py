@@ -17,31 +17,44 @@ class ControllerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
-        self.reconciles = Counter("quire_operator_reconcile", "Passes over services.", ["result"], registry=registry)
+        self.reconciles = Counter(
+            "quire_operator_reconcile", "Reconciliations of LLMServices.", ["result"], registry=registry
+        )
         self.reconcile_seconds = Histogram(
-            "quire_operator_reconcile_seconds", "Time of a pass.", buckets=_BUCKETS_S, registry=registry
+            "quire_operator_reconcile_seconds", "Time of a reconciliation.", buckets=_BUCKETS_S, registry=registry
         )
         self.reconcile_errors = Counter(
-            "quire_operator_reconcile_errors", "Passes that failed, by error.", ["reason"], registry=registry
+            "quire_operator_reconcile_errors", "Failed reconciliations, by error.", ["reason"], registry=registry
         )
         self.writes = Counter("quire_operator_writes", "Writes to the API server.", ["kind", "verb"], registry=registry)
         self.pod_visits = Counter(
-            "quire_operator_pod_visits", "Visits to pods' admin ports.", ["outcome"], registry=registry
+            "quire_operator_pod_visits",
+            "Reads of a pod's status, with a push of the catalog if needed.",
+            ["outcome"],
+            registry=registry,
         )
         self.pod_visit_seconds = Histogram(
-            "quire_operator_pod_visit_seconds", "Time of a visit.", buckets=_BUCKETS_S, registry=registry
+            "quire_operator_pod_visit_seconds",
+            "Time to read a pod's status and to push the catalog if needed.",
+            buckets=_BUCKETS_S,
+            registry=registry,
         )
         self.services = Gauge("quire_operator_services", "Known LLMServices.", registry=registry)
-        self.queue_depth = Gauge("quire_operator_queue_depth", "Services that are due and wait.", registry=registry)
+        self.queue_depth = Gauge(
+            "quire_operator_queue_depth", "LLMServices that wait in the work queue.", registry=registry
+        )
         self.queue_age = Gauge(
             "quire_operator_queue_age_seconds",
-            "Time for which the oldest service has been due or worked on.",
+            "Time for which the oldest LLMService in the work queue has been due or in progress.",
             registry=registry,
         )
         self.watch_age = Gauge(
-            "quire_operator_watch_age_seconds", "Time since the last event or bookmark.", ["kind"], registry=registry
+            "quire_operator_watch_age_seconds",
+            "Time since the last event or bookmark of the watch.",
+            ["kind"],
+            registry=registry,
         )
-        description = "Comparisons of the cache with the API server, one a kind: same, diverged, unknown."
+        description = "Comparisons of the object cache with the API server, by result: same, diverged, unknown."
         self.verifications = Counter("quire_operator_verifications", description, ["result"], registry=registry)
 
     def record_write(self, resource: Resource, verb: str) -> None:
