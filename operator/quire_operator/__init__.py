@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LLMService resource: reading, checking, and running it on one machine. Never imports torch."""
+"""The LLMService resource: validation, planning, rendering, `quire serve` and the operator. Never imports torch."""

@@ -132,7 +132,7 @@ def test_a_rejected_credential_is_reported_before_planning(cluster, namespace, k
         http = {"url": place.url, "headersSecretRef": {"name": "models"}}
         cluster.apply(llm_service(model={"source": {"http": http}}), namespace)
         says(operator, "ModelCached", "False", "AuthFailed")
-        assert "Secret 'models': there is none in namespace" in message(operator, "ModelCached")
+        assert "Secret 'models': does not exist in namespace" in message(operator, "ModelCached")
         assert operator.condition("Ready")["reason"] == "AuthFailed"
         for value, words in (("wrong", "HTTP 401"), ("s3cr3t-of-the-place", "")):
             secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "models"}}
@@ -180,7 +180,7 @@ def test_a_deleted_claim_is_created_and_filled_again_when_no_pod_uses_it(cluster
         before = cluster.get(*claim, namespace)["metadata"]["uid"]
         cluster.delete(*claim, namespace)
         says(operator, "ModelCached", "False", "DownloadPending")
-        assert "claim tales-models is being deleted, which waits for the last pod" in message(operator, "ModelCached")
+        assert "claim tales-models is being deleted, and exists until its last pod" in message(operator, "ModelCached")
         assert operator.condition("Available")["status"] == "True"
         # The Job's pod held it too, although it had ended.
         wait_for(lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire batch`: runs a file of requests, on the model of an LLMService on this machine or on a server.
+"""`quire batch`: runs a file of requests with the model of an LLMService on this machine, or on a server.
 
-Prepares like `quire serve` and replaces the process by `python -m quire_server.batch`. Called by main.py.
+The command prepares the model like `quire serve`, then replaces its process by `python -m quire_server.batch`. Called
+by main.py.
 """
 
 import argparse
@@ -19,7 +20,7 @@ _LOCAL_OPTIONS = ("volumes", "secrets_dir", "run_dir", "cache_dir")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by the batch; return only if the command line is wrong."""
+    """Replace this process by `python -m quire_server.batch`; return only if the command line is wrong."""
     common = list(_common_flags(args))
     if args.url is not None:
         _reject(args, _LOCAL_OPTIONS, "-f")

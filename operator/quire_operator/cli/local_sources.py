@@ -23,9 +23,9 @@ class LocalSources:
     base_dir: Path
     """Base of relative paths: the folder of the LLMService file."""
     volumes: Mapping[str, Path]
-    """Claim name to folder, from --volume."""
+    """Local folder by claim name, from --volume."""
     secrets_dir: Path | None = None
-    """Folder with one folder for each Secret, from --secrets-dir."""
+    """Folder from --secrets-dir; it contains one folder for each Secret."""
 
     def resolve(self, source: Source) -> Path | None:
         """Return the local folder of a path or pvc source, or None for other sources and unknown claims."""
@@ -36,9 +36,9 @@ class LocalSources:
         return None
 
     def localize(self, source: Source) -> Source:
-        """Return the source for the server's catalog: with absolute paths, and without a Secret if no Secrets exist.
+        """Return the source for the server's catalog, with absolute paths. Without --secrets-dir it has no Secret.
 
-        Without --secrets-dir a hub token comes from this machine's own login (HF_TOKEN, `hf auth login`).
+        The hub token then comes from this machine's own login (HF_TOKEN, `hf auth login`).
         """
         if source.path is not None:
             return replace(source, path=str(self.resolve(source)))

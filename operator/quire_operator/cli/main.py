@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `quire` command: parses arguments, runs one function for each subcommand and sets the exit status.
+"""The `quire` command: parses arguments, runs the function of the subcommand and sets the exit status.
 
-Modules are imported where they are used, so that `quire --version` does not load YAML and `quire validate` does not
+Functions import the modules that they need, so that `quire --version` does not load YAML and `quire validate` does not
 load the server.
 """
 
@@ -165,7 +165,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _VersionAction(argparse.Action):
-    """Read the version from the installed distribution, only when asked for, because this is slow."""
+    """Read the version of the installed distribution only for --version, because this is slow."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -232,7 +232,7 @@ def _serve(args: argparse.Namespace) -> int:
         serve.require_packages("--openai-port" in argv)
         serve.exec_supervisor(argv, os.environ)
     if args.device is not None:
-        args.usage_error("--device is only for --vllm-repository; set spec.device in the LLMService")
+        args.usage_error("--device requires --vllm-repository; for an LLMService, set spec.device")
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
     launch_plan = serve.prepare(manifest, service, serve_options, os.environ)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire plan`: reads the LLMService, the model's configuration and the GPU, and prints the plan.
 
-Called by main.py; render.py uses `plan_from_args` too.
+Called by main.py; render.py also calls `plan_from_args`.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def _resolve_gpu(args: argparse.Namespace, service: LLMService) -> GpuInfo | Non
     except Unplannable as error:
         if error.reason is not UnplannableReason.GPU_UNKNOWN:
             raise
-        raise Unplannable(error.reason, f"{error}; or give --gpu or --nodes here") from error
+        raise Unplannable(error.reason, f"{error}, or give --gpu or --nodes to this command") from error
 
 
 def _read_node_list(file: str) -> object:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_credentials(service: LLMService, local_sources: LocalSources) -> dict[str, dict[str, str]]:
-    """Return the values of the Secrets that the service's sources reference, with only the keys that they use."""
+    """Return the values of the Secrets that the service's sources reference, without unused keys."""
     secret_values: dict[str, dict[str, str]] = {}
     for ref in secret_refs(service):
         values = local_sources.read_secret(ref)
@@ -67,7 +67,7 @@ def dump_yaml(manifests: Iterable[Mapping[str, Any]]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper without anchors, which are unusual in manifests."""
+    """A YAML dumper that writes no anchors, because anchors are unusual in manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire serve`: runs an LLMService on this machine, with the same supervisor as in a pod.
 
-`prepare` decides, `write_run_dir` writes engine.json and adapters.json, and `exec_supervisor` replaces the process by
-`python -m quire_server`. Does not import quire_server or torch; it only checks that they are installed.
+`prepare` makes the launch plan, `write_run_dir` writes engine.json and adapters.json, and `exec_supervisor` replaces
+the process by `python -m quire_server`. This module checks that quire_server and torch are installed, but does not
+import them.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 GPU_DEVICE_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-"""Device nodes of NVIDIA's driver, and of the Windows driver under WSL. They are checked without a library."""
+"""Device nodes of NVIDIA's driver, and of the Windows driver under WSL. If one exists, the machine has a GPU."""
 
 REQUIRED_PACKAGES = {"torch": "engine", "tokenizers": "engine", "aiohttp": "server", "quire_server": "server"}
-"""Packages that the started processes need, and the extra that installs each."""
+"""By package that the supervisor or the engine imports: the extra of quire-llm that installs it."""
 OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai", "msgspec": "openai"}
-"""The same for the OpenAI front."""
+"""By package that the OpenAI front imports: the extra of quire-llm that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,17 @@ class ServeOptions:
     grpc_port: int | None = None
     metrics_port: int | None = None
     health_port: int | None = None
-    """None: the port of spec.runtime.ports."""
+    """Port of the health endpoints; None: the port in spec.runtime.ports."""
     expose: str | None = None
-    """Protocols of the server that clients can reach, separated by commas, or none; None: spec.runtime.expose."""
+    """Protocols on which clients can reach the server: a comma-separated list, or `none`. None: spec.runtime.expose."""
     model_repository: Path | None = None
     """Folder of further models; None: spec.runtime.models."""
     server_args: Sequence[str] = ()
     """Arguments of the server; empty: spec.runtime.serverArgs."""
     openai_port: int | None = None
-    """0: the OpenAI API is not served; None: spec.openai decides."""
+    """Port of the OpenAI API; 0 turns the API off; None: spec.openai.port."""
     openai_api_keys_dir: Path | None = None
-    """None: the Secret of spec.openai.apiKeysSecretRef, if it is set."""
+    """Folder with API keys; None: the Secret of spec.openai.apiKeysSecretRef, if it is set."""
     openai_ssl_certfile: Path | None = None
     """Certificate chain of the OpenAI API; None: the Secret of spec.openai.tlsSecretRef, if it is set."""
     openai_ssl_keyfile: Path | None = None
@@ -66,16 +67,17 @@ class ServeOptions:
     """Number of processes that serve the OpenAI API; None: spec.openai.apiServerCount."""
     openai_enable_log_requests: bool = False
     admin_key_file: Path | None = None
-    """Key for status and adapters on the health port, and for changing adapters through the OpenAI API."""
+    """File with the key for the status and the adapters on the health port, and for changing adapters through the
+    OpenAI API."""
     allow_runtime_lora_updating: bool = False
     """Whether the OpenAI API can load and unload adapters."""
     allowed_local_lora_path: Sequence[Path] = ()
-    """Folders from which it can load them."""
+    """Local folders from which the OpenAI API can load adapters."""
     chat_template: Path | None = None
-    """File with a template that replaces the checkpoint's."""
+    """File with a chat template; None: the chat template of the LLMService or of the checkpoint."""
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    """None: as in the LLMService."""
+    """Format of the reasoning in outputs; None: the value in the LLMService."""
     volumes: Sequence[tuple[str, Path]] = ()
     run_dir: Path | None = None
     cache_dir: Path | None = None
@@ -84,7 +86,8 @@ class ServeOptions:
     """Also print the log of Triton Inference Server."""
 
     def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
-        """Yield the options of the supervisor that mean the same for every kind of service; None: without a value."""
+        """Yield name and value of supervisor options that are common to LLMServices and vllm_backend repositories; the
+        value None means that the option has no value."""
         if self.model_repository is not None:
             yield "--model-repository", self.model_repository.absolute()
         for argument in self.server_args:
@@ -114,7 +117,7 @@ class LaunchPlan:
     engine: EngineConfig
     catalog: AdapterCatalog
     chat_template: str | None
-    """Text of spec.openai.chatTemplate; None: it contains none."""
+    """Text of spec.openai.chatTemplate; None if the spec contains no text."""
     run_dir: Path
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -127,10 +130,10 @@ def prepare(
     environment: Mapping[str, str],
     dev_dir: Path = Path("/dev"),
 ) -> LaunchPlan:
-    """Decide how the service runs on this machine. The launch plan's environment extends `environment`.
+    """Return the launch plan of the service on this machine. The launch plan's environment extends `environment`.
 
     Raises:
-        InvalidService: the service cannot run here; every reason is listed, with the line of its field.
+        InvalidService: the service cannot run on this machine; the message has each reason with the field's line.
         ConfigError: the token of the model's Secret cannot be read, or an argument of the server is not allowed.
     """
     local_sources = LocalSources(manifest.folder, dict(options.volumes), options.secrets_dir)
@@ -159,7 +162,8 @@ def prepare(
 
 
 def _with_spec_models(service: LLMService, options: ServeOptions, local_sources: LocalSources) -> ServeOptions:
-    """Take further models and arguments of the server from the spec where no option is given; raises ConfigError."""
+    """Add spec.runtime.models and spec.runtime.serverArgs to the options, unless the options set them; raises
+    ConfigError."""
     runtime = service.spec.runtime
     if options.model_repository is None and runtime.models is not None:
         options = replace(options, model_repository=local_sources.resolve(runtime.models.source))
@@ -196,12 +200,12 @@ def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoRe
 
 
 def openai_port(service: LLMService, options: ServeOptions) -> int | None:
-    """Return the port of the OpenAI API; None: it is not served."""
+    """Return the port of the OpenAI API; None if the API is turned off."""
     return service.openai_port if options.openai_port is None else options.openai_port or None
 
 
 def require_packages(serves_openai: bool = False) -> None:
-    """Check that the packages of the supervisor and, if it is served, of the OpenAI front are installed.
+    """Check that the packages of the supervisor are installed, and with `serves_openai` those of the OpenAI front.
 
     Raises:
         ConfigError: packages are missing; the message contains the command that installs them.
@@ -214,7 +218,8 @@ def require_packages(serves_openai: bool = False) -> None:
 
 
 def default_run_dir(name: str, environment: Mapping[str, str]) -> Path:
-    """Return the run folder of this user and service, in $XDG_RUNTIME_DIR or else in /tmp. Restarts reuse it."""
+    """Return the run folder of this user and service, in $XDG_RUNTIME_DIR or else in /tmp. A restart uses the same
+    folder."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / f"quire-{name}"
@@ -282,7 +287,7 @@ def _build_engine_config(
 
 
 def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path) -> dict[str, Any]:
-    """Return the fields of engine.json that depend on this machine or that options set."""
+    """Return the fields of engine.json that depend on this machine or on options of the command."""
     template = options.chat_template
     if template is not None and not template.is_file():
         raise ConfigError(f"--chat-template {template}: no such file; give a file with a chat template")
@@ -333,7 +338,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
 
 
 def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:
-    """Return the Secrets of spec.openai that no option replaces, by field."""
+    """Return the Secrets of spec.openai that no option of the command overrides, by field name."""
     openai = service.spec.openai
     refs = {
         "apiKeysSecretRef": openai.apiKeysSecretRef if options.openai_api_keys_dir is None else None,
@@ -347,7 +352,7 @@ def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> str | None:
 
 
 def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]:
-    """Return the hub token of the model's Secret as HF_TOKEN, so that it is never in an argument or a file."""
+    """Return the hub token of the model's Secret as HF_TOKEN, so that the token is in no argument and no file."""
     if model.huggingFace is None or model.huggingFace.tokenSecretRef is None or local_sources.secrets_dir is None:
         return {}
     ref = model.huggingFace.tokenSecretRef
@@ -360,7 +365,7 @@ def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]
 
 @contextlib.contextmanager
 def _locked_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the run folder. A running supervisor keeps this lock, so its folder is never overwritten."""
+    """Lock the run folder. A running supervisor holds this lock, so another start cannot overwrite its folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,9 +21,9 @@ class ValidationReport:
     num_skipped: int = 0
     """Number of documents of other kinds."""
     findings: tuple[tuple[str, Problem], ...] = ()
-    """Location (file:line) and problem."""
+    """Pairs of a location (file:line) and a problem at this location."""
     read_error: str = ""
-    """Reason that the file could not be read; empty if it was read."""
+    """Reason why the file could not be read; empty if it was read."""
 
     @property
     def ok(self) -> bool:

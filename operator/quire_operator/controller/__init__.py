@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what is observed to what is written: one service at a time, over and over, until nothing differs."""
+"""The controller of LLMServices: each pass observes one service, applies missing changes and writes its status."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic comparison of the object cache with the API server, which finds watches that silently stopped.
+"""Periodic comparison of the object cache with the API server. It finds watches that stopped without an error.
 
-Lists metadata only. Started by the controller. A difference that lasts ends the operator, except for one: a deleted
-LLMService that is still cached is evicted.
+The comparison lists metadata only. Started by the controller. A lasting difference ends the operator. A deleted
+LLMService that is still cached is only evicted.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ ObjectName = tuple[str, str]
 
 
 class _StaleObject(NamedTuple):
-    """An object that is cached otherwise than listed."""
+    """An object whose cached version differs from the version in the list."""
 
     name: ObjectName
     cached_version: str
-    """Empty: it is not cached."""
+    """resourceVersion of the cached object; empty if the object is not cached."""
     is_listed: bool
 
 
 class CacheDiverged(Internal):
-    """The cache differs from the API server, and stays so; restart the operator."""
+    """The cache differs from the API server permanently; restart the operator."""
 
 
 class CacheVerifier:
@@ -49,21 +49,22 @@ class CacheVerifier:
         metrics: ControllerMetrics,
         namespaces: Sequence[str] = (),
     ) -> None:
-        """`namespaces` are those that are watched; empty: all."""
+        """`namespaces` are the watched namespaces; empty: all namespaces."""
         self._client, self._cache, self._reflectors, self._metrics = client, cache, reflectors, metrics
         self._namespaces = namespaces
 
     async def run(self, interval_s: float, grace_s: float) -> None:
-        """Compare for ever; ends by cancellation or with CacheDiverged."""
+        """Compare periodically until cancellation; raises CacheDiverged."""
         while True:
             await asyncio.sleep(interval_s)
             await self.verify(grace_s)
 
     async def verify(self, grace_s: float) -> None:
-        """Compare all kinds once, except those that the API server cannot list now. A difference must last `grace_s`.
+        """Compare all kinds once, except kinds that the API server cannot list now. Differences of less than `grace_s`
+        are ignored.
 
         Raises:
-            CacheDiverged: objects of some kind stay missing or too old.
+            CacheDiverged: cached objects of a kind are still missing or outdated after `grace_s`.
         """
         synced = [reflector for reflector in self._reflectors if reflector.synced.is_set()]
         targets = [(resources.LLM_SERVICE, namespace, "") for namespace in self._namespaces or (None,)]
@@ -89,9 +90,9 @@ class CacheVerifier:
             raise CacheDiverged(f"the watch of {resource.plural} is stale: {difference}")
 
     def _evict_deleted_services(self, stale: set[_StaleObject]) -> set[_StaleObject]:
-        """Remove services that are no longer listed from the cache, and return them.
+        """Remove services that the API server no longer lists from the cache, and return them.
 
-        kopf reports no DELETED event for an object that was deleted before kopf listed again.
+        kopf reports no DELETED event for an object that was deleted while kopf had no watch.
         """
         deleted = {each for each in stale if not each.is_listed}
         for each in deleted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON compressed with gzip, in base64, for annotations and termination messages, which must be short."""
+"""JSON compressed with gzip and encoded in base64, because annotations and termination messages must be short."""
 
 import base64
 import gzip
@@ -15,7 +15,7 @@ def compress(document: Any) -> str:
 
 
 def decompress(text: str) -> Any:
-    """Return the document that compress() was given.
+    """Return the document from the result of compress().
 
     Raises:
         ValueError: the text is invalid or was changed.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controller: reflectors, work queue, workers and periodic checks of one operator, and the state that health reports.
 
-It does not watch LLMServices: kopf does, through operator_process.py, which writes them to `cache`; in tests a
-Reflector does. It knows nothing of kopf.
+kopf watches LLMServices, and operator_process.py writes them to `cache`; in tests a Reflector watches them. This module
+is independent of kopf.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from quire_operator.plan.planner import DEFAULT_IMAGES
 logger = logging.getLogger(__name__)
 
 _OPTIONAL_SYNC_S = 10.0
-"""How long the workers wait for the first list of an optional kind, which may answer 403 for ever."""
+"""Maximum seconds that the workers wait for the first list of an optional kind; its response can be 403 forever."""
 _OUTAGE_RETRY_S = 30.0
-"""Longest delay of a retry while the API server is unavailable. No event requeues a service when an outage ends."""
+"""Maximum seconds before a retry while the API server is unavailable. No event reports the end of an outage."""
 _STUCK_AFTER_S = 900.0
-"""If a service waits or is worked on for so long, the work queue is stuck."""
+"""Seconds for which a service can wait or be worked on; after that the work queue counts as stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ControllerSettings:
     """Settings of a controller."""
 
     namespaces: tuple[str, ...] = ()
-    """The namespaces that are watched; empty: all."""
+    """Watched namespaces; empty: all namespaces."""
     workers: int = 8
     images: Mapping[str, str] = field(default_factory=lambda: DEFAULT_IMAGES)
     """Default images of pods for GPU and CPU."""
@@ -59,9 +59,9 @@ class ControllerSettings:
     resync_s: float = RESYNC_S
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
-    """How often the cache is compared with the API server."""
+    """Seconds between comparisons of the cache with the API server."""
     verify_grace_s: float = 30.0
-    """How long a difference must last: events may be on their way."""
+    """Seconds that a difference must last; the event of a change can arrive later than the list."""
     watch_timeouts: WatchTimeouts = field(default_factory=WatchTimeouts)
 
 
@@ -69,7 +69,7 @@ class Controller:
     """The controller of one operator."""
 
     def __init__(self, client: ApiClient, settings: ControllerSettings) -> None:
-        """Create it inside a running event loop."""
+        """Create the controller; an event loop must be running."""
         self.client, self.settings, self.metrics = client, settings, ControllerMetrics()
         self.queue: WorkQueue[ServiceKey] = WorkQueue()
         self.cache = ObjectCache(self.queue.add)
@@ -98,14 +98,14 @@ class Controller:
         self.reconciler = Reconciler(deps)
         self.reflectors: list[Reflector] = []
         self.heartbeats: list[WatchHeartbeat] = []
-        """One for each watch; the watcher of LLMServices adds its own."""
+        """Heartbeats, one for each watch; the watcher of LLMServices adds its heartbeat."""
         self._tasks: list[asyncio.Task[None]] = []
         self.started = asyncio.Event()
         """Set after the first lists, when the workers start."""
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[asyncio.Future[None]]:
-        """Run for as long as the context lasts; the future gets the error of a task that fails for good."""
+        """Run until the context ends; the future gets the error of a task that failed permanently."""
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_task_done(task: asyncio.Task[None]) -> None:
@@ -222,18 +222,18 @@ class Controller:
 
     @property
     def ready(self) -> bool:
-        """Whether the workers run and all objects are known, LLMServices included, but for optional kinds."""
+        """Whether the workers run and the cache has all LLMServices and all objects of required kinds."""
         required = [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in OPTIONAL_RESOURCES]
         return self.started.is_set() and all(heartbeat.ever_beat for heartbeat in required)
 
     def unhealthy_reason(self) -> str:
-        """Return why this process should be restarted; empty if it should not."""
+        """Return the reason why this process must be restarted; empty if it is healthy."""
         return self.stale_watch() or self.stuck_service()
 
     def stale_watch(self) -> str:
-        """Return which watch gets no response from the API server, and since when; empty if none.
+        """Return the watch that gets no response from the API server, and for how long; empty if there is none.
 
-        An error is a response too: the watch is retried, and a restart would not help.
+        An error is also a response: the watch is retried, and a restart would not help.
         """
         if not self.started.is_set():
             return ""
@@ -244,7 +244,7 @@ class Controller:
         return ""
 
     def stuck_service(self) -> str:
-        """Return for how long a service has waited or been worked on, if that is too long; empty if not."""
+        """Return a message if a service has waited or been worked on for too long; else an empty text."""
         age_s = self.queue.oldest_age_s
         return f"the work queue is stuck: a service waits since {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collaborators of the reconciler, in one value."""
+"""The objects that the reconciler uses, as one dataclass."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.resources import Resource
 
 RESYNC_S = 600.0
-"""Interval between passes over an unchanged service, plus or minus a fifth."""
+"""Seconds between passes over an unchanged service, plus or minus 20 % at random."""
 
 
 @dataclass(slots=True)
 class ReconcilerDeps:
-    """The collaborators of a reconciler."""
+    """The objects that a reconciler uses."""
 
     client: ApiClient
     cache: ObjectCache

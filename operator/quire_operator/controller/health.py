@@ -15,10 +15,10 @@ from quire_spec.errors import ConfigError
 
 @asynccontextmanager
 async def serve_health(controller: Controller, host: str, port: int) -> AsyncIterator[int]:
-    """Serve for as long as the context lasts; yields the port, a free one if `port` is 0.
+    """Serve until the context ends; yield the port, which is a free port if `port` is 0.
 
     Raises:
-        ConfigError: the port is taken, or the address does not belong to this machine.
+        ConfigError: the port is in use, or the address does not belong to this machine.
     """
 
     async def live(_: web.Request) -> web.Response:

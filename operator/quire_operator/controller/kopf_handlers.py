@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """kopf handlers: start-up, cleanup, login, liveness probes, and events of LLMServices.
 
-kopf owns the process and its only event loop. `quire operate` calls run_operator(); the module also works as
-`kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py, which
-does the work. No other module raises errors that derive from kopf's.
+kopf owns the process and its only event loop. `quire operate` calls run_operator(). The module also works as
+`kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py. No other
+module raises errors that derive from kopf's errors.
 
-kopf watches LLMServices and nothing else, through on.event: it adds no finalizer, so deleting a service never waits for
-the operator; it writes no annotations; and no handler state can be lost. Child kinds have a reflector of our own
-(kube/reflector.py states why). kopf is imported by `quire operate` alone: it takes 15 MB.
+kopf watches only LLMServices, through on.event. It adds no finalizer, so the deletion of a service never waits for the
+operator. It writes no annotations, and handlers have no state. Quire's own reflector watches child kinds; see
+kube/reflector.py for the reasons. Only `quire operate` imports kopf, which takes 15 MB.
 
-kopf calls handlers only when something changes, so from here an idle watch and a dead watch look the same. To
-distinguish them, the login handler gives kopf an HTTP session with a trace: every watch request with a response is a
-heartbeat. kopf starts a watch anew after _WATCH_INACTIVITY_PERIODS periods at the latest.
+kopf calls handlers only after a change, so handlers cannot distinguish an idle watch from a dead watch. Therefore the
+login handler gives kopf an HTTP session with a trace: each response to a watch request is a heartbeat. kopf restarts a
+watch after at most _WATCH_INACTIVITY_PERIODS periods.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from quire_spec.errors import QuireError
 
 _CONNECT_S, _REQUEST_S = 10.0, 30.0
 _LOGIN_RETRY_S = 5.0
-"""After a login that failed, for example that of an exec plugin; kopf would wait for a minute."""
+"""Seconds before a failed login, for example of an exec plugin, is repeated; kopf's default is a minute."""
 _WATCH_INACTIVITY_PERIODS = 2.0
-"""How long kopf's watch lasts, in inactivity timeouts: less than WatchTimeouts.stale_after_s."""
+"""Duration of kopf's watch as a multiple of the inactivity timeout; it is less than WatchTimeouts.stale_after_s."""
 _EXIT_TIMEOUT_S = 25.0
-"""kopf kills the process if it has not ended after so long; the chart's terminationGracePeriodSeconds is 30."""
+"""Seconds after which kopf kills a process that has not ended; the chart's terminationGracePeriodSeconds is 30."""
 
 
 async def run_operator(
@@ -50,7 +50,7 @@ async def run_operator(
 ) -> None:
     """Run the operator until SIGTERM, SIGINT or `stop_flag`.
 
-    `memo` has the OperatorProcess as `operator` once it exists.
+    After the start, `memo.operator` is the OperatorProcess.
 
     Raises:
         Exception: a task of the operator failed; the caller must end the process, so that Kubernetes restarts it.
@@ -76,7 +76,7 @@ async def run_operator(
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start_operator(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: Any) -> None:
-    """Configure kopf and start everything else."""
+    """Configure kopf, and start the OperatorProcess."""
     options: OperatorOptions = memo.get("options") or OperatorOptions()
     if not settings.peering.clusterwide and not options.settings.namespaces:
         raise kopf.PermanentError("kopf run: use --all-namespaces, or quire operate --namespace NAMESPACE")
@@ -90,15 +90,15 @@ async def start_operator(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: 
 
 @kopf.on.cleanup()
 async def close_operator(memo: kopf.Memo, **_: Any) -> None:
-    """Stop what start_operator started."""
+    """Stop the OperatorProcess."""
     await memo.operator.close()
 
 
 @kopf.on.login(backoff=_LOGIN_RETRY_S)
 async def log_in(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Give kopf an HTTP session for the API server, once that serves LLMServices.
+    """Return an HTTP session for kopf, after the API server serves LLMServices.
 
-    kopf asks again when the API server rejects the credentials: the token of a pod is replaced every hour.
+    kopf calls this handler again if the API server rejects the credentials: the token of a pod changes every hour.
     """
     operator: OperatorProcess = memo.operator
     await operator.wait_for_crd()
@@ -115,7 +115,7 @@ async def log_in(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
 
 @kopf.on.event(LLM_SERVICE.group, LLM_SERVICE.version, LLM_SERVICE.plural)
 async def on_service_event(type: str | None, body: kopf.Body, memo: kopf.Memo, **_: Any) -> None:
-    """Hand one event to the controller."""
+    """Pass an event of an LLMService to the controller."""
     memo.operator.handle_service_event(type, dict(body))
 
 
@@ -137,14 +137,14 @@ async def check_watches(memo: kopf.Memo, **_: Any) -> str:
 
 @kopf.on.probe(id="work_queue", errors=kopf.ErrorsMode.PERMANENT)
 async def check_work_queue(memo: kopf.Memo, **_: Any) -> str:
-    """Fail the liveness probe if a service has waited for its turn for too long."""
+    """Fail the liveness probe if a service has waited in the work queue for too long."""
     if reason := memo.operator.controller.stuck_service():
         raise kopf.PermanentError(reason)
     return "moving"
 
 
 class NoDiffStorage(kopf.DiffBaseStorage):
-    """Compares nothing. Event handlers get no diffs, and computing them copies each object: a third of kopf's cost."""
+    """Storage without diffs. Event handlers get no diffs; computing diffs would cause a third of kopf's CPU time."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -157,9 +157,9 @@ class NoDiffStorage(kopf.DiffBaseStorage):
 
 
 class EndlessBackoffs:
-    """Seconds between the attempts of kopf's requests: from 1 to a maximum, without an end.
+    """Endless sequence of the seconds between attempts of kopf's requests, from 1 to a maximum.
 
-    kopf's default ends after 54 s, and with it the operator: an API server that restarts takes longer.
+    With kopf's default, attempts end after 54 s, and the operator exits. A restart of an API server can take longer.
     """
 
     def __init__(self, max_s: float) -> None:
@@ -171,7 +171,7 @@ class EndlessBackoffs:
 
 
 def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> None:
-    """Set kopf's settings: bounded waits, endless attempts, and no writes."""
+    """Set kopf's settings: bounded waits, unlimited attempts, and no writes."""
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffStorage()
@@ -198,7 +198,7 @@ def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
     async def on_request_end(
         _: aiohttp.ClientSession, __: SimpleNamespace, params: aiohttp.TraceRequestEndParams
     ) -> None:
-        # The server's URL may have a path of its own in front.
+        # The server's URL can contain a path before the API's path.
         for path, heartbeat in paths.items():
             if params.url.path.endswith(path):
                 if params.response.status == 200:
@@ -219,7 +219,7 @@ def create_session(
     async def set_server_name(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        # kopf's requests cannot give it, and a session has no default for it.
+        # kopf's requests cannot set server_hostname, and a session has no default for it.
         request.server_hostname = config.tls_server_name
         return await handler(request)
 
@@ -233,5 +233,5 @@ def create_session(
 
 
 def _stop_process() -> None:
-    """End `kopf run`, which offers no other way to stop it from inside."""
+    """End `kopf run` with a signal; kopf has no function that stops it."""
     signal.raise_signal(signal.SIGTERM)

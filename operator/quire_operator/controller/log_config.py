@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging of the operator: one JSON object a line, or text."""
+"""Logging of the operator: one JSON object on each line, or text."""
 
 import json
 import logging
@@ -7,11 +7,11 @@ import sys
 from datetime import UTC, datetime
 
 _QUIET_LOGGERS = ("aiohttp.access", "kopf.objects", "kopf.activities")
-"""They log each event of each object."""
+"""Loggers that are limited to warnings, because they log each request or each event of each object."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as an object with ts, level, logger, message, and error with its trace if there is one."""
+    """Formats a record as a JSON object with ts, level, logger, message, and error if the record has a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
@@ -38,5 +38,5 @@ def configure(log_format: str, level: str) -> None:
 
 
 def _is_failed_probe(record: logging.LogRecord) -> bool:
-    """Whether aiohttp logs the trace of a failed liveness probe. kopf has logged its reason in one line."""
+    """Whether the record is aiohttp's traceback of a failed liveness probe. kopf logs the reason in one line."""
     return record.name == "aiohttp.server" and "ActivityError" in str(record.exc_info)

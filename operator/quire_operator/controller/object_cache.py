@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object cache: the last known state of all LLMServices and of all objects with the operator's label.
 
-Filled by reflectors, kopf's events and responses to writes. An object is stored as compact JSON and parsed on use: as
-Python objects the children of 1,000 services would take 60 MB. Fields that no pass reads are dropped first. The
-largest is metadata.managedFields, which is half of most objects.
+Reflectors, kopf's events and responses to writes fill the cache. It stores an object as compact JSON and parses it on
+use; as Python objects the children of 1,000 services would take 60 MB. Fields that no pass reads are dropped. The
+largest of them is metadata.managedFields, half of most objects.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _VOLATILE_METADATA = (
     "creationTimestamp", "deletionGracePeriodSeconds", "generation", "managedFields", "resourceVersion", "selfLink",
 )  # fmt: skip
 _DEPLOYMENT_CONTROLLER_PREFIX = "deployment.kubernetes.io/"
-"""Annotations of the Deployment controller: the rollout's number."""
+"""Prefix of the annotations of the Deployment controller, such as the revision of the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class CachedObject:
     uid: str
     resource_version: str
     controller_uid: str
-    """uid of its controller; empty: none."""
+    """uid of the owner that controls the object; empty if there is none."""
     service_name: str
     """Name of the LLMService, from the label."""
     spec_digest: str
@@ -55,7 +55,7 @@ class CachedObject:
 
     @property
     def state(self) -> tuple[str, str, bool]:
-        """What must differ for a change to be worth a pass."""
+        """Values of the object; a change starts a pass only if one of them differs."""
         return (self.uid, self.full_digest, self.deleting)
 
     def body(self) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObjec
 
 
 def controller_uid(body: Mapping[str, Any]) -> str:
-    """Return the uid of the controller among an object's owners; empty: none."""
+    """Return the uid of the owner that controls an object; empty if there is none."""
     owners = body["metadata"].get("ownerReferences") or ()
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 class ObjectCache:
-    """Objects by kind, namespace and name, and by service. An ObjectStore of reflectors."""
+    """Objects by kind, namespace and name, and by service. It implements the protocol ObjectStore of reflectors."""
 
     def __init__(self, on_change: Callable[[ServiceKey], None] = lambda key: None) -> None:
-        """`on_change` is called with each service of which an object was added, removed or changed."""
+        """`on_change` is called with the key of a service after one of its objects was added, changed or removed."""
         self._on_change = on_change
         self._objects: dict[tuple[str, str, str], CachedObject] = {}
         self._ids_by_service: dict[ServiceKey, set[tuple[str, str, str]]] = {}
@@ -117,7 +117,7 @@ class ObjectCache:
         return entry.body() if entry else None
 
     def children_of(self, key: ServiceKey, *only_resources: Resource) -> Iterator[CachedObject]:
-        """Yield the objects of a service, of these kinds or of all, in no particular order."""
+        """Yield the objects of a service, of `only_resources` or of all kinds, in no particular order."""
         kind_names = {resource.kind for resource in only_resources}
         for object_id in self._ids_by_service.get(key, ()):
             if not kind_names or object_id[0] in kind_names:
@@ -128,7 +128,7 @@ class ObjectCache:
         return [entry for object_id, entry in self._objects.items() if object_id[0] == resource.kind]
 
     def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
-        """Replace all objects of the namespace (None: of all)."""
+        """Replace all objects of a kind in the namespace; None: in all namespaces."""
         listed = {(body["metadata"].get("namespace", ""), body["metadata"]["name"]) for body in bodies}
         for entry in self.objects_of_kind(resource):
             if namespace in (None, entry.namespace) and (entry.namespace, entry.name) not in listed:
@@ -137,7 +137,8 @@ class ObjectCache:
             self.upsert(resource, body)
 
     def upsert(self, resource: Resource, body: Mapping[str, Any]) -> CachedObject:
-        """Store an object from a watch or a response to a write, unless the cached version is newer; return it."""
+        """Store an object from a watch or a response to a write, unless the cached version is newer. Return the cached
+        object."""
         entry = to_cached_object(resource, body)
         object_id = (resource.kind, entry.namespace, entry.name)
         cached = self._objects.get(object_id)

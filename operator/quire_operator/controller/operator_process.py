@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of an operator process other than kopf: API client, controller, and the port for health and metrics.
 
-It owns the order of start and stop. It does not import kopf. kopf_handlers.py starts it in kopf's startup handler,
-hands it the LLMServices that kopf watches, asks it in the liveness probes, and closes it in the cleanup handler.
+The module owns the order of start and stop, and does not import kopf. kopf_handlers.py starts an OperatorProcess in
+kopf's startup handler and passes LLMServices to it. The liveness probes read its state; the cleanup handler closes it.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8080
 PORT_VARIABLE = "QUIRE_OPERATOR_PORT"
-"""Environment variable with another port, for `kopf run`, which has no option for it."""
+"""Environment variable with the port for readiness and metrics; `kopf run` has no option for this port."""
 _CRD_POLL_S, _CRD_LOG_INTERVAL_S = 2.0, 60.0
-"""Interval of the checks for the CRD, and of the log lines while it is missing."""
+"""Seconds between checks for the CRD, and between log lines while the CRD is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorOptions:
-    """What the command line of `quire operate` sets. The defaults are those of `kopf run`."""
+    """Options of `quire operate`. `kopf run` uses the defaults."""
 
     cluster_config: ClusterConfig | None = None
-    """None: from the environment, as ClusterConfig.from_environment finds it."""
+    """Address and credentials of the API server; None: the result of ClusterConfig.from_environment."""
     settings: ControllerSettings = field(default_factory=ControllerSettings)
-    """operator_peer is replaced by the one that follows from the cluster config."""
+    """Settings of the controller. Their operator_peer is ignored and computed from the cluster config."""
     host: str = ANY_ADDRESS
     port: int = field(default_factory=lambda: int(os.environ.get(PORT_VARIABLE, DEFAULT_PORT)))
     """Port of readiness and metrics; 0: any free port."""
@@ -48,13 +48,13 @@ class OperatorOptions:
 
 
 class OperatorProcess:
-    """The parts of one operator. Create it inside a running event loop."""
+    """API client, controller and HTTP port of one operator. It must be created in a running event loop."""
 
     def __init__(self, options: OperatorOptions, stop: Callable[[], None]) -> None:
-        """`stop` is called once if a part fails for good; the process must then end and be started again.
+        """`stop` is called once if a part fails permanently; the process must then end and be restarted.
 
         Raises:
-            ConfigError: there is no cluster config, or it cannot be used.
+            ConfigError: the cluster config does not exist or is invalid.
         """
         self.cluster_config = options.cluster_config or ClusterConfig.from_environment()
         self.settings = replace(options.settings, operator_peer=_network_policy_peer(self.cluster_config))
@@ -64,15 +64,15 @@ class OperatorProcess:
         self.service_heartbeats = [WatchHeartbeat(resources.LLM_SERVICE, namespace) for namespace in namespaces]
         self.controller.heartbeats += self.service_heartbeats
         self.failure: BaseException | None = None
-        """Why a part failed for good."""
+        """Error of a part that failed permanently."""
         self._options, self._stop = options, stop
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Start all parts. Does not wait for the API server, which may be unavailable for long.
+        """Start all parts, without waiting for the API server.
 
         Raises:
-            ConfigError: the port is taken, or the address does not belong to this machine.
+            ConfigError: the port is in use, or the address does not belong to this machine.
         """
         options = self._options
         async with contextlib.AsyncExitStack() as stack:
@@ -89,7 +89,7 @@ class OperatorProcess:
         await self._exit_stack.aclose()
 
     def handle_service_event(self, event_type: str | None, body: dict[str, Any]) -> None:
-        """Update the cache with one event of kopf's watch; None is an object of the first list."""
+        """Update the cache with one event of kopf's watch; type None means an object of kopf's first list."""
         if event_type == "DELETED":
             self.controller.cache.remove(resources.LLM_SERVICE, body)
         else:
@@ -98,8 +98,8 @@ class OperatorProcess:
     async def wait_for_crd(self) -> None:
         """Wait until the API server serves LLMServices.
 
-        kopf looks for a resource once, at its start, unless the operator has the right to watch all CRDs of the
-        cluster. An operator that watches single namespaces does not have it.
+        kopf looks for a resource only at its start, unless it has the right to watch all CRDs of the cluster. An
+        operator that watches single namespaces lacks this right.
         """
         logged_at = float("-inf")
         while True:

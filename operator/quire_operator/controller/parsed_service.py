@@ -22,13 +22,13 @@ class ParsedService:
     generation: int
     service: LLMService | None
     pods_digest: str
-    """As template_revision.pods_digest returns it."""
+    """Result of template_revision.pods_digest."""
     spec_error: str
-    """Why the spec is invalid; empty: it is valid."""
+    """Reason why the spec is invalid; empty if it is valid."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Parse a stored LLMService; an API server older than 1.25 does not check the CEL rules."""
+        """Parse and validate a stored LLMService, because an API server older than 1.25 does not check CEL rules."""
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         validation = crd.validate(body)
         if validation.problems:
@@ -41,7 +41,7 @@ class ParsedService:
 
     @property
     def adapter_catalog(self) -> AdapterCatalog | None:
-        """Return the adapters to push to pods; None for an invalid or paused spec, which pushes nothing."""
+        """Return the catalog to push to pods; None if the spec is invalid or paused, so that none is pushed."""
         if self.service is None or self.service.spec.paused:
             return None
         return self.service.build_catalog()

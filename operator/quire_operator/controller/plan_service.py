@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan service: reads the inputs of a plan and returns a plan or why there is none. Called by the reconciler.
+"""Plan service: reads the inputs of a plan, and returns a plan or the reason why there is none. Called by the
+reconciler.
 
-A plan is kept as long as spec, model and GPU are unchanged. Then nothing is read, so neither an unavailable hub nor a
-restart of the operator delays a service.
+A plan is kept while spec, model and GPU are unchanged. The plan service then reads no source, so an unavailable hub or
+a restart of the operator does not delay a service.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 logger = logging.getLogger(__name__)
 
 _NODE_LABELS_TTL_S = 60.0
-"""How long labels of nodes are cached."""
+"""Seconds for which labels of nodes are cached."""
 
 
 class PlanService:
@@ -131,14 +132,14 @@ def stored_plan(status: Mapping[str, Any]) -> Plan | None:
 
 
 def _fits_gpu(plan: Plan | None, gpu: GpuInfo | None) -> bool:
-    """Whether the plan's GPU still exists and the smallest one has the memory that the plan uses."""
+    """Whether the cluster has the plan's GPU, and the smallest GPU has the memory that the plan uses."""
     if plan is None or plan.gpu is None or gpu is None:
         return plan is not None and plan.gpu is None and gpu is None
     return plan.gpu.product in (gpu.product, *gpu.larger_products) and plan.gpu.visibleMiB <= gpu.visible_bytes // MIB
 
 
 def _to_read_error(error: Unavailable | NotFound) -> DownloadReason:
-    """Return the download reason: a download would fail in the same way."""
+    """Return the DownloadReason of an error, because a download would fail with the same error."""
     if isinstance(error, AccessDenied):
         return DownloadReason.AUTH_FAILED
     return DownloadReason.NOT_FOUND if isinstance(error, NotFound) else DownloadReason.UNREACHABLE

@@ -37,25 +37,26 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _POLL_S, _MAX_POLL_S, _READY_POLL_S = 2.0, 10.0, 30.0
-"""Intervals of polling pods: while a service is not ready, the maximum of that, and while it is ready."""
+"""Seconds between polls of pods: first and maximum interval while a service is not ready, and interval while it is
+ready."""
 _DOWNLOAD_POLL_S = 10.0
-"""Interval of reading download progress; download_progress.py reports it no more often."""
+"""Seconds between reads of the download progress; download_progress.py updates the status at most as often."""
 _FAILED_DOWNLOAD_RETRY_S = 300.0
-"""A failed download is retried after this time: the cause may have been a Secret."""
+"""Seconds before a failed download is retried; a corrected Secret, for example, can remove the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """When the next pass over a service is due."""
+    """Time of the next pass over a service."""
 
     requeue_after_s: float
     backoff: bool = False
-    """Retry with a growing delay instead."""
+    """True: the next pass has a growing delay."""
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """State of a service between passes; all of it can be lost."""
+    """State of a service between passes. A restart of the operator loses it without harm."""
 
     desired: ParsedService | None = None
     last_inputs: Any = None
@@ -64,7 +65,7 @@ class ServiceState:
     """Generation of the last complete apply."""
     children: ChildObjects | None = None
     not_ready_since: float | None = None
-    """Event loop time since when the service is not ready."""
+    """Event loop time at which the service stopped being ready; None while it is ready."""
 
 
 class Reconciler:
@@ -76,7 +77,7 @@ class Reconciler:
         self._states: dict[ServiceKey, ServiceState] = {}
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult | None:
-        """Run one pass; None: the service was deleted, and the garbage collector deletes its objects.
+        """Run one pass; return None if the service was deleted. The garbage collector then deletes its objects.
 
         Raises:
             ApiError: the API server rejected a request or did not respond.
@@ -114,7 +115,7 @@ class Reconciler:
         self._deps.secrets.forget_service(key)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Return the number of objects that are up to date. An increase means progress."""
+        """Return the number of up-to-date objects of a service. If the number has increased, the pass made progress."""
         return self._deps.applier.num_applied(key)
 
     async def _converge(
@@ -179,8 +180,8 @@ class Reconciler:
         return apply_result
 
     async def _retry_downloads(self, key: ServiceKey, live_objects: LiveObjects) -> None:
-        """Delete download Jobs that a later pass must create again: those that failed some time ago, and those whose
-        claim was deleted or waits for the Job's pod to be deleted."""
+        """Delete download Jobs that a later pass must create again: Jobs that failed some time ago, and Jobs whose
+        claim was deleted or is being deleted."""
         for name, job in (live_objects.download_jobs or {}).items():
             is_obsolete = job_condition(job, "Complete") and predates_claim(job, live_objects.claim)
             if is_obsolete or is_terminating(live_objects.claim) or _seconds_until_retry(job) == 0:
@@ -235,7 +236,7 @@ class Reconciler:
 
 
 def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
-    """Return the seconds until a download is retried, None if it did not fail."""
+    """Return the seconds until a failed download is retried; None if the download did not fail."""
     failed_condition = job_condition(job, "Failed")
     if failed_condition is None:
         return None
@@ -244,7 +245,8 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
 
 
 def _object_versions(entries: Iterable[CachedObject]) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """Return child objects' versions as others depend on them: with a Job's status, and of a pod only its uid."""
+    """Return versions of child objects that change only if manifests can change. A pod's version is only its uid; a
+    Job's version includes its status."""
     versions: dict[tuple[str, str], tuple[Any, ...]] = {}
     for entry in entries:
         if entry.resource in (resources.POD, resources.REPLICA_SET):

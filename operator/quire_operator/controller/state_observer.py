@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateObserver:
-    """Observes services."""
+    """Builds observed states of services."""
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
@@ -26,7 +26,7 @@ class StateObserver:
     async def observe(
         self, desired: ParsedService, children: ChildObjects | None, applied_generation: int, apply_result: ApplyResult
     ) -> ObservedState:
-        """Return the observed state; polls the pods and pushes the adapter catalog to those that need it.
+        """Poll the pods, push the adapter catalog to pods that need it, and return the observed state.
 
         `children` and `applied_generation` are from the last complete apply, `apply_result` from this pass.
 
@@ -60,7 +60,7 @@ class StateObserver:
         )
 
     def _current_download_job(self, desired: ParsedService, claim: Body | None) -> Body | None:
-        """Return the download Job of the spec's model: one that succeeded, or else the newest."""
+        """Return the download Job of the spec's model: a Job that succeeded, or else the newest Job."""
 
         def sort_key(job: Body) -> tuple[bool, str, str]:
             return job_succeeded(job, claim), job["metadata"]["creationTimestamp"], job["metadata"]["name"]
@@ -73,7 +73,7 @@ class StateObserver:
     async def _poll_pods(
         self, desired: ParsedService, pods: tuple[PodState, ...], admin_key: str
     ) -> tuple[PodState, ...]:
-        """Return the pods with their reports, after pushing the adapter catalog to those that need it."""
+        """Push the adapter catalog to pods that need it, and return the pods with their reports."""
         catalog, pod_admin = desired.adapter_catalog, self._deps.pod_admin
         polled_pods = await pod_admin.refresh(pods, catalog, admin_key)
         reports = [pod.report for pod in polled_pods if pod.report]

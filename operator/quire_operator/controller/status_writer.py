@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes status and events of LLMServices, and reads a service again when the cached one may be stale."""
+"""Writes status and events of LLMServices, and reads a service again if the cached service can be stale."""
 
 import logging
 import time
@@ -36,7 +36,7 @@ class StatusWriter:
 
         Raises:
             StaleService: the service has a later version, was replaced, or was deleted.
-            ApiError: the status was not written. Events that cannot be written are logged only.
+            ApiError: the status was not written. For events that cannot be written, there is only a log line.
         """
         namespace, name = desired.key
         # Preconditions: a new service of the same name or a later generation must not get this status, and a status
@@ -68,17 +68,18 @@ class StatusWriter:
         return await self._fetch(desired) == (desired.uid, desired.generation)
 
     async def check_newest(self, desired: ParsedService) -> None:
-        """Check the generation before a write: a pass over a stale service would undo the objects of the new one.
+        """Check the generation before a write, because a pass over a stale service would undo newer objects.
 
         Raises:
-            StaleService: the API server has a later generation, another service, or none. The cache is updated.
+            StaleService: the API server has a later generation, another service of this name, or no such service. The
+                cache is updated.
         """
         uid, generation = await self._fetch(desired)
         if uid != desired.uid or generation > desired.generation:
             raise StaleService
 
     async def _fetch(self, desired: ParsedService) -> tuple[str, int]:
-        """Read the service and update the cache; return its uid and generation, ("", 0) if it was deleted."""
+        """Read the service and update the cache. Return its uid and generation; ("", 0) if it was deleted."""
         body = await self._client.list_one(resources.LLM_SERVICE, *desired.key)
         if body is None or body["metadata"]["uid"] != desired.uid:
             tombstone = {"namespace": desired.key[0], "name": desired.key[1], "uid": desired.uid}

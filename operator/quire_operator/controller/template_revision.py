@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Template revision: the pod template as it was rendered, stored with the Deployment. Pure.
 
-A new release of the operator may render pods differently. It keeps the stored template until the spec, the model or the
-GPU changes, so that an upgrade restarts no pods. The annotation is compressed, about 2 KB. The live template cannot be
-used: it contains the API server's defaults, and manual changes, which the operator must undo.
+A new release of the operator can render pods differently. It keeps the stored template until the spec, the model or the
+GPU changes, so that an upgrade restarts no pods. An annotation of about 2 KB contains the compressed template. The live
+template cannot be used: it contains the API server's defaults, and manual changes that the operator must undo.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ class TemplateRevision:
     """Inputs and result of rendering a Deployment's pods."""
 
     pods_digest: str
-    """pods_digest() of the service."""
+    """Result of pods_digest() for the service."""
     inputs_hash: str
     """Plan.inputsHash."""
     template: Manifest
     engine_configmap: Manifest
-    """The ConfigMap with engine.json, without owner and namespace."""
+    """ConfigMap with engine.json, without owner and namespace."""
 
     @classmethod
     def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
@@ -50,12 +50,12 @@ class TemplateRevision:
 
     @property
     def inputs(self) -> tuple[str, str]:
-        """Return the digests of what the pods were rendered from."""
+        """Return pods_digest and inputs_hash, which identify the inputs of rendering."""
         return self.pods_digest, self.inputs_hash
 
     @property
     def serves_openai(self) -> bool:
-        """Whether the pods have the port of the OpenAI API; those of older releases do not."""
+        """Whether the pods have the port of the OpenAI API. Pods of older releases lack it."""
         return object_names.OPENAI_PORT_NAME in container_ports(self.template)
 
     @classmethod
@@ -73,7 +73,7 @@ class TemplateRevision:
 
     @property
     def annotation_value(self) -> str:
-        """Return the annotation's value; the same content gives the same value."""
+        """Return the value of the annotation; equal revisions have equal values."""
         inputs = {"spec": self.pods_digest, "plan": self.inputs_hash}
         return compress({**inputs, "template": self.template, "engine": self.engine_configmap})
 
@@ -93,9 +93,9 @@ class TemplateRevision:
 
 
 def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
-    """Return the digest of the spec fields that determine the pods, of a body that crd.validate completed.
+    """Return the digest of the spec fields that determine the pods; `body` has the defaults that crd.validate adds.
 
-    Values equal to the schema's default are left out, so that a field added by a later release does not change it.
+    The digest omits values that equal the schema's default, so a new field of a later release does not change it.
     """
     fields = crd.load_schema()["properties"]["spec"]
     spec = openapi_schema.without_defaults(fields, body["spec"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work queue of keys with delays and backoff, as client-go's workqueue. No I/O; the clock is an argument.
+"""Work queue of keys with delays and backoff, modelled on client-go's workqueue. No I/O; the clock is an argument.
 
-A key is handed to one worker at a time. Used by the controller.
+Only one worker at a time gets a key. Used by the controller.
 """
 
 import asyncio
@@ -15,18 +15,19 @@ from quire_spec.backoff import backoff
 K = TypeVar("K", bound=Hashable)
 
 BASE_DELAY_S, MAX_DELAY_S = 1.0, 300.0
-"""Delay after the first failure, doubled with each further one, and its maximum."""
+"""Seconds of delay after the first failure, and maximum delay. Each further failure doubles the delay."""
 MIN_INTERVAL_S = 0.1
-"""Minimum delay between two passes over a key: events come in bursts, and another writer may undo a change."""
+"""Minimum seconds between two passes over a key, because events come in bursts and another writer can undo changes."""
 MIN_RETRY_S = 2.0
-"""Minimum delay after a failure, even if the key is added again."""
+"""Minimum seconds of delay after a failure, even if the key is added again."""
 
 
 class WorkQueue(Generic[K]):
-    """A key that is added many times is worked on once; one that is added while it is worked on, once more."""
+    """Queue of unique keys. A key that is added several times is worked on once. A key that is added while a worker has
+    it is worked on once more."""
 
     def __init__(self, clock: Callable[[], float] | None = None, jitter: Callable[[], float] = random.random) -> None:
-        """`clock` returns seconds, by default the event loop's; `jitter` a number from 0 to 1."""
+        """`clock` returns seconds, by default those of the event loop; `jitter` returns a number from 0 to 1."""
         self._clock = clock or asyncio.get_running_loop().time
         self._jitter = jitter
         self._due_at: dict[K, float] = {}
@@ -39,19 +40,19 @@ class WorkQueue(Generic[K]):
 
     @property
     def depth(self) -> int:
-        """Number of keys that are due and not being worked on."""
+        """Number of keys that are due and wait for a worker."""
         now = self._clock()
         return sum(1 for key, due in self._due_at.items() if due <= now and key not in self._running)
 
     @property
     def oldest_age_s(self) -> float:
-        """Time for which the oldest key has been due or worked on; 0 if there is none."""
+        """Seconds for which the oldest key has been due or worked on; 0 if there is no such key."""
         now = self._clock()
         waiting = (due for key, due in self._due_at.items() if key not in self._running)
         return max(0.0, now - min((*waiting, *self._running.values()), default=now))
 
     def add(self, key: K, delay_s: float = 0.0) -> None:
-        """Make a key due after so many seconds, or earlier if it already is."""
+        """Make a key due after `delay_s` seconds; an earlier due time is kept."""
         due = max(self._clock() + delay_s, self._not_before.get(key, 0.0))
         if key in self._due_at and self._due_at[key] <= due:
             return
@@ -59,7 +60,8 @@ class WorkQueue(Generic[K]):
         self._push(key, due)
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Make a key due after so many seconds, and not earlier unless it is added again."""
+        """Make a key due after `delay_s` seconds; it replaces an earlier due time. A later add() can shorten the
+        delay."""
         self._due_at.pop(key, None)
         self.add(key, delay_s)
 
@@ -88,7 +90,7 @@ class WorkQueue(Generic[K]):
                 pass
 
     def done(self, key: K, requeue_after_s: float | None = None) -> None:
-        """Record success; make the key due again after so many seconds at the latest."""
+        """Record success, and make the key due again after at most `requeue_after_s` seconds."""
         self._failures.pop(key, None)
         self._not_before[key] = self._clock() + MIN_INTERVAL_S
         if key in self._due_at:
@@ -100,10 +102,10 @@ class WorkQueue(Generic[K]):
     def add_rate_limited(
         self, key: K, min_delay_s: float = 0.0, reset_backoff: bool = False, max_delay_s: float = MAX_DELAY_S
     ) -> float:
-        """Record failure; return the delay until the retry. `reset_backoff` starts with the first delay again.
+        """Record failure, and return the delay until the retry. `reset_backoff` starts again with the first delay.
 
-        Adding the key shortens the delay, but not below `min_delay_s` or MIN_RETRY_S: a failed attempt may have changed
-        objects, and their events must not cause the next attempt at once.
+        Adding the key shortens the delay, but not below `min_delay_s` or MIN_RETRY_S. A failed pass can have changed
+        objects, and their events must not start the next pass immediately.
         """
         failures = self._failures[key] = 1 if reset_backoff else self._failures.get(key, 0) + 1
         delay_s = backoff(failures - 1, BASE_DELAY_S, max_delay_s) * (0.8 + 0.4 * self._jitter())

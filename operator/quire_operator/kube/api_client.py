@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of the API server: get, list, watch, apply and delete objects by resource. Raises ApiError.
 
-Apply is server-side apply by one field manager, forced: the operator owns the fields that it sets and leaves all others
-alone. It knows nothing of LLMServices. Called by the controller.
+`apply` is a forced server-side apply by one field manager: the operator owns the fields that it sets and does not
+change other fields. The client is independent of LLMServices. Called by the controller.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from quire_operator.kube.resources import Resource
 logger = logging.getLogger(__name__)
 
 _FIELD_MANAGER = "quire-operator"
-"""Owner of the fields that the operator sets."""
+"""Field manager (owner) of the fields that the operator sets."""
 _APPLY_PATCH = "application/apply-patch+yaml"
 _JSON = "application/json"
 _JSON_PATCH = "application/json-patch+json"
@@ -35,18 +35,18 @@ class ObjectList:
     """The objects of a resource at one moment."""
 
     items: tuple[Body, ...]
-    """Without apiVersion and kind, as the API server lists them."""
+    """The objects without apiVersion and kind, because the API server omits these in lists."""
     resource_version: str
     """resourceVersion from which a watch continues."""
 
 
 class ApiClient(ApiSession):
-    """Objects of one API server. An asynchronous context manager."""
+    """Client of one API server. It is an asynchronous context manager."""
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
         self.unsupported_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
-        """Fields that were left out of manifests of a kind, because the API server does not know them."""
+        """By kind: fields that were omitted from manifests, because the API server does not support them."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """Return one object; raises ObjectNotFound."""
@@ -60,7 +60,7 @@ class ApiClient(ApiSession):
             return None
 
     async def list_one(self, resource: Resource, namespace: str, name: str) -> Body | None:
-        """Return one object or None with the verb list alone. apiVersion and kind are missing."""
+        """Return one object or None. This needs only the right to list. apiVersion and kind are missing."""
         object_list = await self.list(resource, namespace, field_selector=f"metadata.name={name}")
         return object_list.items[0] if object_list.items else None
 
@@ -72,7 +72,7 @@ class ApiClient(ApiSession):
         metadata_only: bool = False,
         field_selector: str = "",
     ) -> ObjectList:
-        """List all objects of a resource in a namespace (None: in all), in pages."""
+        """List all objects of a resource in a namespace (None: in all namespaces), in pages."""
         params = {"limit": str(_PAGE_SIZE), "labelSelector": label_selector, "fieldSelector": field_selector}
         accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
         items: list[Body] = []
@@ -86,7 +86,7 @@ class ApiClient(ApiSession):
     async def apply(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Apply a manifest and return the object.
 
-        metadata.uid in the manifest is a precondition: WriteConflict if another object has the name.
+        metadata.uid in the manifest is a precondition: the method raises WriteConflict if another object has the name.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"])
@@ -106,7 +106,8 @@ class ApiClient(ApiSession):
     async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Replace the whole status of an object and return the object.
 
-        metadata's uid, generation and resourceVersion are preconditions: WriteConflict if one of them differs.
+        uid, generation and resourceVersion of metadata are preconditions: the method raises WriteConflict if one of
+        them differs.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"], "status")
@@ -125,7 +126,7 @@ class ApiClient(ApiSession):
         return await self.request("POST", path, manifest, params={"fieldManager": _FIELD_MANAGER})
 
     async def delete(self, resource: Resource, namespace: str | None, name: str, uid: str) -> None:
-        """Delete the object with that uid, if it still exists; the garbage collector deletes what it owns.
+        """Delete the object with this uid, if it exists; the garbage collector deletes the objects that it owns.
 
         Raises:
             WriteConflict: another object has the name.
@@ -143,7 +144,7 @@ class ApiClient(ApiSession):
         timeout_s: float,
         response_timeout_s: float = 30.0,
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Watch from a resource version on: yield the lines, as `stream` does, until `timeout_s` is over."""
+        """Watch from a resource version, and yield the lines of the response until `timeout_s` has passed."""
         params = {
             "watch": "true",
             "allowWatchBookmarks": "true",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP requests to one API server, with the credentials of a cluster config. Knows no resources.
+"""HTTP requests to one API server, with the credentials of a cluster config. Independent of resources.
 
-Raises ApiError; the type states what can be done. A request whose response was lost is sent again if that is safe.
-Base class of api_client.ApiClient.
+Errors are ApiErrors; the type states whether a retry can help. A request whose response was lost is sent again if that
+is safe. ApiSession is the base class of api_client.ApiClient.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from quire_spec.net.redaction import redact_urls
 _JSON = "application/json"
 _CONNECT_TIMEOUT_S = 10.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=_CONNECT_TIMEOUT_S)
-"""Of all requests except watches."""
+"""Timeouts of all requests except watches."""
 _MAX_CONNECTIONS = 32
 _CLOSE_TIMEOUT_S = 5.0
-"""How long to wait until shut-down connections are closed: a few turns of the event loop."""
+"""Maximum seconds to wait until connections are closed; normally a few iterations of the event loop are enough."""
 _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
-"""Methods that are safe to send again: patches are applies or have preconditions, deletes have a uid."""
+"""Methods of requests that can be sent again. Patches are applies or have preconditions; deletes have a uid."""
 _RETRY_DELAYS_S = (0.2, 1.0)
 _MAX_RETRY_AFTER_S = 2.0
-"""A longer Retry-After is left to the work queue, which handles other services meanwhile."""
+"""Maximum Retry-After that a request waits for. With a longer one the request fails, and the work queue retries it."""
 
 Body = dict[str, Any]
 
@@ -84,7 +84,8 @@ class ApiSession:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> Body:
-        """Send a request and return the parsed response; retry after no response or a server error, if that is safe."""
+        """Send a request and return the parsed response. If a retry is safe, a missing response or a server error
+        causes one."""
         data = None if body is None else orjson.dumps(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         for delay_s in (*_RETRY_DELAYS_S, None):

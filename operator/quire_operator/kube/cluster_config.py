@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Address and credentials of the API server, from a kubeconfig or from the ServiceAccount of this pod.
 
-Supports a kubeconfig's client certificate, token, token file, password and exec plugin. Kubernetes 1.26 removed
-auth-provider plugins. Not kubernetes.config of the official client: it runs plugins without a timeout in the calling
-thread, swallows their errors, and adds 46 MB of memory and 126 MB to the image.
+A kubeconfig can contain a client certificate, token, token file, password or exec plugin. Kubernetes 1.26 removed
+auth-provider plugins. kubernetes.config of the official client is not used: it runs plugins without a timeout in the
+calling thread and hides their errors. It also adds 46 MB of memory and 126 MB to the image.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from quire_spec.net.addresses import format_for_url
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_REREAD_S = 60
-"""Age at which a token file is read again; the kubelet writes a new one long before the old one ends."""
+"""Seconds after which a token file is read again; the kubelet writes a new token long before the old one expires."""
 _EXPIRY_MARGIN_S = 60
-"""How long before its end a plugin's token is replaced."""
+"""Seconds before its expiry at which the token of a plugin is replaced."""
 
 
 @dataclass(slots=True)
@@ -37,29 +37,29 @@ class ClusterConfig:
     server: str
     """URL without a trailing slash."""
     ssl_context: ssl.SSLContext | None
-    """None for plain HTTP."""
+    """TLS settings; None for plain HTTP."""
     namespace: str = "default"
     """Namespace of the kubeconfig's context, or of this pod."""
     static_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers that never change: the token or password of the kubeconfig."""
     token_file: Path | None = None
     exec_plugin: ExecPlugin | None = field(default=None, repr=False)
-    """A kubeconfig's exec entry."""
+    """Exec entry of the kubeconfig."""
     tls_server_name: str | None = None
-    """Name that the server's certificate must have instead of the URL's host (tls-server-name)."""
+    """Name that the server's certificate must have (tls-server-name); None: the host of the URL."""
     proxy_url: str | None = field(default=None, repr=False)
-    """URL of the proxy to the server (proxy-url); may contain a password."""
+    """URL of the proxy to the server (proxy-url); it can contain a password."""
     _token: str = field(default="", repr=False)
     _token_read_at: float = field(default=float("-inf"), repr=False)
     _token_expires_at: float = field(default=float("inf"), repr=False)
     _plugin_task: "asyncio.Task[ExecCredential] | None" = field(default=None, init=False, repr=False, compare=False)
-    """The run of the plugin that all waiting requests share."""
+    """Running plugin, whose result all waiting requests share."""
 
     async def auth_headers(self) -> Mapping[str, str]:
         """Return the headers of a request, with a valid token.
 
         Raises:
-            Unavailable: there is no token now.
+            Unavailable: no valid token is available now.
         """
         if self.token_file is not None:
             if time.monotonic() - self._token_read_at > _TOKEN_REREAD_S:
@@ -73,9 +73,9 @@ class ClusterConfig:
         return {"Authorization": f"Bearer {self._token}"}
 
     def invalidate_token(self, rejected_headers: Mapping[str, str] | None = None) -> None:
-        """Drop the token of these headers, which the API server rejected, so that the next request gets a new one.
+        """Drop the token in `rejected_headers`, so that the next request gets a new token.
 
-        A newer token, which a concurrent request has got, is kept. None: drop any token.
+        A newer token that a concurrent request received is kept. None drops any token.
         """
         if rejected_headers is None or rejected_headers.get("Authorization") == f"Bearer {self._token}":
             self._token, self._token_read_at, self._token_expires_at = "", float("-inf"), float("-inf")
@@ -94,10 +94,10 @@ class ClusterConfig:
 
     @classmethod
     def from_environment(cls, kubeconfig: str | None = None, context: str | None = None) -> "ClusterConfig":
-        """Read the named kubeconfig, else the one of KUBECONFIG, else this pod's files, else ~/.kube/config.
+        """Read the first that exists: `kubeconfig`, the file in KUBECONFIG, this pod's ServiceAccount, ~/.kube/config.
 
         Raises:
-            ConfigError: none of them exists, or it cannot be used.
+            ConfigError: none of these exists, or the first that exists is invalid.
         """
         kubeconfig_path = kubeconfig or os.environ.get("KUBECONFIG", "").partition(os.pathsep)[0]
         if kubeconfig_path:

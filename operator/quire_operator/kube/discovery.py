@@ -11,13 +11,14 @@ from quire_operator.kube.resources import OPTIONAL_RESOURCES, Resource
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 240.0
-"""A kind that is installed later is served after five minutes at most, the first list and apply included."""
+"""Seconds between refreshes. A kind that is installed later is used after at most five minutes, including its first
+list and apply."""
 _RETRY_S = 30.0
-"""After a refresh in which a part of the groups did not answer."""
+"""Seconds before a refresh is repeated if some API groups did not respond."""
 
 
 class Discovery:
-    """The optional kinds of an API server."""
+    """Finds the optional kinds that an API server serves."""
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
@@ -56,7 +57,7 @@ class Discovery:
 
 
 async def is_served(client: ApiClient, resource: Resource) -> bool:
-    """Whether the API server serves a kind now, and lists it in both places where clients look for kinds.
+    """Whether the API server serves a kind now, and both discovery paths that clients use list it.
 
     Raises:
         ApiError: the API server does not respond.

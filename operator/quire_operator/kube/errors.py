@@ -22,7 +22,7 @@ class ApiError(QuireError):
     """The API server rejected a request or did not respond; the message starts with the request."""
 
     def __init__(self, message: str, status: int = 0, retry_after_s: float | None = None) -> None:
-        """`status` is the HTTP status, 0 without a response; `retry_after_s` is its Retry-After."""
+        """`status` is the HTTP status, 0 without a response; `retry_after_s` is the response's Retry-After."""
         self.status = status
         self.retry_after_s = retry_after_s
         super().__init__(message)
@@ -49,11 +49,11 @@ class ResourceVersionExpired(ApiError):
 
 
 class ApiServerUnavailable(ApiError):
-    """A retry can help."""
+    """The API server is overloaded, failed or did not respond; a retry can succeed."""
 
 
 class UnknownField(InvalidObject):
-    """An old API server does not know `field`, which is a path."""
+    """The API server is too old for a field of the object; `field` is the field's path."""
 
     def __init__(self, message: str, field: tuple[str, ...]) -> None:
         super().__init__(message, 500)

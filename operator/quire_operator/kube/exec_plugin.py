@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exec plugin of a kubeconfig (client-go credential plugin): a program that prints a token.
 
-Tokens only; a plugin that returns a client certificate is rejected.
+Only tokens are supported; a plugin that returns a client certificate is rejected.
 Source: https://kubernetes.io/docs/reference/access-authn-authz/authentication/#client-go-credential-plugins
 """
 
@@ -28,7 +28,7 @@ class ExecCredential:
 
     token: str
     expires_at: float
-    """Unix time; infinite: not given."""
+    """Expiry as Unix time; infinite if the plugin gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class ExecPlugin:
     api_version: str
     """apiVersion of the ExecCredential that the plugin reads and prints."""
     env: Mapping[str, str]
-    """Added to the operator's environment."""
+    """Environment variables of the plugin beside those of the operator."""
     install_hint: str
-    """The kubeconfig's text about how to install it; often empty."""
+    """Text of the kubeconfig about the installation of the plugin; often empty."""
 
     @classmethod
     def from_kubeconfig(cls, entry: Any, kubeconfig: Path) -> Self:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compatibility with API servers that are older than the current Kubernetes. Called by api_client.py and errors.py.
 
-Unknown fields, Kubernetes 1.25 and older: server-side apply rejects a manifest with a field that the API server does
-not know, as an internal error "field not declared in schema". Manifests are written for a current API server; 1.25
-lacks a PodDisruptionBudget's unhealthyPodEvictionPolicy, and a podTemplate of a user may have any newer field.
+Unknown fields, Kubernetes 1.25 and older: server-side apply rejects a manifest with an unknown field with the internal
+error "field not declared in schema". For example, 1.25 lacks unhealthyPodEvictionPolicy of a PodDisruptionBudget, and
+a podTemplate of a user can contain any newer field.
 
-Status by JSON patch, Kubernetes 1.20: server-side apply leaves null where an object inside the status was removed, and
-the API server then rejects that null. Since 1.21 server-side apply of the status works.
+Status by JSON patch, Kubernetes 1.20: if an object inside the status was removed, server-side apply writes null, and
+the API server rejects that null. Since 1.21 server-side apply of the status works.
 """
 
 import re
@@ -14,14 +14,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 FieldPath = tuple[str, ...]
-"""Names of a field and of the fields around it; entries of lists have no name."""
+"""Names of the fields from the root of an object to a field, without list indexes."""
 
 _UNKNOWN_FIELD = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
 _PRECONDITIONS = ("uid", "generation", "resourceVersion")
 
 
 def unknown_field(status: int, reason: str) -> FieldPath | None:
-    """Return the field that a response reports as unknown, or None."""
+    """Return the field that a response reports as unknown; None if it reports none."""
     match = _UNKNOWN_FIELD.search(reason) if status == 500 else None
     return tuple(match[1].split(".")) if match else None
 
@@ -49,6 +49,6 @@ def status_patch(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def meets_preconditions(manifest: Mapping[str, Any], current: Mapping[str, Any] | None) -> bool:
-    """Whether the tests of status_patch() would pass on `current`; None is an object that does not exist."""
+    """Whether the tests of status_patch() would succeed for `current`; None means that the object does not exist."""
     meta = manifest["metadata"]
     return current is not None and all(current["metadata"].get(name) == meta[name] for name in _PRECONDITIONS)

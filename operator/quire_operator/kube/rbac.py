@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RBAC rules of the operator. Tests check that the chart grants exactly these and that the operator uses all of them.
+"""RBAC rules of the operator. Tests check that the chart grants exactly these rules, and that the operator uses all.
 
-Apply needs the verb patch on an object that exists, and create on one that does not.
+Server-side apply needs the verb patch for an existing object, and also create for a new object.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class PolicyRule:
     verbs: tuple[str, ...]
     subresource: str = ""
     optional: str = ""
-    """Which function is lost if an administrator removes this rule; empty: the operator needs the rule."""
+    """Effect if an administrator removes this rule; empty if the operator cannot run without the rule."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rule as in a Role."""
+        """Return the rule in the form of a Role's `rules` entry."""
         resource_name = f"{self.resource.plural}/{self.subresource}" if self.subresource else self.resource.plural
         return {"apiGroups": [self.resource.group], "resources": [resource_name], "verbs": list(self.verbs)}
 

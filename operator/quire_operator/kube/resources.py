@@ -13,7 +13,7 @@ class Resource:
     """One kind of object."""
 
     group: str
-    """Empty for the core kinds."""
+    """API group; empty for the core kinds."""
     version: str
     plural: str
     kind: str
@@ -21,7 +21,7 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """Return apiVersion as in manifests."""
+        """Return the value of apiVersion in manifests."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     @property
@@ -30,7 +30,7 @@ class Resource:
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
-        """Return the path of one object, of all in a namespace, or of all in the cluster."""
+        """Return the path of one object, of all objects in a namespace, or of all objects in the cluster."""
         parts = [self.root]
         if self.namespaced and namespace:
             parts.append(f"namespaces/{namespace}")
@@ -65,10 +65,10 @@ CHILD_RESOURCES = (
 """Kinds that the operator creates for an LLMService."""
 
 OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL)
-"""Kinds that an API server may lack: it is too old, or their CRD is not installed."""
+"""Kinds that an API server can lack, because it is too old or their CRD is not installed."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)
-"""Kinds that are watched. Secrets are not: the right to list them is the right to read all of them."""
+"""Kinds that the operator watches. It does not watch Secrets, because the right to list them includes their values."""
 
 _BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
     (resource.api_version, resource.kind): resource for resource in CHILD_RESOURCES
@@ -76,5 +76,5 @@ _BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
 
 
 def resource_for(manifest: Mapping[str, Any]) -> Resource:
-    """Return the resource of a rendered manifest; KeyError if it is missing here."""
+    """Return the resource of a rendered manifest; raises KeyError if this module lacks it."""
     return _BY_API_VERSION_AND_KIND[manifest["apiVersion"], manifest["kind"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time since the last sign of life of a watch. Watchers update it; the liveness probe and the metrics read it."""
+"""Time since the last response to a watch. Watchers update it; the liveness probe and the metrics read it."""
 
 import time
 
@@ -7,13 +7,13 @@ from quire_operator.kube.resources import Resource
 
 
 class WatchHeartbeat:
-    """Age of what is known of one kind, in one namespace or in all."""
+    """Times of the last data and the last response of one watch: of a kind, in one namespace or in all namespaces."""
 
     def __init__(self, resource: Resource, namespace: str | None = None) -> None:
-        """`namespace` None: all."""
+        """`namespace` is None for all namespaces."""
         self.resource, self.namespace = resource, namespace
         self.ever_beat = False
-        """Whether the API server has sent anything since the start."""
+        """Whether the API server has sent data or accepted a watch since the start."""
         self._last_beat_at = self._last_response_at = time.monotonic()
 
     def beat(self) -> None:
@@ -22,19 +22,19 @@ class WatchHeartbeat:
         self.ever_beat = True
 
     def record_error(self) -> None:
-        """Record that the API server answered with an error: the watch is tried again, and a restart would not help."""
+        """Record that the API server responded with an error. The watch is tried again; a restart would not help."""
         self._last_response_at = time.monotonic()
 
     def reset(self) -> None:
-        """Count both ages from now, because no watch was possible so far."""
+        """Set both ages to 0, because no watch was possible until now."""
         self._last_beat_at = self._last_response_at = time.monotonic()
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last beat."""
+        """Seconds since the last call of `beat`."""
         return time.monotonic() - self._last_beat_at
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last response, an error included. A dead connection has none."""
+        """Seconds since the last response, including errors. A dead connection has no responses."""
         return time.monotonic() - self._last_response_at

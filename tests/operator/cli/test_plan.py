@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_gets_advice(configs):
         (["-f", LLAMA, "--gpu", "L4", "--model-config", "CONFIG"], "did you mean NVIDIA-L4 or NVIDIA-L40 or"),
         (["-f", "examples/pvc-qwen2.5-7b.yaml", "--gpu", "NVIDIA-L4"], '9: spec.model.source.pvc.claimName: "models"'),
         (["-f", "examples/llmservice.yaml", "--gpu", "NVIDIA-L4"], "--count and --nodes require GPU, got CPU"),
-        (["-f", "examples/pvc-qwen2.5-7b.yaml", "--model-config", "CONFIG"], "or give --gpu or --nodes here"),
+        (["-f", "examples/pvc-qwen2.5-7b.yaml", "--model-config", "CONFIG"], "give --gpu or --nodes to this command"),
         (["-f", LLAMA, "--nodes", "README.md"], "--nodes README.md: Expecting value"),
     ],
 )  # fmt: skip

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applier: applies the manifests of a service that differ from the existing objects, and prunes obsolete objects.
 
-It never changes an object with another owner: if one has the name of a manifest, nothing is written. Called by the
-reconciler; it knows nothing of plans and status.
+It never changes an object with another owner. If such an object has the name of a manifest, the applier writes nothing.
+Called by the reconciler; independent of plans and status.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from quire_operator.render.manifests import Manifest
 from quire_spec import constants as spec_names
 
 ExistingObject = Mapping[str, Any] | CachedObject | None
-"""The existing object of a manifest: a cached object, the body of a Secret, or None."""
+"""Existing object with the name of a manifest: a cached object, the body of a Secret, or None."""
 
 FreshnessCheck = Callable[[ParsedService], Awaitable[None]]
-"""Raises StaleService if the API server has a later generation of the service, or none."""
+"""Function that raises StaleService if the API server has a later generation of the service, or no such service."""
 
 APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
-"""Annotation with the digest of the applied manifest; a later release finds fields that it no longer sets."""
+"""Annotation with the digest of the applied manifest. With it, a later release finds that it renders fewer fields."""
 
 _ORDERED_KINDS = (
     (
@@ -42,16 +42,16 @@ _ORDERED_KINDS = (
     (resources.JOB,),
     (resources.DEPLOYMENT,),
 )  # fmt: skip
-"""Kinds that are written together, in this order; all others come last. A rejection stops the rest: pods of a new
-Deployment would wait for an object that does not exist."""
+"""Groups of kinds in the order in which they are written; all other kinds are written last. After a rejection, later
+groups are not written, because pods of a new Deployment would wait for a missing object."""
 
 
 class OwnershipConflict(Exception):
-    """An object with another owner has the name of a manifest; the message contains object, owner and what to do."""
+    """An object with another owner has the name of a manifest; the message contains object, owner and fix."""
 
 
 class PendingDeletion(Exception):
-    """An object of a manifest is being deleted, and is created again afterwards; the message names it."""
+    """An object with the name of a manifest is being deleted; the message names the object. A later pass creates it."""
 
 
 @dataclass(slots=True)
@@ -61,10 +61,10 @@ class ApplyResult:
     rejections: list[str] = field(default_factory=list)
     """Errors of the manifests that the API server rejected."""
     forbidden: bool = False
-    """One of them was rejected by a Role or a quota: a retry can help."""
+    """True if a Role or a quota rejected a manifest, so that a retry can succeed."""
     conflict: str = ""
     pending_deletion: str = ""
-    """An object that must be deleted before anything is applied; empty: none."""
+    """Name of an object whose deletion must end before manifests are applied; empty: there is no such object."""
     written_objects: list[CachedObject] = field(default_factory=list)
     """The objects that were written, except Secrets."""
     _required_rejected: bool = False
@@ -77,7 +77,7 @@ class ApplyResult:
 
     @property
     def required_complete(self) -> bool:
-        """Whether all objects of required kinds exist as rendered: one optional kind must not delay the others."""
+        """Whether all objects of required kinds exist as rendered. Objects of optional kinds can be missing."""
         return not (self.conflict or self.pending_deletion or self._required_rejected)
 
     @property
@@ -87,7 +87,7 @@ class ApplyResult:
 
 
 _AppliedVersion = tuple[str, str, str]
-"""An object that was up to date after an apply: digest of its manifest, its uid, its CachedObject.spec_digest."""
+"""State of an object after an apply: digest of its manifest, uid, CachedObject.spec_digest."""
 
 
 class Applier:
@@ -101,17 +101,19 @@ class Applier:
         check_newest: FreshnessCheck,
         record_write: Callable[[Resource, str], None],
     ) -> None:
-        """`check_newest` is awaited before the first write; `record_write` gets the resource and the verb of each."""
+        """`check_newest` is awaited before the first write; `record_write` is called with resource and verb of each
+        write."""
         self._client, self._cache, self._secrets = client, cache, secrets
         self._check_newest, self._record_write = check_newest, record_write
         self._applied: dict[ServiceKey, dict[tuple[str, str], _AppliedVersion]] = {}
 
     async def apply(self, desired: ParsedService, manifests: Iterable[Manifest]) -> ApplyResult:
-        """Apply all manifests that differ.
+        """Apply all manifests that differ from their existing objects.
 
         Raises:
-            ApiError: the API server does not respond, or an object was changed concurrently; the rest is not applied.
-            StaleService: by `check_newest`.
+            ApiError: the API server does not respond, or an object was changed concurrently. The remaining manifests
+                are not applied.
+            StaleService: `check_newest` raised it.
         """
         result = ApplyResult()
         try:
@@ -142,7 +144,7 @@ class Applier:
     async def prune(self, desired: ParsedService, retained: Set[tuple[str, str]]) -> None:
         """Delete the objects of a service except `retained` (kind and name). Raises the same errors as `apply`.
 
-        ConfigMaps that a ReplicaSet or a pod still mounts are kept: an old pod that restarts needs its own.
+        ConfigMaps that a ReplicaSet or a pod mounts are kept, because an old pod needs its ConfigMap for a restart.
         """
         mounted: set[str] = set()
         for entry in self._cache.children_of(desired.key, resources.POD, resources.REPLICA_SET):
@@ -164,7 +166,7 @@ class Applier:
         await self._prune_credentials(desired, retained)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Return the number of objects of a service that are up to date. An increase means progress."""
+        """Return the number of up-to-date objects of a service. If the number has increased, the pass made progress."""
         return len(self._applied.get(key, ()))
 
     def forget_service(self, key: ServiceKey) -> None:
@@ -174,12 +176,12 @@ class Applier:
     async def _lookup_all(
         self, desired: ParsedService, manifests: Iterable[Manifest], result: ApplyResult
     ) -> list[tuple[Manifest, ExistingObject]]:
-        """Return each manifest with the object that exists.
+        """Return each manifest with its existing object.
 
         A manifest of an optional kind that the operator is not allowed to read becomes a rejection of `result`.
 
-        Raises the same errors as `_lookup`, but only after all lookups. All objects of a deleted service are then
-        removed in one pass. Otherwise each pass would remove one object, with a growing wait between the passes.
+        Raises the errors of `_lookup`, but only after all lookups. All objects of a deleted service are then removed in
+        one pass. Otherwise each pass would remove one object, with a growing delay between passes.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
         pairs, errors = [], []
@@ -199,8 +201,8 @@ class Applier:
         """Return the object of a manifest, if it exists.
 
         Raises:
-            OwnershipConflict: it has another owner.
-            PendingDeletion: it is being deleted.
+            OwnershipConflict: the object has another owner.
+            PendingDeletion: the object is being deleted.
         """
         resource, namespace, name = resource_for(manifest), desired.key[0], manifest["metadata"]["name"]
         if resource is resources.SECRET:
@@ -244,7 +246,7 @@ class Applier:
         )
 
     def _is_applied(self, key: ServiceKey, manifest: Manifest, existing: ExistingObject) -> bool:
-        """Whether the existing object is as the manifest."""
+        """Whether the existing object has all values of the manifest."""
         if isinstance(existing, CachedObject):
             recorded = self._applied.get(key, {}).get(_kind_and_name(manifest))
             if recorded is not None:
@@ -276,7 +278,7 @@ class Applier:
         return body
 
     async def _write_secret(self, key: ServiceKey, manifest: Manifest, existing: Mapping[str, Any] | None) -> None:
-        """Write a Secret. A new admin key is created, not applied: it must not replace one that pods already have."""
+        """Write a Secret. A new admin key is created and not applied, because it must not replace an existing key."""
         name = manifest["metadata"]["name"]
         is_superseded = existing is None or self._secrets.is_key_superseded(key, existing)
         is_new_key = is_superseded and name == object_names.admin_secret(key[1])
@@ -329,12 +331,12 @@ def _apply_order(pairs: Iterable[tuple[Manifest, ExistingObject]]) -> list[list[
 
 
 async def _gather(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await all requests and return results or errors; none of them still writes afterwards."""
+    """Await all requests, and return their results or errors. No request is running when this function returns."""
     return await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _with_applied_digest(manifest: Manifest) -> Manifest:
-    """Add the digest annotation; not to a Secret, whose digest would help to guess its values."""
+    """Add the digest annotation, except to a Secret: a digest would help to guess its values."""
     if manifest["kind"] == resources.SECRET.kind:
         return manifest
     text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child objects: selects the manifests to apply now from those that the service renders to. Pure.
+"""Child objects: selects the manifests to apply now from all rendered manifests of a service. Pure.
 
-It leaves out kinds that the API server does not serve and objects that wait for a download, and keeps the pod template
-of a Deployment that must not restart. Called by the reconciler.
+It omits kinds that the API server does not serve, and objects that wait for a download. It keeps the pod template of a
+Deployment whose pods must not restart. Called by the reconciler.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
 """Path of spec.podTemplate in a Deployment."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
-"""Kinds that every service has by default (Auto): a cluster without them is not worth a warning."""
+"""Kinds that every service has by default (Auto). The status contains no warning if the cluster lacks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class ChildObjects:
     unavailable_kinds: tuple[str, ...]
     """Kinds that the spec requests explicitly and the API server does not serve."""
     download_job_name: str | None
-    """Name of the download Job; None: nothing is downloaded before pods start."""
+    """Name of the download Job; None if no Job downloads the model."""
     waiting_for_download: bool
-    """The Deployment keeps the previous model until the new one is downloaded."""
+    """True while the Deployment keeps the previous model, because the download of the new model has not ended."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not know; known after an apply."""
+    """Fields of the spec that the API server does not support; empty before the first apply."""
 
     @property
     def retained(self) -> frozenset[tuple[str, str]]:
-        """Kind and name of the objects that prune() keeps: the applied ones and the finished download Job."""
+        """Kind and name of the objects that prune() keeps: all applied objects and the finished download Job."""
         applied_ids = {(m["kind"], m["metadata"]["name"]) for m in self.manifests}
         return frozenset(applied_ids | ({(JOB.kind, self.download_job_name)} if self.download_job_name else set()))
 
@@ -60,7 +60,7 @@ class ChildObjects:
 def build_child_objects(
     service: LLMService, pods_digest: str, plan: Plan, context: RenderContext, live_objects: LiveObjects
 ) -> ChildObjects:
-    """Build the manifests to apply; `pods_digest` is the service's. Raises the same errors as `render_objects`."""
+    """Build the manifests to apply; see `template_revision.pods_digest`. Raises the same errors as `render_objects`."""
     rendered = render_objects(service, plan, context)
     unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
     manifests = [m for m in rendered.manifests if m["kind"] not in unavailable]
@@ -94,8 +94,8 @@ def build_child_objects(
 
 
 def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the fields of spec.podTemplate that the API server does not know. Fields that the operator adds itself are
-    left out."""
+    """Return the fields of spec.podTemplate that the API server does not support, without fields that the operator
+    adds."""
     pod_template = service.spec.podTemplate
     paths = [path[2:] for path in unsupported_fields if path[:2] == _POD_TEMPLATE_PATH]
     used_paths = [path for path in paths if remove_fields(pod_template, {path}) != pod_template]
@@ -112,7 +112,7 @@ def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, li
 
 
 def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: Body) -> Manifest:
-    """Most fields of a claim are immutable: keep the live values of those that the spec does not set."""
+    """Return the claim with the live values of fields that the spec does not set, because most fields are immutable."""
     cache, spec = service.spec.cache, dict(manifest["spec"])
     if not cache.accessModes:
         spec["accessModes"] = live_spec["accessModes"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of a manifest with the live object, to skip an apply that would change nothing. Pure. Used by the applier.
 
-An API server adds defaults, normalizes quantities, and lets others add entries to lists with keys; these are not
-differences. An old API server drops fields that it does not know: that looks like a difference, and costs one apply
-that changes nothing.
+An API server adds defaults and normalizes quantities, and other clients can add entries to lists with keys; these are
+not differences. An old API server drops unknown fields. The comparison then finds a difference, and one apply changes
+nothing.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from quire_operator.api.quantity import to_decimal
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "uid", "type", "topologyKey", "ip")
 """Fields that identify an entry of a list, in the order in which they are tried."""
 _ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", "to", "rules", "triggers", "metrics")
-"""Lists that server-side apply replaces as a whole: they contain only our entries."""
+"""Lists that server-side apply replaces as a whole, so that they contain only entries of the manifest."""
 
 
 def is_up_to_date(desired: Any, live: Any, field: str = "", atomic: bool = False) -> bool:
-    """Whether `live` contains everything in `desired`.
+    """Whether `live` contains all values of `desired`.
 
-    `field` is the name of the field with these values; in an `atomic` field lists contain only our entries.
+    `field` is the name of the field with these values. If `atomic`, a list must have no entries that `desired` lacks.
     """
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint store: the model facts that plans need, read from the hub, a bucket, a web server or a claim.
+"""Checkpoint store: facts about models that plans need, read from the hub, a bucket, a web server or a claim.
 
-Each source is read once and cached: a moved branch must not restart pods. A claim is read by a Job. Called by the plan
-service.
+Each source is read once and cached, because a new commit of a branch must not restart pods. A Job reads claims. Called
+by the plan service.
 """
 
 import asyncio
@@ -33,21 +33,21 @@ SecretValues = Mapping[str, Mapping[str, str]]
 """Values of Secrets by name and key."""
 
 SourceKey = tuple[str, str]
-"""Namespace, and a source as JSON."""
+"""Namespace of a service, and its model source as JSON."""
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
-"""Each read takes a few round trips."""
+"""Maximum number of concurrent reads of sources; each read takes a few round trips."""
 _FAILED_JOB_RETRY_S = 120.0
-"""Wait after a Job that found no model, before the next one: files may still be copied to the claim."""
+"""Seconds between a Job that found no model and the next Job; a user may still copy files to the claim."""
 _MAX_RETRY_AFTER_S = 300.0
-"""Longest Retry-After of a source that is respected, as in the download of a model."""
+"""Maximum seconds of a source's Retry-After; a longer delay is cut to this value, also in the download of a model."""
 _JOB_POLL_S = 5.0
-"""Wait until a Job that another service started is in the cache."""
+"""Seconds to wait until the cache contains a Job that another service started."""
 
 
 class NotReadYet(Exception):
-    """The checkpoint is not known yet; the message contains the reason."""
+    """The facts about the model are not known yet; the message contains the reason."""
 
 
 class CheckpointStore:
@@ -61,12 +61,12 @@ class CheckpointStore:
         requeue: Callable[[ServiceKey, float], None],
         record_write: Callable[[Resource, str], None],
     ) -> None:
-        """`requeue` adds a service to the queue after so many seconds; `record_write` is called for each write."""
+        """`requeue` adds a service to the queue after a number of seconds; `record_write` is called for each write."""
         self._client, self._cache, self._requeue, self._record_write = client, cache, requeue, record_write
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[SourceKey, CheckpointInfo] = OrderedDict()
         self._backoff: dict[SourceKey, tuple[float, ConfigError | Unavailable]] = {}
-        """Sources that are temporarily not read: the time of the next read, and the error of the last one."""
+        """By source that is backing off: the time of the next read, and the error of the last read."""
         self._waiting_services: dict[SourceKey, set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
@@ -74,9 +74,9 @@ class CheckpointStore:
         """Return the facts of a service's model; a Job that reads a claim runs `image`.
 
         Raises:
-            NotReadYet: a Job reads the claim; the service is requeued when it ends.
+            NotReadYet: a Job reads the claim; the service is requeued when the Job ends.
             ConfigError: the model cannot be served.
-            Unavailable, NotFound: the source does not respond, or denies access.
+            Unavailable, NotFound: the source does not respond, denies access, or does not exist.
             ApiError: the API server rejected a Job.
         """
         source, namespace = service.spec.model.source, service.namespace or ""
@@ -94,7 +94,7 @@ class CheckpointStore:
         return self._checkpoints[source_key]
 
     def _raise_if_backing_off(self, source_key: SourceKey, key: ServiceKey) -> None:
-        """Raise the last error of a source that is backing off, and requeue the service for its end."""
+        """If a source is backing off, requeue the service for the next read, and raise the last error."""
         now = asyncio.get_running_loop().time()
         self._backoff = {other: backoff for other, backoff in self._backoff.items() if backoff[0] > now}
         if source_key in self._backoff:
@@ -173,7 +173,7 @@ class CheckpointStore:
         return messages
 
     async def _describe_pod_problem(self, waiting_service: ServiceKey, job_service: ServiceKey, job_name: str) -> str:
-        """Return why a pod of a Job of `job_service` does not run, for the status of `waiting_service`."""
+        """Return the reason why a pod of the Job of `job_service` does not run, for the status of `waiting_service`."""
         bodies = self._job_pods(job_service, job_name)
         for body in bodies:
             for condition in body.get("status", {}).get("conditions") or ():
@@ -201,7 +201,7 @@ def _termination_messages(pods: Iterable[Mapping[str, Any]]) -> list[tuple[int, 
 
 
 def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSource) -> CheckpointInfo | None:
-    """Return the result of a Job; None: it still runs.
+    """Return the result of a Job; None if the Job is running.
 
     Raises:
         ConfigError: the Job failed.
@@ -241,7 +241,7 @@ def _parse_checkpoint(message: str) -> CheckpointInfo:
 async def _read_from_source(service: LLMService, secrets: SecretValues) -> CheckpointInfo:
     def secret_values(ref: SecretRef) -> Mapping[str, str]:
         if ref.name not in secrets:
-            raise AccessDenied(f"Secret {ref.name!r}: there is none in namespace {service.namespace!r}; make it")
+            raise AccessDenied(f"Secret {ref.name!r}: does not exist in namespace {service.namespace!r}; create it")
         return secrets[ref.name]
 
     return await read_source_checkpoint(service.spec.model.source, secret_values)

@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
-"""For all requests to one pod. An edit of the adapters waits for the previous pass, and must reach every responsive pod
-within 5 s."""
+"""Timeout for all requests to one pod together. A new adapter must reach every responsive pod within 5 s, and it can
+wait for the previous pass."""
 UNRESPONSIVE_TIMEOUT_S = 1.0
-"""For a pod that did not respond the last time."""
+"""Timeout for a pod that did not respond to the last visit."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
-"""How often such a pod gets the full timeout again: it may only be slow."""
+"""Interval in which an unresponsive pod gets TOTAL_TIMEOUT_S again, because it can be slow instead of dead."""
 MAX_RESPONSE_BYTES = 16 * 2**20
-"""The status of 4,096 failed adapters has about 4 MB."""
+"""Maximum size of a response. The status of 4,096 failed adapters has about 4 MB."""
 _MAX_ERROR = 300
 _MAX_UNRESPONSIVE_VISITS = 16
-"""Concurrent visits to pods that did not respond the last time: they must not delay the others."""
+"""Maximum concurrent visits to unresponsive pods, so that these do not delay visits to other pods."""
 
 
 class VisitResult(StrEnum):
@@ -58,7 +58,7 @@ class VisitResult(StrEnum):
     UNAUTHORIZED = "unauthorized"
     """The pod has another key (HTTP 401)."""
     FAILED = "failed"
-    """No response, or an invalid one."""
+    """The pod sent no response, or an invalid response."""
 
 
 class PodAdminClient:
@@ -72,13 +72,14 @@ class PodAdminClient:
         unresponsive_timeout_s: float = UNRESPONSIVE_TIMEOUT_S,
         record_visit: Callable[[VisitResult, float], None] = lambda exchange, seconds: None,
     ) -> None:
-        """Create it inside a running event loop; `record_visit` is called with each result and its seconds."""
+        """Create the client; an event loop must be running. `record_visit` is called with result and seconds of each
+        visit."""
         self._total_timeout_s, self._unresponsive_timeout_s = total_timeout_s, unresponsive_timeout_s
         self._record_visit = record_visit
         self._visit_semaphore = asyncio.Semaphore(max_pods)
         self._unresponsive_semaphore = asyncio.Semaphore(_MAX_UNRESPONSIVE_VISITS)
         self._unresponsive_since: dict[str, float] = {}
-        """Pods that did not respond the last time, and when they last had the full timeout."""
+        """By pod that did not respond to the last visit: the time of its last visit with TOTAL_TIMEOUT_S."""
         # trust_env stays off: there is no proxy between the operator and its pods.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -89,13 +90,13 @@ class PodAdminClient:
     async def refresh(
         self, pods: Iterable[PodState], catalog: AdapterCatalog | None, admin_key: str, replace_newer: bool = False
     ) -> tuple[PodState, ...]:
-        """Return the same pods in the same order with their status (GET /status) or the error; a downloading pod gets
+        """Return the same pods in the same order, each with its status (GET /status) or an error. A downloading pod has
         its progress (GET /progress).
 
-        All pods with a running container are visited concurrently. A pod with another catalog gets this one (PUT
-        /adapters) and is read again; None pushes nothing. A pod with a newer catalog gets this one only with
-        `replace_newer`, for a catalog that is known to be the newest. Takes at most 4 s, and mostly 1 s for pods that
-        hung before; raises nothing for a pod.
+        All pods with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to
+        it (PUT /adapters), and its status is read again. If the pod's catalog is newer, this requires `replace_newer`:
+        the caller then knows that `catalog` is the newest. None pushes no catalog. A visit takes at most 4 s, and
+        mostly 1 s for unresponsive pods. Errors of a pod are not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._refresh_pod(pod, push, admin_key) for pod in pods)))
@@ -180,7 +181,7 @@ class CatalogPush:
         return cls(catalog.version, body, replace_newer)
 
     def replaced_digest(self, report: PodStatus) -> str:
-        """Return the digest of the newer catalog that this one replaces; empty: none."""
+        """Return the digest of the pod's newer catalog that this catalog replaces; empty if there is none."""
         return report.catalogue if self.replace_newer and has_newer_catalog(report, self.version) else ""
 
 
@@ -200,7 +201,7 @@ class _AdminPort:
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
 
     async def visit(self, push: CatalogPush | None) -> tuple[PodStatus, VisitResult, str]:
-        """Read the status, push the catalog if needed, and read again; return status, result and error of the push.
+        """Read the status. If needed, push the catalog and read the status again. Return status, result and push error.
 
         Raises:
             _Rejected: the status is invalid. TimeoutError, aiohttp.ClientError, OSError: no response.

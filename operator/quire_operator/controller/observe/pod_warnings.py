@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pod warnings: reasons that the kubelet reports in events only, such as a volume that cannot be mounted.
+"""Pod warnings: problems that the kubelet reports in events only, such as a volume that cannot be mounted.
 
-Events are not watched. They are listed for pods whose containers have not started after some seconds. Called by the
-state observer and the checkpoint store.
+The operator does not watch events. It lists the events of pods whose containers have not started after some seconds.
+Called by the state observer and the checkpoint store.
 """
 
 import asyncio
@@ -19,12 +19,13 @@ from quire_operator.kube.errors import ApiError
 logger = logging.getLogger(__name__)
 
 EVENT_POLL_S = 10.0
-"""Wait before the events of a pod are listed, and between lists: most pods start before that."""
+"""Seconds before the events of a pod are listed, and between lists. Most pods start in less time."""
 _MAX_PODS_PER_PASS = 4
 """Maximum pods per service for which one pass lists events. Pods of one service usually wait for the same reason."""
 _MAX_CACHED_PODS = 10_000
 _SUMMARY_PREFIXES = ("Unable to attach or mount volumes",)
-"""A summary, after two minutes and in changing order, of a cause that another event contains."""
+"""Prefixes of events that only summarize a cause from another event. The kubelet sends them after two minutes, with
+their parts in changing order."""
 
 
 class PodWarnings:
@@ -33,10 +34,10 @@ class PodWarnings:
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
         self._warnings: dict[str, tuple[float, str]] = {}
-        """By uid of a pod: when to list its events next, and the last warning."""
+        """By uid of a pod: the time of the next list of its events, and the last warning."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
-        """Return the same pods; those whose containers do not start have the kubelet's warning as `waiting`."""
+        """Return the same pods. If a pod's containers do not start, its `waiting` is the kubelet's warning."""
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
         warnings = {pod.uid: await self._fetch_warning(namespace, pod) for pod in creating}
@@ -59,7 +60,7 @@ class PodWarnings:
 
 
 def latest_warning(events: Iterable[dict[str, Any]]) -> str:
-    """Return reason and note of a pod's newest warning; empty: none, or a normal event came after it."""
+    """Return reason and note of a pod's newest warning; empty if there is none, or if a normal event is newer."""
     relevant = sorted((event for event in events if event.get("reason") != "FailedScheduling"), key=_event_time)
     last_normal = max((_event_time(event) for event in relevant if event.get("type") != "Warning"), default="")
     # Both can have the same second, such as Scheduled and FailedMount.
@@ -77,6 +78,6 @@ def _note(event: dict[str, Any]) -> str:
 
 
 def _event_time(event: dict[str, Any]) -> str:
-    """Return when it happened last, RFC 3339 to the second; kubelets still write the old event fields."""
+    """Return the time of an event's last occurrence, RFC 3339 in seconds. Kubelets write the old event fields."""
     last_observed = (event.get("series") or {}).get("lastObservedTime") or event.get("deprecatedLastTimestamp")
     return str(last_observed or event.get("eventTime") or event["metadata"].get("creationTimestamp") or "")[:19]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secret store: the admin key of a service's pods, created once, and the Secrets that its sources name.
+"""Secret store: the admin key of a service's pods, which is created once, and the Secrets that its sources reference.
 
-Secrets are read by name and cached for some minutes. They are never listed, nor written to logs, status or events.
+Secrets are read by name and cached for some minutes. They are never listed, and never written to logs, status or
+events.
 """
 
 import asyncio
@@ -21,22 +22,23 @@ from quire_operator.render import object_names
 from quire_operator.render.configmaps import secret_refs
 
 SECRET_TTL_S = 300.0
-"""A changed Secret reaches the pods within this time plus the kubelet's minute."""
+"""Seconds for which a Secret is cached. A changed Secret reaches the pods after at most this time and the kubelet's
+minute."""
 MISSING_SECRET_TTL_S = 15.0
-"""For a Secret that is missing or lacks the key: the user is probably creating it."""
+"""Seconds for which a missing Secret or a missing key is cached, because a user often creates it soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSecret:
-    """A Secret and when it was read."""
+    """A Secret and the time at which it was read."""
 
     read_at: float
     body: Mapping[str, Any] | None
-    """None: it does not exist."""
+    """Body of the Secret; None if the Secret does not exist."""
 
     @property
     def values(self) -> dict[str, str]:
-        """The values by key; values that are not text are left out."""
+        """Values by key, without values that are not text."""
         decoded = {}
         for key, text in ((self.body or {}).get("data") or {}).items():
             try:
@@ -52,13 +54,13 @@ class SecretStore:
     def __init__(self, client: ApiClient, ttl_s: float = SECRET_TTL_S) -> None:
         self._client, self._ttl_s = client, ttl_s
         self._cached_secrets: dict[tuple[str, str], CachedSecret] = {}
-        """In the order of reading."""
+        """Cached Secrets by namespace and name, in the order in which they were read."""
         self._admin_keys: dict[ServiceKey, tuple[str, str]] = {}
         self._unwritten_keys: set[ServiceKey] = set()
         """Services whose key in `_admin_keys` was generated and is not yet stored in a Secret."""
 
     async def get(self, namespace: str, name: str, max_age_s: float = math.inf) -> CachedSecret:
-        """Return a Secret that was read at most `max_age_s` or the TTL ago; raises ApiError."""
+        """Return a Secret, from the cache if it is younger than `max_age_s` and the TTL; raises ApiError."""
         now = asyncio.get_running_loop().time()
         cached = self._cached_secrets.get((namespace, name))
         if cached is None or now - cached.read_at > min(max_age_s, self._ttl_s):
@@ -67,9 +69,9 @@ class SecretStore:
         return cached
 
     async def credentials(self, service: LLMService) -> dict[str, dict[str, str]]:
-        """Return the values of the Secrets that a service's sources name, with the keys they use; raises ApiError.
+        """Return the values of the Secrets that a service's sources reference, without unused keys; raises ApiError.
 
-        A missing Secret is left out; the reader of the source reports it.
+        A missing Secret is omitted; the reader of the source reports it.
         """
         values_by_secret: dict[str, dict[str, str]] = {}
         for ref in secret_refs(service):
@@ -81,9 +83,9 @@ class SecretStore:
         return values_by_secret
 
     async def admin_key(self, key: ServiceKey, uid: str) -> str:
-        """Return the key of the pods' admin port: the stored one, else a new one; raises ApiError.
+        """Return the key of the pods' admin port: the stored key, or a new key if there is none; raises ApiError.
 
-        The key never changes, even if the Secret is deleted: running pods have no other.
+        The key never changes, even if the Secret is deleted, because running pods keep the first key.
         """
         known_uid, value = self._admin_keys.get(key, ("", ""))
         if known_uid != uid or key in self._unwritten_keys:
@@ -97,11 +99,11 @@ class SecretStore:
         return value
 
     def is_key_superseded(self, key: ServiceKey, existing: Mapping[str, Any]) -> bool:
-        """Whether `existing` contains a key, so that the key generated here must not be used."""
+        """Whether `existing` contains a key, so that the generated key of the service must not be used."""
         return key in self._unwritten_keys and object_names.ADMIN_KEY_FIELD in CachedSecret(0.0, existing).values
 
     def update(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
-        """Store the response to a write; None: deleted."""
+        """Store the response to a write; None if the Secret was deleted."""
         self._store(namespace, name, CachedSecret(asyncio.get_running_loop().time(), body))
 
     def invalidate(self, namespace: str, name: str) -> None:
@@ -116,7 +118,7 @@ class SecretStore:
         self.invalidate(key[0], object_names.credentials_secret(key[1]))
 
     def _store(self, namespace: str, name: str, cached: CachedSecret) -> None:
-        """Store a Secret and evict expired ones, which may belong to deleted services."""
+        """Store a Secret, and evict expired Secrets, because these can belong to deleted services."""
         self.invalidate(namespace, name)
         self._cached_secrets[namespace, name] = cached
         while cached.read_at - next(iter(self._cached_secrets.values())).read_at > self._ttl_s:

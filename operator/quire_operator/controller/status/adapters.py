@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters over all pods: which pods need a catalog push, status.adapters, and the condition AdaptersReady. Pure.
 
-Only the status that a pod reports is trusted. It contains generation and digest of the pod's adapter catalog, so the
-operator keeps no record of pushes. A restarted container reports the catalog that it mounted; a restarted engine core
-reports its adapters as loading.
+The operator keeps no record of pushes: the status of a pod contains generation and digest of its adapter catalog. A
+restarted container reports the catalog that it mounted; a restarted engine core reports its adapters as loading.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,36 +16,36 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
-"""Adapters whose errors are in the message; the counts cover all."""
+"""Maximum number of adapters whose errors are in the condition's message; its counts include all adapters."""
 _MAX_ERROR = 512
 _MAX_MODELS = 1025
 _MAX_DIGEST = 71
 _STATES_LEAST_READY_FIRST = ("Failed", "Pending", "Fetching", "Loading", "Ready")
-"""States in order of progress, least first."""
+"""States of an adapter in order of progress, least progress first."""
 
 
 def needs_push(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod needs this catalog: it has another one that is not newer."""
+    """Whether the catalog `version` must be pushed to a pod: the pod has a different catalog that is not newer."""
     return not has_catalog(report, version) and not has_newer_catalog(report, version)
 
 
 def has_newer_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod has a newer catalog, so that the cached service is stale."""
+    """Whether a pod has a newer catalog than `version`, so that the cached service is stale."""
     return report.generation > version.generation and not has_catalog(report, version)
 
 
 def has_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod has exactly these adapters.
+    """Whether a pod has exactly the adapters of the catalog `version`.
 
-    Generations may differ: most edits of a service leave its adapters unchanged, and a push would make the pod check
-    every source again. For a pod that reports no digest the generation decides.
+    Generations can differ, because most edits of a service do not change its adapters. A push would make the pod check
+    every source again. If a pod reports no digest, generations are compared.
     """
     return report.catalogue == version.digest if report.catalogue else report.generation == version.generation
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptersState:
-    """The adapters' part of a status."""
+    """Part of a service's status that describes its adapters."""
 
     entries: list[dict[str, Any]]
     """status.adapters"""
@@ -58,7 +57,7 @@ class AdaptersState:
 def evaluate_adapters(
     catalog: AdapterCatalog, pods: Sequence[PodState], ready_pods: Sequence[PodState]
 ) -> AdaptersState:
-    """Evaluate the adapters; `ready_pods` are those of `pods` that receive clients."""
+    """Evaluate the adapters; `ready_pods` are the pods of `pods` that receive requests."""
     version = catalog.version
     by_name = {pod.uid: _adapters_by_name(pod, version) for pod in pods}
     reporting_pods = list(ready_pods) or [pod for pod in pods if pod.report]
@@ -82,7 +81,7 @@ def evaluate_adapters(
 
 
 def common_model_names(ready_pods: Sequence[PodState]) -> list[str]:
-    """Return the model names that all ready pods serve; none while a ready pod does not report."""
+    """Return the model names that all ready pods serve; an empty list while a ready pod reports no status."""
     if not ready_pods or any(pod.report is None for pod in ready_pods):
         return []
     first, *remaining = [pod.report.models for pod in ready_pods if pod.report]
@@ -127,7 +126,7 @@ def _condition(
 
 
 def _describe_unreachable(unreachable: Sequence[PodState]) -> str:
-    """Return the condition that ready pods do not report, if there are any."""
+    """Return the message about ready pods that do not report their status."""
     more = f" (and {len(unreachable) - 1} more)" if len(unreachable) > 1 else ""
     error = unreachable[0].report_error or "not read yet"
     return f"pod {unreachable[0].name} does not report its status: {error}{more}"
@@ -147,7 +146,7 @@ def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> 
 
 
 def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, AdapterStatus]:
-    """Return what a pod reports of these adapters; nothing if it has another catalog, whose names may differ."""
+    """Return the status of each adapter on a pod; empty if the pod has another catalog, whose names can differ."""
     if pod.report is None or not has_catalog(pod.report, version):
         return {}
     return {status.name: status for status in pod.report.adapters}
@@ -169,7 +168,7 @@ def _adapter_state(name: str, pod: PodState, by_name: dict[str, dict[str, Adapte
 
 
 def _common_digest(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> dict[str, str]:
-    """Return the digest, if all pods that report one report the same."""
+    """Return the adapter's digest if all pods that report a digest report the same one."""
     digests = set(_known_digests(name, pods, by_name))
     return {"digest": digests.pop()} if len(digests) == 1 else {}
 

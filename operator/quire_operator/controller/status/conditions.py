@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conditions of a service: types, reasons, and conversion to .status.conditions. Pure.
 
-Evaluated by rollout.py, model_cache.py, adapters.py and status.py. A test checks that docs/troubleshooting.md
+rollout.py, model_cache.py, adapters.py and status.py evaluate conditions. A test checks that docs/troubleshooting.md
 explains each reason.
 """
 
@@ -30,7 +30,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reasons of conditions. Planned also has the reasons of the plan package."""
+    """Reasons of conditions. The condition Planned also uses the reasons of the package plan."""
 
     # Ready
     READY = "Ready"
@@ -79,13 +79,13 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition without times."""
+    """A condition without its times."""
 
     type: ConditionType
     is_true: bool | None
-    """None: unknown."""
+    """Status of the condition; None means Unknown."""
     reason: str
-    """A Reason, or a reason of the plan package."""
+    """A Reason, or a reason of the package plan."""
     message: str
 
     @property
@@ -114,7 +114,7 @@ def to_conditions(
 
 
 def to_single_line(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Join text to one line of at most `limit` characters; indented lines, as of a table, are left out."""
+    """Join `text` to one line of at most `limit` characters, without indented lines such as those of a table."""
     first, *remaining = text.strip().splitlines() or [""]
     return _truncate("; ".join([first, *(line for line in remaining if line.strip() and not line[0].isspace())]), limit)
 

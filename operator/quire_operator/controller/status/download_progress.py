@@ -14,11 +14,11 @@ from quire_spec.documents.download_progress import DownloadProgress, format_byte
 MIN_INTERVAL_S = 10.0
 """Minimum time between two updates."""
 MAX_INTERVAL_S = 30.0
-"""Time after which the numbers are updated even without much progress."""
+"""Seconds after which the fields are updated even if the progress is small."""
 MIN_PERCENT_STEP = 5
 """Progress in percent that causes an earlier update."""
 STALE_S = 120.0
-"""Numbers that were not confirmed for so long are removed."""
+"""Seconds after which fields that no response has confirmed are removed."""
 
 _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 
@@ -26,9 +26,9 @@ _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 def to_fields(
     progress: DownloadProgress | None, planned_bytes: int | None, previous: Mapping[str, Any], now: datetime
 ) -> dict[str, Any]:
-    """Return the fields of status.cache of a running download; empty while nothing is known.
+    """Return the fields of status.cache for a running download; empty while the progress is unknown.
 
-    The progress is None if its pod did not respond. The planned size is for sources that report no size.
+    `progress` is None if the pod did not respond. `planned_bytes` is used for sources that report no size.
     """
     unchanged = (
         {name: previous[name] for name in _FIELDS if name in previous} if previous.get("state") == "Downloading" else {}
@@ -52,7 +52,7 @@ def to_fields(
 
 
 def describe(cache: Mapping[str, Any]) -> str:
-    """Return the fields as text; empty without numbers."""
+    """Return the fields of status.cache as text; empty if they contain no numbers."""
     if "at" not in cache:
         return ""
     size, total, rate = (_parse_number(cache.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond"))
@@ -92,7 +92,7 @@ def _status_fields(progress: DownloadProgress, now: datetime) -> dict[str, Any]:
 
 
 def _percent(cache: Mapping[str, Any]) -> int:
-    """Return the percentage in the status. Without one, return a number so low that the first percentage is written."""
+    """Return the percentage in the status. If there is none, return a low number, so that the first one is written."""
     percent = _parse_number(str(cache.get("progress", "")).removesuffix("%"))
     return -MIN_PERCENT_STEP if percent is None else percent
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes events of a service, one for each transition of its status. Pure. Called by the status writer.
 
-A transition is a change of a condition's status or reason, of an adapter's state, or of the plan. A message that
-changes under the same reason makes no event.
+A transition is a change of a condition's status or reason, of an adapter's state, or of the plan. A change of only the
+message creates no event.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ from quire_operator.controller.status.conditions import ConditionType, Reason, t
 from quire_operator.controller.status.status import MAX_KV_TOKEN_DRIFT, kv_token_drift
 
 MAX_MESSAGE = 1024
-"""Maximum characters of a note; the API server rejects longer ones."""
+"""Maximum characters of an event's note; the API server rejects longer notes."""
 _MAX_ADAPTERS = 10
-"""Maximum events about adapters in one change; a catalog has up to 1,024 adapters."""
+"""Maximum number of events about adapters in one status change; a catalog has up to 1,024 adapters."""
 _SILENT_REASONS = frozenset(
     {
         Reason.ACCEPTED,
@@ -27,9 +27,9 @@ _SILENT_REASONS = frozenset(
         Reason.NO_READY_PODS,
     }
 )
-"""Reasons that make no event: another event reports the same, or the result will."""
+"""Reasons that create no event, because another event reports the cause or the result."""
 _SILENT_INITIAL_REASONS = frozenset({Reason.UPDATING})
-"""Reasons that make no event for a new service: the Deployment has events about its pods."""
+"""Reasons that create no event for a new service, because the Deployment's own events report its pods."""
 _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, ConditionType.MODEL_CACHED)
 
 
@@ -75,7 +75,7 @@ def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> It
 
 
 def _is_reported_elsewhere(kind: ConditionType, new: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether another condition's event has the same cause: Ready and Progressing repeat the reasons of others."""
+    """Whether another condition's event reports the cause; Ready and Progressing repeat reasons of other conditions."""
     if kind is ConditionType.READY:
         # Adapters have events of their own.
         return bool(new["status"] != "True" and new["reason"] != Reason.PODS_UNREACHABLE)

@@ -28,7 +28,7 @@ def evaluate_model_cache(
         return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
     if planning.spec_error:
         # Nothing is applied, and the observed objects may have another source.
-        message = "not judged: the spec cannot be used, see ConfigValid"
+        message = "unknown: the spec is invalid, see ConfigValid"
         return Condition(ConditionType.MODEL_CACHED, None, Reason.INVALID, message), dict(previous_cache) or {
             "state": "Pending"
         }
@@ -36,7 +36,7 @@ def evaluate_model_cache(
     mode = model_storage.cache_mode(service)
     if mode == "PVC":
         if observed.job is None and not is_planned:
-            message = "the model is downloaded once there is a plan, see Planned"
+            message = "the download starts when there is a plan, see Planned"
             return _condition(False, Reason.DOWNLOAD_PENDING, message), _cache_fields("Pending", None)
         progress_fields = download_progress.to_fields(
             _current_progress(observed.job_pods), planned_bytes, previous_cache, now
@@ -50,7 +50,7 @@ def evaluate_model_cache(
         )
     claim = service.spec.model.source.pvc
     if claim and not is_planned:
-        message = f"not known of claim {claim.claimName!r} while there is no plan, see Planned"
+        message = f"unknown for claim {claim.claimName!r} until there is a plan, see Planned"
         return Condition(ConditionType.MODEL_CACHED, None, Reason.ON_CLAIM, message), {"state": "Pending"}
     location = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
     return _condition(True, Reason.ON_CLAIM, location), {"state": "Ready"}
@@ -69,7 +69,7 @@ def job_succeeded(job: Body | None, claim: Body | None) -> bool:
 
 
 def predates_claim(job: Body | None, claim: Body | None) -> bool:
-    """Whether a Job is older than the claim, and so downloaded to a deleted one of the same name."""
+    """Whether a Job is older than the claim. It then downloaded to a deleted claim of the same name."""
     if job is None or claim is None:
         return False
     job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
@@ -77,14 +77,15 @@ def predates_claim(job: Body | None, claim: Body | None) -> bool:
 
 
 def is_terminating(claim: Body | None) -> bool:
-    """Whether a claim is being deleted: it remains while pods have it, ended ones included, and new pods cannot."""
+    """Whether a claim is being deleted. Such a claim exists until the last pod with it is deleted; new pods cannot
+    mount it."""
     return claim is not None and "deletionTimestamp" in claim["metadata"]
 
 
 def _evaluate_job_download(
     service: LLMService, observed: ObservedState, previous_cache: Mapping[str, Any], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """Evaluate one Job that downloads to a claim for all pods."""
+    """Evaluate the Job that downloads the model to the claim of all pods."""
     pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
     results = [outcome for pod in pods if (outcome := _download_result(pod))]
     last_result = results[-1] if results else None
@@ -104,7 +105,7 @@ def _evaluate_job_download(
         reason, message = _explain_failure(service, pods, last_result)
         return _condition(False, reason, f"{message}; it is tried again"), _cache_fields("Failed", last_result)
     if running := [pod for pod in pods if pod.phase == "Running" and not pod.deleting]:
-        last_error = f"; the try before: {last_result.message}" if last_result and last_result.message else ""
+        last_error = f"; the previous try failed: {last_result.message}" if last_result and last_result.message else ""
         progress_text = f": {description}" if (description := download_progress.describe(progress_fields)) else ""
         message = (
             f"pod {running[-1].name} downloads {_describe_source(service.spec.model.source)}{progress_text}{last_error}"
@@ -120,7 +121,7 @@ def _evaluate_job_download(
 def _evaluate_pod_downloads(
     service: LLMService, pods: list[PodState], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """Evaluate pods that each download for themselves before they start."""
+    """Evaluate pods that each download the model before they start."""
     failed_pods = [
         (pod, result)
         for pod in pods
@@ -146,7 +147,7 @@ def _evaluate_pod_downloads(
 
 
 def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
-    """Return the progress of the download; of several, that of the first pod by name."""
+    """Return the progress of the download; with several pods, that of the first pod by name."""
     reporting_pods = [pod for pod in pods if pod.alive and pod.downloading and pod.progress is not None]
     return min(reporting_pods, key=lambda pod: pod.name).progress if reporting_pods else None
 
@@ -154,7 +155,7 @@ def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
 def _explain_failure(
     service: LLMService, pods: list[PodState], last_result: DownloadResult | None
 ) -> tuple[Reason, str]:
-    """Return why a download failed; for denied access with the Secret."""
+    """Return reason and message of a failed download; for denied access the message names the Secret."""
     if last_result is None:
         terminated = pods[-1].terminated if pods else None
         details = (
@@ -174,12 +175,12 @@ def _explain_result(service: LLMService, result: DownloadReason, message: str) -
 
 
 def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result: DownloadResult | None) -> str:
-    """Return what a download that does not run waits for."""
+    """Return the cause for which a download has not started, as text."""
     if observed.claim and is_terminating(observed.claim):
         return (
-            f"claim {observed.claim['metadata']['name']} is being deleted, which waits for the last pod that has it; "
-            "then it is created again, and filled. Running pods keep it, but no new one can start: to delete it now, "
-            "set spec.replicas to 0 until it is filled"
+            f"claim {observed.claim['metadata']['name']} is being deleted, and exists until its last pod ends; then "
+            "the operator creates it again, and the download starts. Until then no new pod can start. To delete the "
+            "claim now, set spec.replicas to 0 until the download ends"
         )
     if observed.job is None:
         return "the download Job is being created"
@@ -210,7 +211,7 @@ def _cache_fields(state: str, result: DownloadResult | None) -> dict[str, Any]:
 
 def _describe_cache(cache: Mapping[str, Any]) -> str:
     size = str(cache.get("bytes", ""))
-    phrases = ["all files are there", *([f"{int(size) / 2**30:.2f} GiB"] if size.isdigit() else [])]
+    phrases = ["all files exist", *([f"{int(size) / 2**30:.2f} GiB"] if size.isdigit() else [])]
     return ", ".join([*phrases, *([f"revision {cache['revision']}"] if cache.get("revision") else [])])
 
 
@@ -225,7 +226,7 @@ def _describe_source(source: Source) -> str:
 
 
 def _secret_hint(source: Source) -> str:
-    """Return which Secret to check, or the field that names one."""
+    """Return a fix that names the Secret, or the field for a Secret if the source has none."""
     for source_field, secret_field in (
         ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
     ):  # fmt: skip

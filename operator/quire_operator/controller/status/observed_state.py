@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observed state of one service in one pass: its objects, reduced to the inputs of the status. Pure.
+"""Observed state of one service in one pass: the values of its objects that the status depends on. Pure.
 
-Built by state_observer.py and pod_admin_client.py, evaluated by status.py.
+state_observer.py and pod_admin_client.py build it; status.py evaluates it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,9 +29,9 @@ class TerminatedContainer:
     container: str
     exit_code: int
     reason: str
-    """OOMKilled, Error, Completed, ..."""
+    """Reason from the kubelet, such as OOMKilled, Error or Completed."""
     message: str
-    """Its termination message, or the end of its log."""
+    """Termination message of the container, or the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,95 +41,95 @@ class PodState:
     name: str
     uid: str
     ip: str
-    """Empty before the pod has one."""
+    """IP address; empty until the pod has one."""
     phase: str
     ready: bool
-    """By the kubelet's Ready condition."""
+    """Whether the kubelet's condition Ready is True."""
     deleting: bool
     started_at: str
-    """When the main container started, RFC 3339; empty while it does not run."""
+    """Start time of the main container, RFC 3339; empty while the container does not run."""
     restarts: int
-    """Restarts of the main container."""
+    """Number of restarts of the main container."""
     template_hash: str
-    """Label of its ReplicaSet."""
+    """Label pod-template-hash, which identifies the ReplicaSet."""
     health_port: int | None
-    """Container port named health, with the admin API; None: the pod has none."""
+    """Number of the container port `health`, which serves the admin API; None if the pod has no such port."""
     created_at: str = ""
     """metadata.creationTimestamp"""
     unschedulable: str = ""
-    """The scheduler's message; empty when the pod has a node."""
+    """Message of the scheduler about a pod without a node; empty if the pod has a node."""
     waiting: str = ""
-    """Reason and message of a waiting container, unless it waits for an earlier one."""
+    """Reason and message of a waiting container. Containers that wait for an earlier container are ignored."""
     creating: bool = False
-    """It has a node, but no container has started: volumes, network or images are not ready."""
+    """True if the pod has a node, but no container has started: volumes, network or images are not ready."""
     terminated: TerminatedContainer | None = None
-    """The last failed termination of a container, or the successful one of a download."""
+    """Last failed termination of a container, or the successful termination of the download container."""
     report: PodStatus | None = None
-    """Response to GET /status; None: not read, or no response."""
+    """Response to GET /status; None if it was not read or the pod did not respond."""
     report_error: str = ""
-    """Why there is no report, or why the pod rejected the catalog; never contains the key."""
+    """Reason why there is no report, or why the pod rejected the catalog; it never contains the admin key."""
     download_folder: str = ""
-    """Folder to which a container downloads the model before the pod serves; its name depends on the source."""
+    """Folder to which the download container downloads the model; the folder's name depends on the source."""
     downloading: bool = False
-    """Whether its download container runs."""
+    """Whether the download container of the pod is running."""
     progress: DownloadProgress | None = None
-    """Response to GET /progress during a download; None: not read, or no response."""
+    """Response to GET /progress during a download; None if it was not read or the pod did not respond."""
 
     @property
     def core_started_at(self) -> str | None:
-        """When its engine core started: a restart of the core alone loses its adapters."""
+        """Start time of the pod's engine core. A restart of only the engine core loses its adapters."""
         return self.report.core_started_at if self.report else None
 
     @property
     def alive(self) -> bool:
-        """Whether it is neither being deleted nor terminated."""
+        """Whether the pod is neither being deleted nor terminated."""
         return not self.deleting and self.phase in ("Pending", "Running")
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """Everything observed of a service in one pass."""
+    """All observations of a service in one pass."""
 
     deployment: Body | None = None
-    """At least as new as this pass's apply: its response or a later event. With an older one the status would report a
-    rollout as complete that has not started."""
+    """Deployment of the service, from the response to this pass's apply or from a later event. With an older version,
+    the status would report a rollout as complete before its start."""
     pods: tuple[PodState, ...] = ()
-    """Server pods."""
+    """Server pods of the service."""
     job: Body | None = None
-    """The download Job of the spec's source."""
+    """Job that downloads the model of the spec."""
     job_pods: tuple[PodState, ...] = ()
-    """Its pods."""
+    """Pods of the download Job."""
     claim: Body | None = None
-    """The claim with the model."""
+    """PersistentVolumeClaim with the model."""
     applied_generation: int = 0
-    """Generation for which all objects were applied; if older than the spec's, the apply is incomplete."""
+    """Last generation whose objects were all applied. If it is less than the spec's, the apply is incomplete."""
     unavailable_kinds: tuple[str, ...] = ()
-    """Kinds that the spec requests and the API server does not serve."""
+    """Kinds of objects that the spec requests but the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not know."""
+    """Fields of the spec that the API server does not support."""
     apply_error: str = ""
-    """Errors of rejected applies; empty: none."""
+    """Errors of applies that the API server rejected; empty if there is none."""
     conflict: str = ""
-    """An existing object with the name of a manifest but another owner; empty: none."""
+    """Message about an object with another owner that has the name of a manifest; empty if there is none."""
     pending_deletion: str = ""
-    """An object that must be deleted before anything is applied; empty: none."""
+    """Name of an object whose deletion must end before manifests are applied; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningResult:
-    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set. If one is, `plan` is the
+    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set; `plan` is then the
     previous valid plan, which stays deployed."""
 
     plan: Plan | None = None
     spec_error: str = ""
-    """Why the spec is invalid, one line for each problem; empty: it is valid."""
+    """Reasons why the spec is invalid, one line for each problem; empty if the spec is valid."""
     unplannable: Unplannable | None = None
     waiting_for: str = ""
-    """What planning waits for; empty: nothing."""
+    """Event or result for which planning waits, as text; empty if planning does not wait."""
     read_error: DownloadReason | None = None
-    """Why the model could not be read, if `waiting_for` is set because of that; None: it was read, or not tried."""
+    """Reason why the model could not be read; None if it was read or no read was tried."""
     needs_backoff: bool = False
-    """No event reports the end of waiting: retry with backoff."""
+    """True if no event reports the end of the wait, so that planning must be retried with backoff."""
 
 
 def parse_pod(body: Body) -> PodState:
@@ -173,7 +173,7 @@ def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 _CREATING_REASONS = ("ContainerCreating", "PodInitializing")
-"""Reasons of containers that wait for volumes, the network or an earlier container."""
+"""Waiting reasons of containers that wait for volumes, the network or an earlier container."""
 
 
 def _container_statuses(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

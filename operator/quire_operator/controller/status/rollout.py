@@ -11,12 +11,12 @@ from quire_operator.controller.status.observed_state import ObservedState, PodSt
 _MAX_POD_MESSAGE = 400
 """Maximum characters of one pod's message."""
 _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
-"""Waiting for a restart: the message contains a changing duration instead of the cause."""
+"""Waiting reasons whose message is omitted, because it contains a changing duration instead of the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodProblem:
-    """Why a pod is not ready."""
+    """Reason why a pod is not ready."""
 
     reason: Reason
     message: str
@@ -29,12 +29,12 @@ class RolloutState:
     desired_replicas: int
     """Number of desired pods."""
     is_complete: bool
-    """All desired pods have this generation and are ready, and there are no others."""
+    """True if all desired pods have this generation and are ready, and no other pods exist."""
     reason: Reason
-    """Why the rollout is not complete, or RolloutComplete."""
+    """Reason why the rollout is not complete; RolloutComplete if it is complete."""
     message: str
     in_progress: bool
-    """The rollout can still complete by itself."""
+    """True if the rollout can complete without a change by a user."""
 
     def progressing_condition(self) -> Condition:
         """Return the condition Progressing."""
@@ -44,12 +44,13 @@ class RolloutState:
 
 
 def ready_pods(observed: ObservedState) -> tuple[PodState, ...]:
-    """Return the pods that receive clients and serve them, by the kubelet and, if known, by their own status."""
+    """Return the pods that are ready according to the kubelet and, if known, according to their own status."""
     return tuple(pod for pod in observed.pods if _is_ready(pod))
 
 
 def available_condition(observed: ObservedState, desired_replicas: int | None) -> Condition:
-    """Return the condition Available: pods of any generation serve. `desired_replicas` None: the spec is invalid."""
+    """Return the condition Available: True if pods of any generation serve. `desired_replicas` is None for an invalid
+    spec."""
     num_ready = len(ready_pods(observed))
     if num_ready:
         desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
@@ -64,7 +65,7 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
 def evaluate_rollout(
     observed: ObservedState, generation: int, desired_replicas: int, gpu_resource: str | None
 ) -> RolloutState:
-    """Evaluate the rollout of `generation`; `gpu_resource` is the pods' GPU resource name, None on CPUs."""
+    """Evaluate the rollout of `generation`; `gpu_resource` is the resource name of the pods' GPUs, None on a CPU."""
     deployment = observed.deployment
     if observed.applied_generation != generation or deployment is None:
         pending_text = f"; {observed.pending_deletion}" if observed.pending_deletion else ""
@@ -72,7 +73,7 @@ def evaluate_rollout(
         return RolloutState(desired_replicas, False, Reason.UPDATING, message, True)
     counts = _ReplicaCounts.from_deployment(deployment)
     if counts.is_complete(desired_replicas) and _pods_agree(observed, desired_replicas):
-        message = f"{desired_replicas} of {desired_replicas} pods are of this generation and ready"
+        message = f"{desired_replicas} of {desired_replicas} pods have this generation and are ready"
         return RolloutState(desired_replicas, True, Reason.ROLLOUT_COMPLETE, message, False)
     reason, message = _blocking_reason(observed, counts, desired_replicas, gpu_resource)
     conditions = {c["type"]: c for c in deployment.get("status", {}).get("conditions") or ()}
@@ -93,7 +94,7 @@ def evaluate_rollout(
 
 
 def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
-    """Return why a pod is not ready; None for one that is just starting."""
+    """Return the problem of a pod that is not ready; None if the pod is starting normally."""
     if pod.unschedulable:
         is_gpu_shortage = gpu_resource is not None and f"Insufficient {gpu_resource}" in pod.unschedulable
         return PodProblem(Reason.INSUFFICIENT_GPU if is_gpu_shortage else Reason.UNSCHEDULABLE, pod.unschedulable)
@@ -118,7 +119,7 @@ class _ReplicaCounts:
     """Counts of a Deployment's status."""
 
     is_current: bool
-    """The status belongs to the Deployment's newest generation."""
+    """True if the status belongs to the Deployment's newest generation."""
     desired: int
     replicas: int
     updated: int
@@ -140,7 +141,8 @@ class _ReplicaCounts:
 
 
 def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
-    """Whether the pods confirm it: their watch and the Deployment's are not ordered."""
+    """Whether the pods confirm that the rollout is complete. The watches of pods and Deployments have no common
+    order."""
     hashes = {pod.template_hash for pod in observed.pods if pod.alive}
     alive = sum(pod.alive for pod in observed.pods)
     return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1
@@ -149,7 +151,7 @@ def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
 def _blocking_reason(
     observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int, gpu_resource: str | None
 ) -> tuple[Reason, str]:
-    """Return what the rollout waits for: first the scheduler, then the pods' problems, then plain waiting."""
+    """Return reason and message of an incomplete rollout: unschedulable pods first, then other problems of pods."""
     problems = [
         (pod.name, cause)
         for pod in sorted(observed.pods, key=lambda pod: pod.name)
@@ -172,7 +174,7 @@ def _blocking_reason(
 def _describe_progress(counts: _ReplicaCounts, desired_replicas: int) -> str:
     updated = counts.updated if counts.is_current else 0
     old_text = f", {counts.replicas - updated} have an older one" if counts.replicas > updated else ""
-    return f"{updated} of {desired_replicas} pods are of this generation, {counts.ready} are ready{old_text}"
+    return f"{updated} of {desired_replicas} pods have this generation, {counts.ready} are ready{old_text}"
 
 
 def _is_ready(pod: PodState) -> bool:

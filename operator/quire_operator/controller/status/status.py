@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole .status of a service, from its desired and observed state. Pure: the clock is an argument.
 
-Ready summarizes the others. It is True only if every pod has this generation and every adapter, and is ready according
-to the kubelet and to its own status.
+The condition Ready summarizes the other conditions. It is True only if every pod has this generation and every adapter,
+and is ready according to the kubelet and to its own status.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,10 +38,10 @@ def build_status(
     previous: Mapping[str, Any],
     now: datetime,
 ) -> dict[str, Any]:
-    """Build the whole .status, which replaces the previous one if it differs.
+    """Build the whole .status, which replaces the previous .status if it differs.
 
-    `service` is None if the spec cannot be parsed; planning.spec_error contains the reason. A time changes only with
-    the value that it belongs to, so an unchanged service gives an unchanged status.
+    `service` is None if the spec cannot be parsed; planning.spec_error contains the reason. A time changes only
+    together with its value, so the status of an unchanged service does not change.
     """
     if service is None:
         evaluated = _evaluate_unreadable_spec(planning, observed, previous)
@@ -75,13 +75,13 @@ class _EvaluatedSpec:
 def _evaluate_unreadable_spec(
     planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any]
 ) -> _EvaluatedSpec:
-    """Evaluate an invalid spec: the previous objects keep serving."""
+    """Evaluate an invalid spec. The objects of the previous spec stay and keep serving."""
     config = _config_valid(planning, observed)
     conditions = [config, available_condition(observed, None)]
     for kind in (ConditionType.PROGRESSING, ConditionType.READY):
         conditions.append(Condition(kind, False, config.reason, config.message))
     for kind in (ConditionType.PLANNED, ConditionType.MODEL_CACHED, ConditionType.ADAPTERS_READY):
-        message = "not judged: the spec cannot be read, see ConfigValid"
+        message = "unknown: the spec is invalid, see ConfigValid"
         conditions.append(Condition(kind, None, config.reason, message))
     return _EvaluatedSpec(conditions, {key: previous[key] for key in _PRESERVED_FIELDS if key in previous})
 
@@ -142,12 +142,12 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
     if observed.unknown_fields:
         fields = ", ".join(observed.unknown_fields)
         omissions.append(
-            f"the API server knows no {fields}, so that was left out; correct it, or take it out of the spec"
+            f"the API server does not support {fields}, so it was omitted; correct it, or remove it from the spec"
         )
     if observed.unavailable_kinds:
         kind_names = ", ".join(observed.unavailable_kinds)
         omissions.append(
-            f"the API server has no {kind_names}, so that was left out; install it, or take it out of the spec"
+            f"the API server does not serve {kind_names}, so it was omitted; install it, or remove it from the spec"
         )
     if omissions:
         reason = Reason.FIELDS_LEFT_OUT if observed.unknown_fields else Reason.KINDS_LEFT_OUT
@@ -158,7 +158,7 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
 def _planned_condition(planning: PlanningResult) -> Condition:
     plan = planning.plan
     if planning.spec_error and plan is None:
-        return Condition(ConditionType.PLANNED, None, Reason.INVALID, "the spec cannot be used, see ConfigValid")
+        return Condition(ConditionType.PLANNED, None, Reason.INVALID, "the spec is invalid, see ConfigValid")
     if planning.unplannable is not None:
         return Condition(ConditionType.PLANNED, False, planning.unplannable.reason, str(planning.unplannable))
     if planning.waiting_for or plan is None:
@@ -169,14 +169,14 @@ def _planned_condition(planning: PlanningResult) -> Condition:
 def _summarize_plan(plan: Plan) -> str:
     max_model_len = plan.maxModelLen.value
     devices = f"{plan.gpu.count} x {plan.gpu.product or 'GPU'}" if plan.gpu else "CPU"
-    return f"{devices}: {plan.kvTokens} KV tokens hold {plan.concurrency:.1f} requests of {max_model_len} tokens"
+    return f"{devices}: {plan.kvTokens} KV tokens are enough for {plan.concurrency:.1f} requests of {max_model_len}"
 
 
 def _first_blocker(service: LLMService, conditions: Iterable[Condition]) -> Condition | None:
     """Return the condition that prevents any rollout of this generation."""
     blocker = next((condition for condition in conditions if condition.is_true is not True), None)
     if service.spec.paused and (blocker is None or blocker.reason != Reason.INVALID):
-        message = "spec.paused is set: the operator changes and repairs nothing, and only writes the status"
+        message = "spec.paused is true: the operator writes the status, but does not change other objects"
         return Condition(ConditionType.PROGRESSING, None, Reason.PAUSED, message)
     return blocker
 
@@ -220,9 +220,9 @@ def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
 
 
 _MAX_KV_VALUE = 2**31
-"""Upper bounds of plausible values; an API server rejects integers beyond 64 bits."""
+"""Upper bound of plausible values; an API server rejects integers of more than 64 bits."""
 MAX_KV_TOKEN_DRIFT = 0.10
-"""A larger difference is reported in the condition."""
+"""Minimum difference of measured and planned KV tokens that the condition reports, as a fraction."""
 
 
 def _describe_drift(plan: Mapping[str, Any]) -> str:
@@ -239,7 +239,7 @@ def _describe_drift(plan: Mapping[str, Any]) -> str:
 def _plan_fields(
     plan: Plan | None, observed: ObservedState, rollout_state: RolloutState, previous: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return status.plan; without a new plan the last one is kept, by which the pods run."""
+    """Return status.plan. If there is no new plan, this is the previous plan, which the running pods have."""
     previous_plan = dict(previous.get("plan") or {})
     if plan is None:
         return previous_plan
@@ -265,7 +265,7 @@ def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
 
 
 def _format_time(text: str | None) -> str:
-    """Return RFC 3339 as the schema requires it; empty for anything else."""
+    """Return a time in the RFC 3339 form of the schema; empty if `text` is not a time."""
     try:
         moment = datetime.fromisoformat(text or "")
     except ValueError:
@@ -274,7 +274,7 @@ def _format_time(text: str | None) -> str:
 
 
 def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
-    """Return the fields toolCallParser and reasoningParser: what all ready pods report."""
+    """Return the fields toolCallParser and reasoningParser if all ready pods report the same values."""
     reports = [pod.report for pod in ready if pod.report]
     names = {
         "toolCallParser": {report.tool_call_parser for report in reports},

@@ -48,7 +48,7 @@ def downloading(number=1, progress=None):
 def test_a_model_that_is_there():
     found = checked_status(healthy_state(job_pods=(ended_download(DownloadReason.DOWNLOADED, "0e9e39f"),)))
     assert found["cache"] == {"state": "Ready", "bytes": str(3 * 2**30), "revision": "0e9e39f"}
-    assert condition(found, "ModelCached")["message"] == "all files are there, 3.00 GiB, revision 0e9e39f"
+    assert condition(found, "ModelCached")["message"] == "all files exist, 3.00 GiB, revision 0e9e39f"
     later = checked_status(healthy_state(), previous=found, now=CREATED_LATER)
     assert later["cache"] == found["cache"], "the Job's pod is gone, what it said is not"
 
@@ -121,7 +121,7 @@ def test_how_far_a_download_is():
     assert condition(found, "Ready")["message"] == words
     cut = ended_download(DownloadReason.UNREACHABLE, message="HTTP 503")
     _, words = on_its_way(DownloadProgress(3 * 2**30, 15 * 2**30), None, 0, cut)
-    assert words.endswith(": 3.0 GiB of 15.0 GiB (20%); the try before: HTTP 503")
+    assert words.endswith(": 3.0 GiB of 15.0 GiB (20%); the previous try failed: HTTP 503")
     for progress, end in (
         (DownloadProgress(7 * 2**30, 15 * 2**30, 0), "(46%), nothing comes now"),
         (DownloadProgress(15 * 2**30, 15 * 2**30, 0), "(100%), which are being checked"),

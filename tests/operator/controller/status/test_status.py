@@ -267,7 +267,7 @@ def test_fields_that_the_cluster_lacks_are_named_and_stop_nothing():
     )
     assert conditions_by_type(found)["ConfigValid"] == ("True", "FieldsLeftOut")
     message = condition(found, "ConfigValid")["message"]
-    assert "no spec.podTemplate.spec.nodeSelektor, so" in message and "no InferencePool, so" in message
+    assert "support spec.podTemplate.spec.nodeSelektor, so" in message and "serve InferencePool, so" in message
     assert ready_condition(found) == ("True", "Ready")
 
 
@@ -344,6 +344,6 @@ def test_a_table_stays_one_where_it_belongs_and_is_left_out_elsewhere():
     found = checked_status(healthy_state(applied_generation=0), PlanningResult(unplannable=why.value))
     assert condition(found, "Planned")["message"] == str(why.value)
     assert re.fullmatch(
-        r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; use a larger GPU, or a smaller model; The smallest .*",
+        r"spec.gpu: NVIDIA-L4: the model does not fit [^;]*; use a larger GPU, or a smaller model; The model .*",
         condition(found, "Ready")["message"],
     )
