@@ -120,7 +120,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _settings(args: argparse.Namespace) -> SupervisorSettings:
-    """Return the settings, whose fields are the options; a vllm_backend model becomes engine.json and adapters.json."""
+    """Return the settings from the options; convert a vllm_backend model to engine.json and adapters.json."""
     values = vars(args) | {"host": listen_address(args.host, os.environ), "pvcs": dict(args.pvcs)}
     if args.vllm_repository is not None:
         key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
@@ -137,7 +137,7 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
 
 
 def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the arguments of the OpenAI front that are not the supervisor's own."""
+    """Yield the arguments of the OpenAI front that the supervisor only passes on."""
     if args.openai_api_keys_dir is not None:
         yield f"--api-keys-dir={args.openai_api_keys_dir}"
     if args.allow_runtime_lora_updating:
@@ -244,7 +244,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--verbose", None, bool, "show all log lines of the server", {}),
     ),
 }
-"""Group -> option, its value in help texts, type (bool: a flag), help, and other arguments of argparse."""
+"""By group of options: name, metavar, type (bool: a flag), help text, and other arguments of argparse."""
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of download Jobs: `python -m quire_server.download`. Rendered Jobs start it by this name."""
+"""Command line of download Jobs, `python -m quire_server.download`. Rendered Jobs contain this module name."""
 
 import sys
 

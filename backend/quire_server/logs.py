@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log output of a pod: the lines of all processes in one stream, each prefixed with the process's name.
 
-INFO lines and tables of the server are dropped unless --verbose is set; its warnings and errors are kept.
+INFO lines and tables of the server are dropped unless --verbose is set; the server's warnings and errors are kept.
 """
 
 import contextlib

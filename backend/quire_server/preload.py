@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the image build: `python -m quire_server.preload`. The Dockerfile runs it by this name."""
+"""Command line of the image build, `python -m quire_server.preload`. The Dockerfile contains this module name."""
 
 import sys
 

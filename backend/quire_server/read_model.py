@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of model reader Jobs: `python -m quire_server.read_model`. Rendered Jobs start it by this name."""
+"""Command line of model reader Jobs, `python -m quire_server.read_model`. Rendered Jobs contain this module name."""
 
 import sys
 

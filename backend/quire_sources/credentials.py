@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credentials that a source's Secret contains. Error messages name Secret and key, and never quote a value.
+"""Credentials from the Secret of a source. Error messages name Secret and key, and never quote a value.
 
 Values are read before each request, so that a rotated Secret takes effect without a restart.
 """
@@ -10,14 +10,14 @@ from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, 
 from quire_spec.errors import AccessDenied
 
 SecretValues = Callable[[SecretRef], Mapping[str, str]]
-"""Returns the keys and values of a Secret; raises a QuireError if it cannot be read."""
+"""Function that returns the keys and values of a Secret; it raises a QuireError if the Secret cannot be read."""
 
 _OPTIONAL_S3_KEY = "AWS_SESSION_TOKEN"
 _REQUIRED_S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 def hub_token(source: HuggingFaceSource, read_secret: SecretValues) -> str | None:
-    """Return the token of the source's Secret, or None; raises AccessDenied."""
+    """Return the token in the source's Secret; None if the source has no Secret. Raises AccessDenied."""
     ref = source.tokenSecretRef
     return None if ref is None else _value(ref, read_secret(ref), ref.key or "token")
 
@@ -33,7 +33,7 @@ def s3_credentials(source: S3Source, read_secret: SecretValues) -> dict[str, str
 
 
 def http_headers(source: HttpSource, read_secret: SecretValues) -> dict[str, str]:
-    """Return every key of the source's Secret as a header; raises AccessDenied."""
+    """Return the keys and values of the source's Secret as HTTP headers; raises AccessDenied."""
     ref = source.headersSecretRef
     if ref is None:
         return {}

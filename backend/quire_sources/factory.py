@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the reader of a source with the Secrets that it names. One HTTP session serves all readers of a factory.
+"""Factory of source readers, with the Secrets that sources reference. All readers of a factory share an HTTP session.
 
 Called by the adapter fetcher, the model download and the planner's checkpoint reader.
 """
@@ -28,20 +28,21 @@ from quire_spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What sources can name on this machine."""
+    """Secrets, claims and local folders of this machine that sources can use."""
 
     secrets_dir: Path | None = None
-    """Folder of mounted Secrets; None: sources cannot name any."""
+    """Folder of mounted Secrets; None: sources cannot use Secrets."""
     pvcs: Mapping[str, Path] = field(default_factory=dict)
-    """Mount path of each claim."""
+    """Mount path by name of a claim."""
     allow_paths: bool = False
-    """Accept `path` sources: true on a developer's machine, never in a pod."""
+    """Whether `path` sources are allowed: true on a developer's machine, never in a pod."""
     hub_endpoint: str | None = None
-    """None is huggingface_hub's default, which HF_ENDPOINT sets."""
+    """URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets."""
 
 
 def concurrency_key(source: Source) -> str:
-    """Return the host or volume of a source; reads of one host share a limit, because it can hang for all of them."""
+    """Return the host or volume of a source. Reads from one host share a limit, because a host can block all its
+    reads."""
     match source:
         case Source(s3=S3Source() as s3):
             return s3.endpoint or "s3"
@@ -60,7 +61,7 @@ class SourceFactory(AsyncExitStack):
     """Opens source readers. Use it as an async context manager."""
 
     def __init__(self, options: SourceOptions, read_secret: SecretValues | None = None) -> None:
-        """`read_secret` None reads the Secrets of `options.secrets_dir`."""
+        """If `read_secret` is None, Secrets are read from `options.secrets_dir`."""
         super().__init__()
         self._options = options
         self._mounted_secrets = MountedSecrets(options.secrets_dir)
@@ -72,7 +73,7 @@ class SourceFactory(AsyncExitStack):
         return self
 
     def open_reader(self, source: Source) -> SourceReader:
-        """Return the reader of `source`; raises ConfigError if the source is invalid or not allowed here."""
+        """Return the reader of `source`; raises ConfigError if the source is invalid or not allowed."""
         assert self._session is not None, "SourceFactory is an async context manager"
         client = HttpClient(self._session)
         match source:
@@ -89,8 +90,7 @@ class SourceFactory(AsyncExitStack):
         raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's mounted Secret. Raises the same ConfigError as
-        `open_reader`."""
+        """Return a number that changes with the source's mounted Secret; raises ConfigError as `open_reader`."""
         return 0 if source.secret_ref is None else self._mounted_secrets.version(source.secret_ref)
 
     def _pvc_reader(self, pvc: PvcSource) -> SourceReader:

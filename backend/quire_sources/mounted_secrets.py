@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets as files: <secrets_dir>/<secret>/<key>, as Kubernetes mounts them, or <secrets_dir>/<secret> as one JSON
-object, as the operator bundles them.
+"""Secrets as files: <secrets_dir>/<secret>/<key> is the layout of Kubernetes. The operator instead writes one JSON
+object for each Secret to <secrets_dir>/<secret>.
 """
 
 import json
@@ -24,8 +24,8 @@ class MountedSecrets:
         """Return every key with its value.
 
         Raises:
-            ConfigError: there is no --secrets-dir, or the name is not valid for a Secret.
-            AccessDenied: the Secret does not exist (yet).
+            ConfigError: --secrets-dir is not set, or the name is not valid for a Secret.
+            AccessDenied: the Secret does not exist; it can be created later.
         """
         path = self._secret_path(secret)
         try:
@@ -36,7 +36,7 @@ class MountedSecrets:
             ) from error
 
     def version(self, secret: SecretRef) -> int:
-        """Return a number that changes when the Secret's content changes; 0 while it does not exist."""
+        """Return a number that changes with the Secret's content; 0 while the Secret does not exist."""
         try:
             return hash(tuple(self.values(secret).items()))
         except AccessDenied:
@@ -54,7 +54,7 @@ class MountedSecrets:
 
 
 def _key_files(folder: Path) -> list[Path]:
-    # Kubernetes keeps links of its own there, named ..data and ..<time>.
+    # The folder also contains links of Kubernetes, named ..data and ..<time>.
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
 
 

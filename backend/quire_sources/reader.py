@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of all source readers: display names, versions, and files by byte range.
 
-A reader translates one protocol and names what failed. It has no retries, no size limits and no state on disk; those
-belong to quire_server.downloads. The operator reads config.json and safetensors headers with `read_range`.
+A reader translates one protocol, and its errors name the failed file. Retries, size limits and state on disk belong to
+quire_server.downloads. The operator reads config.json and safetensors headers with `read_range`.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from typing import Protocol
 from quire_spec.errors import NotFound, Unavailable
 
 _RANGE_TIMEOUT_S = 60.0
-"""Limit for one `read_range`: only a few ranges are read at a time for all services."""
+"""Timeout of one `read_range` in seconds, because only a few ranges are read at the same time for all services."""
 
 
 class FileMissing(NotFound):
-    """The source responds but has no file of this name."""
+    """The source responds, but has no file with this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,19 @@ class OpenFile:
     start: int
     """Offset of the first byte in `chunks`; 0 if the source cannot resume or the file has changed."""
     size: int | None
-    """Bytes of the whole file; None if the source does not report it."""
+    """Size of the whole file in bytes; None if the source does not report the size."""
     version: str | None
-    """Changes with the content; None if the source has no versions, and then a download is not resumed."""
+    """Version, which changes with the content; None if the source has no versions, so that no download resumes."""
     chunks: AsyncIterator[bytes]
 
 
 class SourceReader(Protocol):
-    """The files of one model or adapter. All errors are QuireErrors that name a URL or path, without secrets."""
+    """Protocol of a reader for the files of one model or adapter. All errors are QuireErrors that name a URL or path,
+    without secrets."""
 
     @property
     def is_immutable(self) -> bool:
-        """True if the content can never change, as at a commit."""
+        """True if the content can never change, for example at a commit."""
 
     @property
     def revision(self) -> str | None:
@@ -49,7 +50,7 @@ class SourceReader(Protocol):
         """Return a file's URL or path for messages, without user, password and query."""
 
     def expected_sha256(self, name: str) -> str | None:
-        """Return the digest in hex that the source declares for the file, if it declares one."""
+        """Return the SHA-256 in hex that the source declares for the file; None if it declares none."""
 
     async def version(self, name: str) -> str | None:
         """Return the current `OpenFile.version` without reading the file.
@@ -62,12 +63,12 @@ class SourceReader(Protocol):
     def open(
         self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
     ) -> AbstractAsyncContextManager[OpenFile]:
-        """Read a file from offset `start` if it still has `version` (None: any), else from its beginning.
+        """Read a file from offset `start` if it still has `version` (None: any version), else from its beginning.
 
-        If the file is long enough, at least `num_bytes` bytes from `start` on are read; None reads to the end.
+        `chunks` contains at least `num_bytes` bytes from `start`, unless the file is shorter; None reads to the end.
 
         Raises:
-            FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is cut.
+            FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is lost.
         """
 
 
@@ -75,7 +76,7 @@ async def read_range(reader: SourceReader, name: str, start: int, max_bytes: int
     """Return up to `max_bytes` bytes of a file from offset `start`; None if the source has no such file.
 
     Raises:
-        NotFound, Unavailable: as `SourceReader.open`, and Unavailable after 60 s.
+        NotFound, Unavailable: `SourceReader.open` raised this error, or 60 s have passed (Unavailable).
     """
     data, skip = bytearray(), 0
     try:

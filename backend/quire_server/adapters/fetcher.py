@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Downloads the adapters of the catalog into the cache: size limits, resume, verification, atomic completion.
 
-It uses the readers of quire_sources and knows no protocol. A cached adapter is immutable: names move, digests do not.
-Only an adapter's own files are read, so that a source cannot deliver code: two that it must have, and a chat template,
-which runs in a sandbox. Called by the adapter manager.
+The fetcher uses the readers of quire_sources and is independent of protocols. A cached adapter is immutable: the digest
+of a name can change, the content of a digest cannot. The fetcher reads only two required files and a chat template, so
+that a source cannot deliver code. A chat template runs in a sandbox. Called by the adapter manager.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from quire_spec.errors import AccessDenied, Unavailable
 logger = logging.getLogger(__name__)
 
 MAX_WEIGHTS_BYTES = 4 * 2**30
-"""A rank 64 adapter of a 70B model has 3.3 GiB."""
+"""Maximum size of an adapter's weights. An adapter of LoRA rank 64 for a 70B model has 3.3 GiB."""
 _MAX_CONFIG_BYTES = 2**20
 _LOCK_RETRY_S = 0.2
 
@@ -42,13 +42,13 @@ class CachedAdapter:
 
     @property
     def chat_template(self) -> Path | None:
-        """The template of its conversations, if it has one."""
+        """Path of the adapter's chat template; None if it has none."""
         path = self.folder / CHAT_TEMPLATE_FILE
         return path if path.exists() else None
 
 
 class AdapterFetcher(contextlib.AsyncExitStack):
-    """One cache and its sources. Use it as an async context manager."""
+    """Fetches adapters from their sources into one cache. Use it as an async context manager."""
 
     def __init__(
         self, adapter_cache: AdapterCache, options: SourceOptions, max_weights_bytes: int = MAX_WEIGHTS_BYTES
@@ -70,8 +70,8 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         If the source cannot be reached, the content of the last fetch is returned, with a warning.
 
         Raises:
-            InvalidArgument: the source is wrong, too large or not allowed, or its sha256 differs. Do not retry.
-            NotFound: the files do not exist. Unavailable: a retry may succeed.
+            InvalidArgument: the source is wrong, too large or not allowed, or its sha256 differs; a retry cannot
+            succeed. NotFound: the files do not exist. Unavailable: a retry can succeed.
         """
         reader = self._sources.open_reader(source)
         key = source_key(source)
@@ -84,7 +84,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's Secret. Raises the same InvalidArgument as `fetch`."""
+        """Return a number that changes with the source's Secret. Raises InvalidArgument if the source is wrong."""
         return self._sources.secret_version(source)
 
     def prune_cache(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
@@ -92,7 +92,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return self._adapter_cache.prune(used_digests)
 
     async def _unchanged_record(self, reader: SourceReader, key: str) -> SourceRecord | None:
-        """Return the cached record, if the source still has that content."""
+        """Return the cached record if the content of the source has not changed; else None."""
         record = self._adapter_cache.record(key)
         if record is None or reader.is_immutable:
             return record
@@ -139,7 +139,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
             partial.record_version(name, None)
 
     async def _commit(self, key: str, partial: PartialDownload) -> SourceRecord:
-        # A cancelled fetch does not stop the thread, so the thread keeps the lock on the files that it hashes.
+        # A cancelled fetch does not stop its thread, so the thread keeps the lock on the files that it hashes.
         lock = partial.lock()
 
         def commit() -> SourceRecord:
@@ -155,7 +155,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
     @contextlib.asynccontextmanager
     async def _lock_partial(self, key: str) -> AsyncIterator[PartialDownload]:
-        """Lock the partial download; waits for another supervisor that shares the cache."""
+        """Lock the partial download; wait if another supervisor with the same cache has the lock."""
         with contextlib.ExitStack() as stack:
             is_waiting = False
             while True:
@@ -172,7 +172,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
 @contextlib.contextmanager
 def _translate_disk_errors() -> Iterator[None]:
-    """Turn disk errors into Unavailable: a full or read-only cache may be usable later."""
+    """Convert disk errors to Unavailable, because a full or read-only cache can become usable later."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter of the catalog on this pod: its desired and its actual state. The adapter manager changes both."""
+"""Desired and actual state of one adapter of the catalog on this pod. The adapter manager changes both states."""
 
 import asyncio
 import logging
@@ -19,34 +19,35 @@ class ManagedAdapter:
 
     name: str
     desired: AdapterSpec | None
-    """None: it is being removed."""
+    """Entry of the catalog; None while the adapter is being removed."""
     exposed: bool
     generation: int = 0
-    """Increases with each catalog, after which the source must be checked again."""
+    """Number that increases with each new catalog. After an increase, the source must be checked again."""
     observed_generation: int = -1
-    """`generation` at the last check of the source."""
+    """Value of `generation` at the last check of the source."""
     latest: CachedAdapter | None = None
-    """Content of the catalog's source."""
+    """Last fetched content of the source in the catalog."""
     latest_source: Source | None = None
     active: CachedAdapter | None = None
-    """Content that the name serves; the previous one while a replacement loads or after it has failed."""
+    """Content that requests with this name use. While a replacement loads, or after its failure, this is the previous
+    content."""
     state: AdapterState = AdapterState.FETCHING
     since: str = field(default_factory=utc_now)
     error: str = ""
     failure: QuireError | None = None
     """Error of the last failure."""
     permanent_failure: bool = False
-    """The adapter itself is wrong: there is no retry until the catalog changes."""
+    """True if the adapter is invalid, so that there is no retry until the catalog changes."""
     failures: int = 0
     access_denied: bool = False
-    """The source rejected the credentials in the Secret of version `secret_version`."""
+    """True if the source rejected the credentials in version `secret_version` of the Secret."""
     secret_version: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     fetch_task: "asyncio.Task[CachedAdapter] | None" = None
     fetch_source: Source | None = None
 
     def set_state(self, state: AdapterState, error: str = "") -> None:
-        """Enter a state; `since` changes only with the state."""
+        """Set state and error; `since` changes only if the state changes."""
         if (state, error) != (self.state, self.error):
             level, suffix = (logging.WARNING, f" error={error}") if error else (logging.INFO, "")
             logger.log(level, "adapter name=%s state=%s%s", self.name, state.value, suffix)

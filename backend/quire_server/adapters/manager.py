@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reconciles the adapters of a pod with the catalog: one task per adapter.
 
-Level-triggered: a task compares the actual state (in the process handles) with the desired one, applies the difference,
-and repeats after every change of the catalog or restart of a process. A process restart therefore needs no code of its
-own, and a broken adapter does not delay another. The manager knows neither source protocols nor process protocols.
+Level-triggered: a task compares the actual state (in the process handles) with the desired state and applies the
+difference. It repeats this after every change of the catalog and every restart of a process. A restart therefore needs
+no separate code, and a broken adapter does not delay other adapters. The manager is independent of protocols.
 
-    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or the source's Retry-After up to that
+    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or after min(Retry-After, 5 min)
     Loading    core, alias in text, server model
     Ready      or Failed, with the reason; an invalid adapter is not retried until the catalog changes
 """
@@ -32,24 +32,28 @@ from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgume
 logger = logging.getLogger(__name__)
 
 _MAX_FETCHES_PER_HOST = 8
-"""Limit per host: a host that hangs blocks each fetch for a minute, and must delay only its own adapters."""
+"""Maximum concurrent fetches from one host. A host that hangs blocks each fetch for a minute, and must not delay
+adapters on other hosts."""
 _MAX_TOTAL_FETCHES = 32
 _MAX_ADAPTER_LOADS = 4
 _MAX_MODEL_LOADS = 6
-"""The server starts a process for each; more at once only compete for the CPU."""
+"""Maximum concurrent loads of server models. The server starts a process for each; more would only compete for the
+CPU."""
 _FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 300.0
 _CONNECTION_RETRY_S = 5.0
 _SECRET_POLL_S = 5.0
-"""Poll interval of the Secret after a source has denied access."""
+"""Seconds between checks of the Secret after a source has denied access."""
 UNLOAD_DELAY_S = 2.0
-"""How long an adapter without a name stays loaded: requests in flight to the core still use its digest."""
+"""Seconds for which an adapter without a name stays loaded, because requests on their way to the core use its
+digest."""
 READINESS_GATE_S = 120.0
-"""How long loading adapters can delay the readiness of a restarted pod."""
+"""Maximum seconds by which adapters that load can delay the readiness of a restarted pod."""
 
 
 class StaleCatalog(InvalidArgument):
-    """The catalog has a lower generation than the current one, and the request does not replace that one."""
+    """The catalog has a lower generation than the current catalog, and REPLACES_HEADER does not name the current
+    one."""
 
 
 class _Superseded(Exception):
@@ -57,7 +61,7 @@ class _Superseded(Exception):
 
 
 class AdapterManager:
-    """All adapters of a pod. It must be created inside a running event loop."""
+    """Manages all adapters of a pod. It must be created in a running event loop."""
 
     def __init__(self, served_name: str, fetcher: AdapterFetcher, handles: ProcessHandles) -> None:
         self._served_name = served_name
@@ -73,9 +77,9 @@ class AdapterManager:
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
         self._model_load_semaphore = asyncio.Semaphore(_MAX_MODEL_LOADS)
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the catalog changes, and when an adapter begins or ceases to serve."""
+        """Function that is called after a change of the catalog, and when an adapter starts or stops serving."""
         self.other_models: Set[str] = frozenset()
-        """Names that models of others have on the server."""
+        """Names of the models of --model-repository on the server."""
         self._gating_names: set[str] = set()
         self._gate_deadline = 0.0
         self._unload_requested = asyncio.Event()
@@ -85,16 +89,16 @@ class AdapterManager:
 
     @property
     def catalog_version(self) -> CatalogVersion:
-        """Version of the current catalog; generation 0 without a digest before the first one."""
+        """Version of the current catalog; generation 0 and an empty digest before the first catalog."""
         return self._catalog_version
 
     @property
     def catalog(self) -> AdapterCatalog:
-        """The current catalog; empty before the first one."""
+        """The current catalog; empty before the first catalog."""
         return self._catalog or AdapterCatalog()
 
     def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Reject an invalid catalog; `replaces` is the digest of a catalog that it replaces even if that one is newer.
+        """Reject an invalid catalog. `replaces` is the digest of a catalog that can be replaced although it is newer.
 
         Raises:
             ConfigError: an adapter has the name of the base model or of another model.
@@ -138,14 +142,14 @@ class AdapterManager:
         self.on_change()
 
     def refresh(self, name: str) -> None:
-        """Read the source of an adapter again, and report an error even if the adapter can serve its last content."""
+        """Read the source of an adapter again. An error is reported even if the adapter can serve its last content."""
         adapter = self._adapters[name]
         adapter.latest_source = None
         adapter.set_state(AdapterState.FETCHING)
         self._set_desired(adapter, adapter.desired, adapter.exposed)
 
     def result(self, name: str) -> tuple[AdapterState, QuireError | None]:
-        """Return the state of an adapter, and why it has failed; raises NotFound if it was removed."""
+        """Return the state of an adapter and the error of its failure; raises NotFound if it was removed."""
         adapter = self._adapters.get(name)
         if adapter is None or adapter.desired is None:
             raise NotFound(f"adapter {name!r}: was removed from the catalog")
@@ -154,7 +158,7 @@ class AdapterManager:
         return adapter.state, adapter.failure if adapter.state is AdapterState.FAILED else None
 
     def is_known(self, name: str) -> bool:
-        """Return True until an adapter that the catalog no longer has was unloaded."""
+        """Return True for an adapter of the catalog, and for a removed adapter until it is unloaded."""
         return name in self._adapters
 
     def resync(self) -> None:
@@ -166,12 +170,12 @@ class AdapterManager:
             self._spawn(self._publish_loading(), "publish loading adapters")
 
     def gate_readiness(self) -> None:
-        """Let all unsettled adapters delay readiness, for at most READINESS_GATE_S."""
+        """Delay the readiness of the pod by all unsettled adapters, for at most READINESS_GATE_S."""
         self._gating_names = {adapter.name for adapter in self._desired_adapters()}
         self._gate_deadline = asyncio.get_running_loop().time() + READINESS_GATE_S
 
     def gating(self) -> list[str]:
-        """Return the adapters that delay readiness."""
+        """Return the names of the adapters that delay readiness."""
         if asyncio.get_running_loop().time() > self._gate_deadline:
             self._gating_names.clear()
         self._gating_names &= {adapter.name for adapter in self._desired_adapters() if not adapter.is_settled}
@@ -200,11 +204,11 @@ class AdapterManager:
         }
 
     def exposed_names(self) -> set[str]:
-        """Return the adapters that have or get a server model."""
+        """Return the names of the adapters that have or will have a server model."""
         return {adapter.name for adapter in self._desired_adapters() if adapter.exposed}
 
     def digests_in_use(self) -> set[AdapterDigest]:
-        """Return the digests that are desired or active."""
+        """Return the digests of all latest and active contents."""
         return {
             content.digest
             for adapter in self._adapters.values()
@@ -240,7 +244,7 @@ class AdapterManager:
             await self._wait_for_change(adapter, pause_s)
 
     async def _wait_for_change(self, adapter: ManagedAdapter, timeout_s: float | None) -> None:
-        """Wait for a change, at most `timeout_s`; None waits without a limit."""
+        """Wait for a change, for at most `timeout_s` seconds; None waits without a limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not adapter.changed.is_set() and not self._secret_has_changed(adapter):
@@ -255,7 +259,8 @@ class AdapterManager:
         return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
-        """Apply the difference. Return the seconds until the next attempt, or None to wait for a change."""
+        """Apply the difference to the desired state. Return the seconds until the next attempt; None: after a
+        change."""
         adapter.access_denied = False
         if adapter.permanent_failure:
             reactivated = await self._reactivate_previous(adapter)
@@ -293,7 +298,7 @@ class AdapterManager:
         return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
-        """Keep serving the previous content after its replacement has failed; False if that failed, too."""
+        """Serve the previous content after its replacement has failed. Return False if this also failed."""
         try:
             if adapter.active is not None:
                 await self._activate(adapter, adapter.active)
@@ -351,7 +356,7 @@ class AdapterManager:
             adapter.fetch_task = None
 
     async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
-        """Load the adapter, then publish its name, then load its model, so that a name never lacks its adapter."""
+        """Load the adapter, then publish its name, then load its model, so that each published name has its adapter."""
         core, text, server = self._handles.require_all()
         pinned = self._is_pinned(content.digest)
         async with self._adapter_load_semaphore:
@@ -377,7 +382,8 @@ class AdapterManager:
         )
 
     async def _remove_once(self, adapter: ManagedAdapter) -> float | None:
-        """Unload the model, then remove the name; returns the delay of the next attempt, None when done."""
+        """Unload the model, then remove the name. Return the seconds until the next attempt; None if the adapter is
+        removed."""
         try:
             if self._handles.server is not None:
                 await self._handles.server.unload_adapter_model(adapter.name)
@@ -402,7 +408,7 @@ class AdapterManager:
             self._spawn(self._publish_names(), "publish empty catalog")
 
     async def _publish_names(self) -> None:
-        """Send the names to the text process, even if there are none: before, it reports unknown names as not ready."""
+        """Send the names to the text process, even an empty list; until then it reports unknown names as not ready."""
         if (text := self._handles.text) is not None:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
@@ -410,7 +416,7 @@ class AdapterManager:
         await self._publish_loading()
 
     async def _publish_loading(self) -> None:
-        """Send the names that the text process does not know yet but will, so that it reports them as not ready."""
+        """Send the names of adapters that are loading to the text process, so that it reports them as not ready."""
         if (text := self._handles.text) is None:
             return
 
@@ -452,12 +458,12 @@ class AdapterManager:
         adapter.changed.set()
 
     def _required_digests(self) -> set[AdapterDigest]:
-        """Return the digests that the core must keep, including those that the text process may still use."""
+        """Return the digests that the core must keep, including digests that the text process can still use."""
         text = self._handles.text
         return self.digests_in_use() | (text.published_digests if text is not None else set())
 
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
-        """Reconcile the other names of the previous content, whose pinning may have changed."""
+        """Reconcile the other adapter names of the previous content, because their pinning can change."""
         if previous in (None, replacement):
             return
         self._unload_requested.set()
@@ -475,14 +481,14 @@ class AdapterManager:
         return any(holder.desired and holder.desired.pinned for holder in holders)
 
     def _adapter_limits(self) -> dict[str, AdapterLimits]:
-        """Return the limits of all published names that have some."""
+        """Return the limits of all published names that have limits."""
         limits_by_name = {
             adapter.name: adapter.desired.limits for adapter in self._desired_adapters() if adapter.desired is not None
         }
         return {name: limits for name, limits in limits_by_name.items() if limits is not None and name in self._aliases}
 
     def _chat_templates(self) -> dict[str, str]:
-        """Return the chat templates of the published adapters that have their own."""
+        """Return the chat templates of all published adapters that have a chat template."""
         files_by_name = {a.name: a.active.chat_template for a in self._adapters.values() if a.active is not None}
         return {name: str(file) for name, file in files_by_name.items() if file is not None and name in self._aliases}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the adapter catalog at run time, one adapter at a time, as vLLM's load and unload routes make them.
+"""Changes of the adapter catalog at run time, one adapter at a time, for vLLM's routes to load and unload an adapter.
 
-Owns what a location of a request may name. The adapter manager loads and unloads; the changes are lost when the
-supervisor ends, because they are in no document. Called by the supervisor's control server.
+This module checks the location in a request; the adapter manager loads and unloads. The changes are lost when the
+supervisor ends, because no document contains them. Called by the supervisor's control server.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from quire_spec.errors import InvalidArgument, NotFound, Unavailable, truncated_
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
-"""The default timeout of OpenAI's client."""
+"""Maximum seconds of a load, the default timeout of OpenAI's client."""
 _POLL_S = 0.02
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -40,7 +40,7 @@ class RuntimeAdapters:
     """Loads and unloads single adapters."""
 
     def __init__(self, manager: AdapterManager, allowed_paths: Sequence[Path]) -> None:
-        """`allowed_paths` are the folders that may contain local adapters."""
+        """`allowed_paths` are the folders from which local adapters can be loaded."""
         self._manager = manager
         self._allowed_paths = [path.resolve() for path in allowed_paths]
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -48,11 +48,11 @@ class RuntimeAdapters:
     async def load(self, args: Mapping[str, Any]) -> None:
         """Add the adapter `name` with the content of `location`; return when it serves requests.
 
-        If it cannot be loaded, the catalog is as before.
+        If the adapter cannot be loaded, the catalog does not change.
 
         Raises:
-            InvalidArgument: the name or the location is wrong, or the adapter is, or it exists and `in_place` is false.
-            NotFound, Unavailable: the source has no adapter, or does not answer.
+            InvalidArgument: name, location or adapter is invalid, or the adapter exists and `in_place` is false.
+            NotFound, Unavailable: the source has no adapter, or does not respond.
         """
         name, source = str(args["name"]), self._source(args["location"])
         check_model_name(name, "lora_name")
@@ -76,7 +76,7 @@ class RuntimeAdapters:
         logger.info("adapter loaded at run time name=%s", name)
 
     async def unload(self, args: Mapping[str, Any]) -> None:
-        """Remove the adapter `name`; raises NotFound if there is none."""
+        """Remove the adapter `name`; raises NotFound if it does not exist."""
         name = str(args["name"])
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
@@ -100,7 +100,7 @@ class RuntimeAdapters:
         return next((adapter for adapter in self._manager.catalog.adapters if adapter.name == name), None)
 
     def _put(self, name: str, adapter: AdapterSpec | None) -> None:
-        """Replace, add or remove an adapter of the catalog, which may have changed in the meantime."""
+        """Replace, add or remove an adapter of the current catalog."""
         catalog = self._manager.catalog
         adapters = [adapter if other.name == name else other for other in catalog.adapters]
         if adapter is not None and adapter not in adapters:
@@ -125,7 +125,7 @@ class RuntimeAdapters:
         return Source(path=self._local_folder(location))
 
     def _local_folder(self, path: str) -> str:
-        """Return the real path of a folder in an allowed one; a relative path is looked up in each of them."""
+        """Return the real path of a folder below an allowed folder; a relative path is searched in each of these."""
         try:
             for root in self._allowed_paths:
                 folder = (root / path).resolve()

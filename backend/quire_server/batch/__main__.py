@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run_until_signal(args: argparse.Namespace) -> int:
-    """Run a batch; SIGINT, SIGTERM and SIGHUP end it in order."""
+    """Run a batch; SIGINT, SIGTERM and SIGHUP end it orderly."""
     received: list[int] = []
     task = asyncio.create_task(_run(args))
 
@@ -89,7 +89,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _open_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, RunnerSettings]]:
-    """Yield the endpoint of the command line, and how to send requests to it."""
+    """Yield the endpoint of the command line, and the settings of the runner."""
     if args.url is None:
         # Needs packages that a client of a server does not.
         from quire_server.batch.local import open_local_endpoint

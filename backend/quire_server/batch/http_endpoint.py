@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to any server of the OpenAI API, over HTTP."""
+"""Client of a batch for any server of the OpenAI API, over HTTP."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +14,14 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 2**16
 _GATEWAY_STATUSES = (502, 503, 504)
-"""The server cannot serve now. The request is not the reason."""
+"""Statuses of a server or gateway that cannot serve now. The request is not the cause."""
 
 
 class HttpEndpoint:
     """Connections to one server."""
 
     def __init__(self, url: str, api_key: str, max_inflight: int, timeout_s: float) -> None:
-        """`url` is the server's root or its /v1; an empty `api_key` is not sent.
+        """`url` is the root of the server, with or without /v1; an empty `api_key` is not sent.
 
         Raises:
             ConfigError: the URL is wrong.
@@ -49,7 +49,7 @@ class HttpEndpoint:
         await self._session.close()
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Send one request; a failure is a reply."""
+        """Send one request. A failure is returned as a Reply and not raised."""
         try:
             # A redirect would send the key to another server.
             async with self._session.post(self._root + url, json=body, allow_redirects=False) as response:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A set of many ids in little memory: 64-bit hashes in an open-addressing table.
 
-A million ids take 12 to 24 MB, a set of strings 120 MB. Two different ids have the same hash with a probability of
-3e-8 per million ids squared. The second one is then reported as a duplicate; it is never lost silently.
+A million ids need 12 to 24 MB; a set of strings would need 120 MB. With n million ids, two different ids have the same
+hash with a probability of 3e-8 * n**2. The second id is then reported as a duplicate; it is never lost silently.
 """
 
 from array import array
@@ -38,7 +38,7 @@ class IdSet:
         return True
 
     def _find(self, value: int) -> int:
-        """Return the slot of `value`, or the empty one where it belongs."""
+        """Return the slot of `value`; if the table lacks it, return the empty slot for it."""
         slots, mask = self._slots, len(self._slots) - 1
         slot = value & mask
         while slots[slot] and slots[slot] != value:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input file: reads windows of lines, rejects bad and repeated ones, and sorts each window for the engine.
+"""The input file of a batch: reads windows of lines, rejects invalid and repeated lines, and sorts each window.
 
-A window is bounded in lines and bytes, so memory does not grow with the file. Blocking: the runner calls it in a
-thread.
+A window has a maximum number of lines and bytes, so memory does not grow with the file. The methods block, so the
+runner calls them in a thread.
 """
 
 import os
@@ -17,9 +17,9 @@ from quire_server.batch.request_line import BadLine, RequestLine, bad_line, pars
 from quire_spec.errors import ConfigError
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Twice the largest body that the OpenAI front accepts by default."""
+"""Maximum bytes of a line, twice the largest body that the OpenAI front accepts by default."""
 WINDOW_LINES = 4096
-"""Lines that are sorted together: some hundred for each of ten adapters."""
+"""Number of lines that are sorted together: several hundred lines for each of ten adapters."""
 WINDOW_BYTES = 32 * 2**20
 _CHUNK_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
@@ -27,10 +27,10 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(slots=True)
 class Window:
-    """Lines that are sent together."""
+    """Lines of the input file that are sorted and sent together."""
 
     requests: list[RequestLine] = field(default_factory=list)
-    """Sorted by model, then by start of the prompt."""
+    """Requests, sorted by model and then by the start of the prompt."""
     bad_lines: list[BadLine] = field(default_factory=list)
     is_last: bool = False
 
@@ -39,7 +39,7 @@ class InputFile:
     """An open input file."""
 
     def __init__(self, path: Path, is_done: Callable[[str], bool]) -> None:
-        """`is_done(id)` returns whether a request (by its custom_id) or a bad line (by its id) already has a result.
+        """`is_done(id)` returns whether a line has a result. The id of a request is its custom_id; see also BadLine.id.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -92,7 +92,8 @@ class InputFile:
         return window
 
     def _read_line(self) -> tuple[bytes, int]:
-        """Return a line and its length; only the start of a line that is too long. The length is 0 at the end."""
+        """Return a line and its length; of a line that is too long, only the start. At the end of the file the length
+        is 0."""
         self._number += 1
         line = self._file.readline(MAX_LINE_BYTES + 1)
         length = len(line)

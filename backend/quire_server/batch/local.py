@@ -24,10 +24,10 @@ from quire_spec.engine.config import EngineConfig
 
 @contextlib.asynccontextmanager
 async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[LocalEndpoint, int]]:
-    """Start the engine of the command line; yield its endpoint, and how many requests keep it busy.
+    """Start the engine of the command line. Yield its endpoint, and the number of open requests for full utilization.
 
     Raises:
-        ConfigError: a document, a folder or an adapter is not usable.
+        ConfigError: a document, a folder or an adapter is invalid.
         StartupFailed: a process did not start.
     """
     config, catalog = EngineConfig.load(args.engine), AdapterCatalog.load(args.adapters)
@@ -51,7 +51,7 @@ async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[L
 
 @contextlib.asynccontextmanager
 async def _running(*coroutines: Awaitable[Any]) -> AsyncIterator[None]:
-    """Run the coroutines in the background; the error of one ends the context."""
+    """Run the coroutines in the background; an error of a coroutine ends the context."""
 
     async def run(coroutine: Awaitable[Any]) -> None:
         await coroutine
@@ -69,7 +69,7 @@ async def _running(*coroutines: Awaitable[Any]) -> AsyncIterator[None]:
 
 
 def _drop(name: str, line: str) -> None:
-    """Drop the output of a process; the end of it is in the error of a failed start."""
+    """Drop a line of a process's output. If a start fails, the error contains the last lines."""
 
 
 def _parse_pvc(text: str) -> tuple[str, Path]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to an engine on this machine, through the routes of the OpenAI front but without HTTP.
 
-The front's ASGI application is called in this process, so a request is parsed, templated and formatted by the same code
-as online, and a route that the front gets works here too.
+This process calls the ASGI application of the OpenAI front. A batch therefore uses the same routes and the same code as
+a server, and a new route of the front works in a batch without a change.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ _HEADERS = [(b"content-type", b"application/json"), (b"host", b"localhost")]
 
 
 class LocalEndpoint:
-    """The front's application before a text process."""
+    """The ASGI application of the OpenAI front, connected to a local text process."""
 
     def __init__(self, engine: LocalEngine, client: TextClient, run_dir: Path, served_name: str) -> None:
         self._engine = engine
         self._application = Application(FrontSettings(run_dir, served_name, "127.0.0.1", 0), client)
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Run one request; a failure is a reply."""
+        """Run one request. A failure is returned as a Reply and not raised."""
         await self._engine.wait_ready()
         exchange = _Exchange(json.dumps(body).encode())
         scope = {"type": "http", "method": "POST", "path": url, "headers": _HEADERS}
@@ -40,7 +40,7 @@ class LocalEndpoint:
 
 
 class _Exchange:
-    """One request and its response on ASGI."""
+    """One request and its response, in the form of ASGI messages."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -56,7 +56,7 @@ class _Exchange:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Accept a part of the response."""
+        """Receive a part of the response."""
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], dict(message["headers"])
         else:

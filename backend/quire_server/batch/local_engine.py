@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text and the core process of a batch: starts them, loads the adapters, and repeats both when a process dies.
+"""The text process and the core process of a batch: starts both, loads the adapters, and restarts a process that ended.
 
-The processes are those of a pod, without the server and without a port. Adapters do not change during a batch, so they
-are fetched once, before the processes start.
+A pod runs the same processes, together with the server. Adapters do not change during a batch, so they are fetched
+once, before the processes start.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """Both processes."""
+    """The text process and the core process of a batch."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LocalEngine:
         adapters: Mapping[str, CachedAdapter],
         relay: Callable[[str, str], None],
     ) -> None:
-        """`engine` is the path of engine.json, `relay(name, line)` gets the processes' output."""
+        """`engine` is the path of engine.json; `relay(name, line)` is called with each line of output of a process."""
         self._engine = engine
         self._served_name = served_name
         self._run_dir = run_dir
@@ -45,7 +45,7 @@ class LocalEngine:
         self._core: CoreHandle | None = None
         self._ready = asyncio.Event()
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the error of an adapter that the core rejects."""
+        """Future that gets the error if the core rejects an adapter."""
         sessions = {"core": self._core_session, "text": self._text_session}
         self._processes = {
             name: ManagedProcess(name, partial(self._start, name), session, lambda: None)
@@ -53,7 +53,7 @@ class LocalEngine:
         }
 
     async def run(self) -> None:
-        """Keep both processes running until cancelled.
+        """Keep both processes running until cancellation.
 
         Raises:
             StartupFailed: a process did not start.

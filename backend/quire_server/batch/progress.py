@@ -10,11 +10,11 @@ from quire_server.batch.reply import Reply
 from quire_server.batch.result_store import ResultStore
 
 _LOG_INTERVAL_S = 30.0
-"""Where standard error is a file, such as the log of a Job, each update is a line."""
+"""Seconds between updates if standard error is not a terminal, such as the log of a Job; each update is then a line."""
 
 
 class Progress:
-    """The bar of one run."""
+    """The progress bar of one run."""
 
     def __init__(self, num_lines: int, results: ResultStore) -> None:
         self._results = results
@@ -30,7 +30,7 @@ class Progress:
         )
 
     def advance(self, num_lines: int, reply: Reply | None = None) -> None:
-        """Count lines that have a result now; `reply` is that of a request."""
+        """Count lines that now have a result; `reply` is the reply if the line is a request."""
         if reply is not None:
             document = reply.json_body()
             usage = document.get("usage") if isinstance(document, dict) else None
@@ -43,5 +43,5 @@ class Progress:
         self._bar.update(num_lines)
 
     def close(self) -> None:
-        """Draw the last state and end the line."""
+        """Draw the last state of the bar, and end its line."""
         self._bar.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reply of an endpoint to one request, and whether the request is worth another attempt. Pure."""
+"""The reply of an endpoint to one request, and the rule for another attempt of the request. Pure."""
 
 import json
 from dataclasses import dataclass
@@ -16,39 +16,39 @@ _MAX_MESSAGE_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A response, or the lack of one."""
+    """A response, or the reason why there is no response."""
 
     status: int
-    """HTTP status; 0: no response."""
+    """HTTP status; 0 without a response."""
     body: bytes = b""
     request_id: str = ""
     retry_after_s: float | None = None
     should_retry: bool | None = None
-    """Header x-should-retry of the response."""
+    """Header x-should-retry of the response; None if the response lacks it."""
     problem: str = ""
-    """Why there is no response."""
+    """Reason why there is no response."""
     was_received: bool = True
-    """False if the request did not reach the server, so that it cannot be the reason."""
+    """False if the request did not reach the server, so that the request cannot be the cause of the failure."""
 
     @property
     def is_retryable(self) -> bool:
-        """True if another attempt can succeed; the rule of OpenAI's clients."""
+        """True if another attempt can succeed, according to the rule of OpenAI's clients."""
         if self.should_retry is not None:
             return self.should_retry
         return self.status in _RETRYABLE or self.status >= 500
 
     @property
     def is_overload(self) -> bool:
-        """True if the server limits the rate. The request is not the reason."""
+        """True if the server rejected the request because of load. The content of the request is not the cause."""
         return self.status == 429
 
     def delay_s(self, num_attempts: int) -> float:
-        """Return the time before the next attempt, after `num_attempts`."""
+        """Return the seconds before the next attempt, after `num_attempts` attempts."""
         delay_s = backoff(num_attempts - 1, _FIRST_DELAY_S, _MAX_DELAY_S)
         return delay_s if self.retry_after_s is None else max(delay_s, min(self.retry_after_s, _MAX_RETRY_AFTER_S))
 
     def json_body(self) -> Any:
-        """Return the JSON document of the body, or None if it is none."""
+        """Return the JSON document in the body; None if the body is not JSON."""
         try:
             return json.loads(self.body) if self.body else None
         except (ValueError, RecursionError):
@@ -73,7 +73,8 @@ class Reply:
 
 
 class Endpoint(Protocol):
-    """Answers requests of the OpenAI API: a server, or an engine on this machine."""
+    """Protocol of an endpoint for requests of the OpenAI API: a server, or an engine on this machine."""
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Send one request; `url` is a path such as /v1/completions. Does not raise for a failed request."""
+        """Send one request; `url` is a path such as /v1/completions. A failure is returned as a Reply and not
+        raised."""

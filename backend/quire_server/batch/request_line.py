@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of an input file: a request, or what is wrong with it. Pure; knows neither files nor servers.
+"""One line of an input file: a request, or the error of an invalid line. Pure; independent of files and servers.
 
 The format is that of OpenAI's Batch API: {"custom_id", "method": "POST", "url", "body"}.
 """
@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""A server without one of these routes answers its lines with 404."""
+"""Routes that a request can name. If a server lacks a route, it responds to these requests with 404."""
 MAX_CUSTOM_ID_CHARS = 512
 _MAX_SORT_CHARS = 2048
 _MAX_MESSAGE_CHARS = 200
@@ -21,12 +21,13 @@ class RequestLine:
     """A request of an input file."""
 
     number: int
-    """Line number, from 1."""
+    """Number of the line, from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]
     sort_key: tuple[str, str]
-    """Model and start of the prompt: equal models share adapter slots, equal starts KV blocks."""
+    """Model and start of the prompt. Requests for the same model share an adapter slot; equal starts share KV
+    blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class BadLine:
     """A line that is not a request."""
 
     id: str
-    """Number and digest of the line, so that a corrected line has another id."""
+    """Id from number and digest of the line, so that a corrected line has another id."""
     custom_id: str | None
     code: str
-    """As in OpenAI's error files."""
+    """Error code, as in error files of OpenAI's Batch API."""
     message: str
 
 
@@ -69,7 +70,7 @@ def bad_line(number: int, line: bytes, custom_id: str | None, code: str, message
 
 
 def _check(document: dict[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with a line, and the code of the error."""
+    """Return the message and the code of a line's error; None if the line is valid."""
     if (method := document.get("method")) != "POST":
         return f"method must be POST, got {_shorten(method)}", "invalid_method"
     if (url := document.get("url")) not in URLS:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of records, one JSON object on each line, that survives the end of the process at any instruction.
+"""A file of records, one JSON object on each line, that stays valid if the process ends at any time.
 
-A record is appended by one write. If the process ends within it, the file ends with a part of a line, which the next
-start removes. If the disk is full, the part is removed at once. So the file contains whole records only, and it is the
-only record of what is done: no journal exists that could differ from it.
+One write appends a record. If the process ends during a write, the file ends with an incomplete line, which the next
+start removes. If the disk is full, the incomplete line is removed at once. The file therefore contains only complete
+records. There is no journal beside it.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from typing import Any
 from quire_spec.errors import ConfigError, Unavailable
 
 ID_PREFIX = "batch_"
-"""Ids of all records begin with it. Other files are never changed."""
+"""Prefix of the ids of all records. Files with other records are never changed."""
 _HEAD = b'{"id": "' + ID_PREFIX.encode()
 
 
 class StorageFailed(Unavailable):
-    """A record could not be written. The file is whole; the same command continues where this one stopped."""
+    """A record could not be written. The file is valid, and the same command continues after the last record."""
 
 
 class ResultFile:
-    """An open file, locked against other runs."""
+    """An open file of records, locked against other runs."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file.
@@ -54,10 +54,10 @@ class ResultFile:
         self._unsynced = True
 
     def recover(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of earlier runs, then remove a part of a record at the end.
+        """Yield the records of earlier runs, then remove an incomplete record at the end.
 
         Raises:
-            ConfigError: the file contains something else, which stays as it is.
+            ConfigError: the file contains something other than records; it is not changed.
         """
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -75,7 +75,7 @@ class ResultFile:
         """Append a record, which ends with a newline.
 
         Raises:
-            StorageFailed: the disk is full or broken. Nothing of the record is in the file.
+            StorageFailed: the disk is full or broken. The file contains no part of the record.
         """
         unwritten = memoryview(record)
         self._unsynced = True
@@ -121,7 +121,8 @@ class ResultFile:
         raise ConfigError(f"{self.path}: line {number} is not a result of quire batch; give another file, or remove it")
 
     def _check_part(self, line: bytes) -> None:
-        """Accept the start of a record. A lost power supply can leave zero bytes instead of the data."""
+        """Check that an incomplete line is the start of a record. After a power failure it can consist of zero
+        bytes."""
         text = line.rstrip(b"\0")
         if not (text.startswith(_HEAD) or _HEAD.startswith(text)):
             raise ConfigError(f"{self.path}: does not contain results of quire batch; give another file, or remove it")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a batch: one file of responses, one of errors, and what is done according to both.
+"""The results of a batch: a file of responses, a file of errors, and the ids of the lines that have a record.
 
-Each line of the input leaves exactly one record in one of the files. Records have OpenAI's format.
+Each line of the input gets exactly one record in one of the files. Records have the format of OpenAI's Batch API.
 """
 
 import json
@@ -19,18 +19,18 @@ _REQUEST_PREFIX = "batch_req_"
 
 
 class ResultStore:
-    """Both files, open."""
+    """The open output file and error file."""
 
     def __init__(self, output: Path, error_file: Path, input_file: Path) -> None:
-        """Open the files and read what earlier runs wrote.
+        """Open the files, and read the records of earlier runs.
 
         Raises:
             ConfigError: a file cannot be used.
         """
         self.num_done = 0
-        """Lines with a record, those of earlier runs included."""
+        """Number of lines with a record, including records of earlier runs."""
         self.num_failed = 0
-        """Those of them in the error file."""
+        """Number of lines with a record in the error file."""
         self._done_ids = IdSet()
         self._output = ResultFile(output)
         try:
@@ -55,7 +55,7 @@ class ResultStore:
         self.close()
 
     def is_done(self, line_id: str) -> bool:
-        """Return whether a request (by its custom_id) or a bad line (by its id) already has a record."""
+        """Return whether the line with this id has a record; the id of a request is its custom_id."""
         return line_id in self._done_ids
 
     def add_reply(self, custom_id: str, reply: Reply) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the requests of an input file: keeps a number of them open, tries again what can succeed, stores each reply.
+"""Runs the requests of an input file: keeps a number of requests open, repeats failed ones, and stores each reply.
 
-Independent of where requests run (`Endpoint`) and of the files' format. The end of the run at any point loses only the
-work on the open requests.
+Independent of the kind of endpoint (`Endpoint`) and of the files' format. If the run ends at any point, only the open
+requests are lost.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from quire_server.batch.result_store import ResultStore
 from quire_spec.errors import Unavailable
 
 MAX_LOST = 4
-"""Attempts of one request that may end without an answer before the request counts as their reason."""
+"""Maximum attempts of a request that end without a response; after that the request counts as the cause and fails."""
 _MAX_LOST_TOGETHER = 2
-"""After this many, a request runs alone among those that were lost, so that one of them does not fail the others."""
+"""After this number of lost attempts, only one lost request runs at a time, so that one request cannot fail others."""
 SYNC_INTERVAL_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """How requests are sent."""
+    """Settings for sending requests."""
 
     max_inflight: int
-    """Requests that are open at the same time."""
+    """Maximum number of requests that are open at the same time."""
     priority: int = 0
-    """Priority of requests that have none; higher runs later. 0: not sent."""
+    """Priority of requests without a priority; a higher number runs later. 0 sends no priority."""
     retry_s: float = 600.0
-    """How long requests are repeated while the server answers none of them."""
+    """Seconds for which requests are repeated while none of them succeeds."""
 
 
 class BatchRunner:
@@ -68,7 +68,7 @@ class BatchRunner:
 
         Raises:
             StorageFailed: a result could not be written.
-            Unavailable: the server did not answer for a long time.
+            Unavailable: no request has succeeded for `retry_s` seconds.
             ConfigError: the input cannot be read.
         """
         try:

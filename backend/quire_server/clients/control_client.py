@@ -2,7 +2,7 @@
 """RPC client of the supervisor on text.sock and core.sock: calls with timeouts, independent of the methods.
 
 A `ControlClient` is one connection and never reconnects. When the connection ends, every pending call raises
-ConnectionLost, and `closed` notifies the session that the process is dead or broken (supervisor/process_manager.py).
+ConnectionLost. `closed` then notifies supervisor/process_manager.py that the process is dead or broken.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ _READ_BYTES = 2**16
 
 
 class ConnectionLost(Unavailable):
-    """The connection to the process has ended; the call must be repeated with the restarted process."""
+    """The connection to the process has ended; the caller must repeat the call with the restarted process."""
 
 
 class ControlClient:
-    """One connection to text or core."""
+    """One connection to the text process or the core process."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
-        """Name of the process, for messages."""
+        """Name of the process, for error messages."""
         self.closed = asyncio.Event()
-        """Set when the connection has ended."""
+        """Event that is set when the connection has ended."""
         self._writer = writer
         self._call_ids = itertools.count(1)
         self._pending_calls: dict[int, asyncio.Future[Any]] = {}
@@ -48,7 +48,7 @@ class ControlClient:
 
         Raises:
             ConnectionLost: the connection ended before or during the call.
-            Unavailable: no response within `timeout_s`.
+            Unavailable: the process did not respond within `timeout_s`.
             QuireError: the error that the process returned, with its code.
         """
         if self.closed.is_set():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles of the running processes: their operations, and the adapters and models loaded in each.
 
-A handle lives as long as its process. When the process dies, its state is dropped with the handle, and the adapter
-manager compares with the new handle (adapters/manager.py). supervisor/process_manager.py creates and removes handles.
+A handle exists as long as its process. When the process ends, its handle is dropped with all state, and the adapter
+manager loads the adapters into the new process. supervisor/process_manager.py creates and removes handles.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 _LOAD_TIMEOUT_S = 300.0
-"""Long enough for an adapter of 4 GiB from a slow disk."""
+"""Timeout of a load in seconds, enough for an adapter of 4 GiB on a slow disk."""
 _METRICS_TIMEOUT_S = 5.0
 
 
@@ -37,9 +37,9 @@ class CoreHandle:
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
         self.adapters: dict[AdapterDigest, bool] = {}
-        """Loaded digests, and whether each is pinned."""
+        """By digest of a loaded adapter: whether it is pinned."""
         self._timed_out_loads: set[AdapterDigest] = set()
-        """Digests whose load timed out; the core may still finish it."""
+        """Digests of adapters whose load timed out; the core can still complete such a load."""
         self.started_at = str(status.get("started_at"))
         self.memory = _parse_memory(status.get("memory"))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -65,11 +65,11 @@ class CoreHandle:
             self.adapters[digest] = pinned
 
     def possibly_loaded(self) -> set[AdapterDigest]:
-        """Return the digests that are loaded, or whose load timed out."""
+        """Return the digests of adapters that are loaded, or whose load timed out."""
         return self.adapters.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
-        """Unload an adapter from the core, unless it is required again once the lock is acquired."""
+        """Unload an adapter from the core. If it is required again after the lock is acquired, do nothing."""
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
@@ -91,16 +91,16 @@ class TextHandle:
         self.tool_call_parser: str | None = status.get("tool_call_parser")
         self.reasoning_parser: str | None = status.get("reasoning_parser")
         self.aliases: dict[str, AdapterDigest] = {}
-        """Adapter name to digest, as last sent."""
+        """Digest by adapter name, as last sent to the text process."""
         self.limits: dict[str, AdapterLimits] = {}
-        """Adapter name to its limits, if any, as last sent."""
+        """Limits by adapter name, as last sent to the text process; without adapters that have no limits."""
         self.chat_templates: dict[str, str] = {}
-        """Adapter name to the file of its own chat template, if any, as last sent."""
+        """File of the chat template by adapter name, as last sent; without adapters that have no chat template."""
         self.published_digests: set[AdapterDigest] = set()
-        """Digests of the aliases that were last sent or are being sent."""
+        """Digests in the aliases that were sent last or are being sent."""
         self._was_published = False
         self._loading: Set[str] | None = None
-        """Names of `set_loading_adapters`, as last sent."""
+        """Names that `set_loading_adapters` sent last."""
         self._lock = asyncio.Lock()
 
     async def set_adapters(
@@ -109,7 +109,7 @@ class TextHandle:
         limits: Mapping[str, AdapterLimits],
         chat_templates: Mapping[str, str],
     ) -> None:
-        """Send the adapters if anything changed. Adapters that become ready together share one call."""
+        """Send the adapters if they changed. One call sends all adapters that become ready at the same time."""
         async with self._lock:
             new = dict(aliases), dict(limits), dict(chat_templates)
             if not self._was_published or new != (self.aliases, self.limits, self.chat_templates):
@@ -127,9 +127,9 @@ class TextHandle:
                 self.published_digests = set(new_aliases.values())
 
     async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:
-        """Send the adapters that have no alias yet but will get one, if they changed.
+        """Send the names of adapters that are loading and have no alias yet, if these names changed.
 
-        A name with an alias need not be removed from the last ones, because the alias takes precedence.
+        A name that got an alias can stay in the list, because the alias takes precedence.
         """
         async with self._lock:
             names = loading_names()
@@ -143,12 +143,13 @@ class TextHandle:
         return bool(status.get("core"))
 
     async def metrics(self, page_format: str = "") -> str:
-        """Return the process's metrics in Prometheus's text format; vllm_backend: under the names of vllm_backend."""
+        """Return the process's metrics in Prometheus's text format. With "vllm_backend" they have vllm_backend's
+        names."""
         args = {"format": page_format}
         return str((await self.control.call("metrics", args, timeout_s=_METRICS_TIMEOUT_S))["text"])
 
     async def drain(self, timeout_s: float) -> None:
-        """Reject new requests and wait for the open ones; raises Unavailable after `timeout_s`."""
+        """Reject new requests, and wait for the end of open requests; raises Unavailable after `timeout_s`."""
         await self.control.call("drain", timeout_s=timeout_s)
 
 
@@ -164,10 +165,10 @@ class ServerHandle:
         scan_stubs: Callable[[], None],
         on_unload: Callable[[str], None],
     ) -> None:
-        """`scan_stubs` is called after a model was loaded, `on_unload(name)` after one was unloaded permanently."""
+        """`scan_stubs` is called after a model was loaded, `on_unload(name)` after a model was unloaded permanently."""
         self.base_ready = True
         self.models: set[str] = set()
-        """Loaded adapter models."""
+        """Names of the loaded adapter models."""
         self._client = client
         self._base = base
         self._repository = repository
@@ -216,7 +217,7 @@ class ServerHandle:
         """Load a model of the repository, or reload it if its files have changed.
 
         Raises:
-            ConnectionLost: the server has ended. Internal: it rejected the model.
+            ConnectionLost: the server has ended. Internal: the server rejected the model.
         """
         async with self._locks[name]:
             with _translate_unavailable():
@@ -265,7 +266,7 @@ class ProcessHandles:
 
 @contextlib.contextmanager
 def _translate_unavailable() -> Iterator[None]:
-    """Turn the Unavailable of a server without response into ConnectionLost."""
+    """Convert Unavailable, which means that the server does not respond, to ConnectionLost."""
     try:
         yield
     except Unavailable as error:
@@ -273,7 +274,7 @@ def _translate_unavailable() -> Iterator[None]:
 
 
 def _parse_memory(document: object) -> MeasuredMemory | None:
-    """Parse the core's measured memory; None if it has another format. The status then omits it."""
+    """Parse the core's measured memory. Return None if it has another format; the status then omits the memory."""
     try:
         return from_json(MeasuredMemory, document, "memory")
     except ConfigError:

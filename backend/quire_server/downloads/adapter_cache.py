@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter cache on disk. It knows only the digests of source descriptions, and no protocol.
+"""The adapter cache on disk. It is independent of protocols; a source is identified by a digest of its description.
 
     adapters/<digest>/            the files of an adapter; complete and immutable
     partial/<key>/                partial downloads; <key>.json contains their versions, <key>.lock is their lock
     sources/<key>.json            the last digest of a source, and the versions of its files
 
-A key is a digest of the source's description. Several supervisors may share a cache.
+A key is a digest of the source's description. Several supervisors can share a cache.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0
-"""Retention of adapters that no catalog names. Rollbacks are fast, and other owners touch their adapters hourly."""
+"""Seconds for which an adapter that no catalog contains stays cached, so that a rollback is fast. Supervisors that
+share the cache touch their adapters hourly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,12 @@ class SourceRecord:
 
     digest: AdapterDigest
     versions: dict[str, str | None]
-    """By file; None if the source has no versions."""
+    """Version of each file; None if the source has no versions."""
 
 
 def fsync_path(path: Path) -> None:
-    """Write a file or folder to disk before it gets its name: a power cut must not leave half an adapter."""
+    """Sync a file or folder to disk before it is renamed, so that a power failure cannot leave an incomplete
+    adapter."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -61,11 +63,11 @@ class AdapterCache:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def folder(self, digest: AdapterDigest) -> Path:
-        """Return the folder of the adapter with this digest; it may not exist."""
+        """Return the path of the folder of the adapter with this digest; the folder need not exist."""
         return self._folder / "adapters" / digest
 
     def record(self, key: str) -> SourceRecord | None:
-        """Return the source's last content, if it is still cached."""
+        """Return the record of the source's last content if the cache contains this content; else None."""
         try:
             record = from_json(SourceRecord, json.loads(self._record_path(key).read_text()))
         except (OSError, ValueError, ConfigError):
@@ -77,7 +79,7 @@ class AdapterCache:
         """Lock and return the partial download of a source.
 
         Raises:
-            BlockingIOError: another owner of this cache is downloading it.
+            BlockingIOError: another supervisor with this cache is downloading the source.
         """
         folder = self._folder / "partial" / key
         lock_path = folder.with_suffix(".lock")
@@ -89,7 +91,7 @@ class AdapterCache:
             yield PartialDownload(folder, lock_file.fileno())
 
     def commit(self, key: str, partial: "PartialDownload") -> SourceRecord:
-        """Turn a complete partial download into a cached adapter, atomically. Slow: reads and syncs the files."""
+        """Convert a complete partial download to a cached adapter, atomically. This reads and syncs all files."""
         digest = adapter_digest(partial.folder)
         for path in partial.folder.iterdir():
             fsync_path(path)
@@ -109,7 +111,7 @@ class AdapterCache:
         return record
 
     def touch(self, digest: AdapterDigest) -> bool:
-        """Mark an adapter as used, so that no owner prunes it; False if it does not exist."""
+        """Mark an adapter as used, so that no supervisor removes it; return False if it does not exist."""
         folder = self.folder(digest)
         try:
             os.utime(folder)
@@ -119,7 +121,7 @@ class AdapterCache:
         return True
 
     def prune(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
-        """Remove adapters unused for a day, except `used_digests`; returns the digests removed."""
+        """Remove adapters that were not used for a day, except `used_digests`; return the removed digests."""
         cutoff = time.time() - RETENTION_S
         for digest in used_digests:
             with contextlib.suppress(OSError):
@@ -140,7 +142,7 @@ class AdapterCache:
         return removed_digests
 
     def _remove_adapter(self, folder: Path, cutoff: float) -> bool:
-        """Remove an adapter atomically: a killed process must not leave half of it under its name."""
+        """Remove an adapter atomically, so that a killed process cannot leave an incomplete adapter."""
         trash = self._folder / "partial" / f".{folder.name}"
         folder.rename(trash)
         if trash.stat().st_mtime > cutoff:
@@ -170,14 +172,14 @@ class PartialDownload:
     """The partially downloaded files of one source."""
 
     def __init__(self, folder: Path, lock_fd: int | None = None) -> None:
-        """`lock_fd` is the locked file descriptor, if there is one."""
+        """`lock_fd` is the locked file descriptor; None if the caller needs no lock."""
         self.folder = folder
         self._lock_fd = lock_fd
         # Not with_suffix: a folder name may contain a dot, and two folders would share a file.
         self._versions_file = folder.with_name(folder.name + ".json")
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that holds the lock, even if the original descriptor is closed before."""
+        """Return a context that holds the lock, even after the original descriptor is closed."""
         # A lock belongs to the open file and lasts as long as its last descriptor.
         return contextlib.nullcontext() if self._lock_fd is None else os.fdopen(os.dup(self._lock_fd))
 
@@ -203,7 +205,7 @@ class PartialDownload:
         (self.folder / name).unlink(missing_ok=True)
 
     def clear_versions(self) -> None:
-        """Delete the recorded versions, after the files have moved."""
+        """Delete the recorded versions, after the files were moved."""
         self._versions_file.unlink(missing_ok=True)
 
 

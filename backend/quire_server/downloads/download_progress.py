@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress of a model download, in the log and on an HTTP port.
 
-It counts bytes on disk and knows no protocol. An error here never makes the download fail. Called by model_download.
+It counts bytes on disk and is independent of protocols. An error in this module never fails the download. Called by
+model_download.
 """
 
 import asyncio
@@ -23,13 +24,13 @@ from quire_spec.net.addresses import ANY_ADDRESS, listen_address
 logger = logging.getLogger(__name__)
 
 SAMPLE_INTERVAL_S = 2.0
-"""Interval of disk samples, which cost a stat for each file."""
+"""Seconds between samples of the disk; a sample calls stat for each file."""
 LOG_INTERVAL_S = 10.0
-"""Interval of log lines."""
+"""Seconds between log lines."""
 _RATE_WINDOW_S = 30.0
-"""Averaging window of the rate: long enough for a bursty connection."""
+"""Seconds over which the rate is averaged, enough for a connection with an uneven rate."""
 _SHUTDOWN_TIMEOUT_S = 1.0
-"""Maximum wait for open requests when the download ends."""
+"""Maximum seconds to wait for open requests when the download ends."""
 
 
 class ProgressMeter:
@@ -47,11 +48,11 @@ class ProgressMeter:
         self._weights, self._index_bytes = names, index_bytes
 
     def set_size(self, name: str, size: int) -> None:
-        """Set the size of a whole file, once it is known."""
+        """Set the size of a complete file when it becomes known."""
         self._sizes[name] = size
 
     async def sample(self) -> None:
-        """Sample the disk; on an error the last sample stays."""
+        """Sample the disk; if this fails, the last sample is kept."""
         with contextlib.suppress(OSError):
             num_bytes = await run_in_daemon_thread(_folder_bytes, self._folder)
             now = self._clock()
@@ -82,7 +83,7 @@ class ProgressMeter:
 
 @contextlib.asynccontextmanager
 async def report_progress(meter: ProgressMeter, port: int | None) -> AsyncIterator[None]:
-    """Report `meter` in the log, and on `port` unless it is None, while the context lasts."""
+    """Report the progress of `meter` in the log and on `port` (None: only in the log) until the context ends."""
     sampling_task = asyncio.create_task(_sample_and_log(meter))
     try:
         async with _serve_progress(meter, port):

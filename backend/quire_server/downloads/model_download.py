@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_server.download`: downloads a model into a folder, once. A Job runs it before a GPU is allocated.
 
-A download resumes where an earlier run was cut, and verifies digests if the source declares them. The folder is
-renamed to its final name when its last file is complete. Only safetensors weights, configuration and tokenizer are
-downloaded, never code. The file names are fixed, so that no protocol has to list files.
+A download resumes after the last byte of an earlier run, and verifies digests if the source declares them. The folder
+gets its final name when its last file is complete. Only safetensors weights, configuration and tokenizer are
+downloaded, never code. The file names are fixed, so a protocol need not list files.
 """
 
 import argparse
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_RETRY = 1
 EXIT_PERMANENT_FAILURE = 2
-"""Another run has the same result: the source or its Secret is wrong."""
+"""Exit code if the source or its Secret is wrong, so that another run would fail again."""
 
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
@@ -48,15 +48,15 @@ OPTIONAL_FILES = (
 )  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_CONCURRENT_FILES = 4
-"""Concurrent files: a single connection rarely saturates a link."""
+"""Maximum number of files that are downloaded concurrently, because one connection rarely saturates a link."""
 _MAX_OTHER_BYTES = 256 * 2**20
-"""Limit for every file except weights; the largest tokenizers have 35 MB."""
+"""Maximum size of a file other than weights; the largest tokenizers have 35 MB."""
 _MAX_BYTES_BY_FILE = {CONFIG_FILE: 64 * 2**20, INDEX_FILE: 64 * 2**20}
-"""Limits of files that this module or the planner parses; the largest indexes have 10 MB."""
+"""Maximum sizes of files that this module or the planner parses; the largest indexes have 10 MB."""
 _MAX_NAME_BYTES = 255
-"""Limit of file systems."""
+"""Maximum length of a file name on common file systems."""
 _MAX_RETRY_AFTER_S = 300.0
-"""Longest accepted Retry-After: no other download is queued, and the hub's rate limits last that long."""
+"""Maximum Retry-After in seconds that a download waits for; the hub's rate limits last this long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def download(
     source: Source, target: Path, options: SourceOptions, progress_port: int | None = None
 ) -> str | None:
-    """Download `source` into the folder `target`, unless it already exists; returns the commit, if known.
+    """Download `source` into the folder `target`, unless the folder exists; return the commit, if known.
 
-    `progress_port` serves the progress.
+    `progress_port` is the port on which the progress is served.
 
     Raises:
-        InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: a later run may succeed.
+        InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: a later run can succeed.
     """
     with _translate_disk_errors(target):
         if _is_downloaded(target):
@@ -113,7 +113,7 @@ async def download(
 
 
 async def _download_one_version(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Download every file, and repeat those that changed after they were read."""
+    """Download every file, and download files again that changed after they were read."""
     for _ in range(MAX_SOURCE_CHANGES):
         file_names = await _download_all(downloader, reader, has_sha256)
         # The files of a commit are of one version.
@@ -127,7 +127,7 @@ async def _download_one_version(downloader: "_ModelDownloader", reader: SourceRe
 
 
 async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Download every file; returns their names. `has_sha256`: the source has the digest of its single weights file."""
+    """Download every file; return their names. `has_sha256` is True if the source has a digest for its weights file."""
     await downloader.download(CONFIG_FILE)
     file_names = [CONFIG_FILE, *[name for name in OPTIONAL_FILES if await downloader.download_optional(name)]]
     if not await downloader.download_optional(INDEX_FILE):
@@ -177,7 +177,8 @@ def _reason_for(error: QuireError) -> DownloadReason:
 
 
 def _write_report(path: Path | None, result: DownloadResult) -> None:
-    """Write the result for the process that started this one. An error here does not affect the model."""
+    """Write the result for the process that started this program. An error in this function does not affect the
+    model."""
     if path is None:
         return
     try:
@@ -187,7 +188,7 @@ def _write_report(path: Path | None, result: DownloadResult) -> None:
 
 
 class _ModelDownloader:
-    """Downloads files, and records in the partial folder which of them are complete, and their versions."""
+    """Downloads files, and records in the partial folder the complete files and their versions."""
 
     def __init__(self, reader: SourceReader, partial: PartialDownload, meter: ProgressMeter) -> None:
         self._reader, self.partial, self.meter = reader, partial, meter
@@ -216,7 +217,7 @@ class _ModelDownloader:
         logger.info("file downloaded file=%s bytes=%d", name, self.partial.size(name))
 
     async def download_optional(self, name: str) -> bool:
-        """Download an optional file; returns whether it exists."""
+        """Download an optional file; return whether it exists."""
         try:
             await self.download(name)
         except NotFound:
@@ -242,10 +243,10 @@ class _ModelDownloader:
         return recorded_version == await self._downloader.version(self._reader, name)
 
     def _check_not_truncated(self, name: str) -> None:
-        """Reject weights that are shorter than their header states: the server may not report a length.
+        """Reject weights that are shorter than their header states, because some servers report no length.
 
         Raises:
-            InvalidArgument: they are shorter; the file is discarded.
+            InvalidArgument: the file is shorter than its header states; the file is discarded.
         """
         expected_bytes, actual_bytes = expected_file_bytes(self.partial.folder / name), self.partial.size(name)
         if expected_bytes is not None and actual_bytes < expected_bytes:
@@ -260,7 +261,7 @@ def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int
     """Return the names of the weights files, and the bytes of their tensors if the index contains them.
 
     Raises:
-        InvalidArgument: the index names anything else.
+        InvalidArgument: the index is invalid, or names files other than weights.
     """
     try:
         document = json.loads(index.read_text())
@@ -303,7 +304,7 @@ def _is_downloaded(target: Path) -> bool:
 
 @contextmanager
 def _lock_partial(target: Path) -> Iterator[PartialDownload]:
-    """Lock and return the partial download: two downloads into one folder of a shared claim would mix.
+    """Lock and return the partial download, so that two downloads into one folder of a shared claim cannot mix.
 
     Raises:
         Unavailable: another download has the lock.
@@ -325,12 +326,12 @@ def _lock_partial(target: Path) -> Iterator[PartialDownload]:
 
 
 def _partial_download(target: Path) -> PartialDownload:
-    """Return the folder of the files until the last one is complete."""
+    """Return the partial download, which contains the files until all are complete."""
     return PartialDownload(target.with_name(f".partial-{target.name}"))
 
 
 def _commit(partial: PartialDownload, file_names: list[str], target: Path) -> None:
-    """Sync the listed files to disk, then rename the folder: a power cut must not leave half a model."""
+    """Sync the files to disk, then rename the folder, so that a power failure cannot leave an incomplete model."""
     for path in partial.folder.iterdir():
         if path.name in file_names:
             fsync_path(path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads one file of a source to disk: size limit, resume after a cut, verification.
+"""Download of one file of a source to disk: size limit, resume after a lost connection, verification.
 
-Bytes of two versions never mix: the version is recorded before its first byte. Called by the adapter fetcher and the
-model download, which own the downloaded files.
+Bytes of two versions never mix, because a version is recorded before its first byte. Called by the adapter fetcher and
+the model download, which own the downloaded files.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ from quire_spec.errors import InvalidArgument, Unavailable
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Consecutive attempts without progress before the download fails."""
+"""Maximum number of consecutive attempts without progress before the download fails."""
 _MIN_PROGRESS_BYTES = 2**16
-"""Fewer bytes, in an attempt or in NO_ANSWER_TIMEOUT_S, do not count as progress: a trickling source must time out."""
+"""Minimum bytes of an attempt, or within NO_ANSWER_TIMEOUT_S, that count as progress. A very slow source times out."""
 _FIRST_RETRY_S = 0.25
 MAX_RETRY_AFTER_S = 10.0
-"""Longest accepted Retry-After; other adapters may be queued behind this one."""
+"""Maximum Retry-After in seconds that a download waits for, because other adapters can wait in the queue."""
 NO_ANSWER_TIMEOUT_S = 60.0
-"""A hung file system or peer must not block an adapter forever."""
+"""Seconds without data after which a read fails, so that a file system or server that hangs cannot block forever."""
 MAX_SOURCE_CHANGES = 3
-"""Changes of the files during a download before it fails."""
+"""Maximum number of changes of the files during a download before the download fails."""
 
 
 class DigestMismatch(InvalidArgument):
-    """The content does not have the SHA-256 that the source declares."""
+    """The SHA-256 of the content differs from the SHA-256 that the source declares."""
 
 
 class ResumableDownload:
-    """Downloads files, each with its size limit."""
+    """Downloads files; each file has a size limit."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class ResumableDownload:
         on_size: Callable[[str, int], None] = lambda name, size: None,
         max_retry_after_s: float = MAX_RETRY_AFTER_S,
     ) -> None:
-        """`size_limit(name)` returns the largest size of a file (None: any) and a hint for the error message.
+        """`size_limit(name)` returns the maximum size of a file (None: no limit) and a fix for the error message.
 
-        `on_size` is called with each file's size, if the source reports it. `max_retry_after_s` is the longest accepted
-        Retry-After.
+        `on_size` is called with each file's size if the source reports it. `max_retry_after_s` is the maximum
+        Retry-After that a download waits for.
         """
         self._size_limit, self._on_size, self._max_retry_after_s = size_limit, on_size, max_retry_after_s
 
     async def download(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
-        """Download one file, from where a cut connection left it."""
+        """Download one file; a partly downloaded file is continued."""
         stalled_attempts = 0
         while True:
             bytes_before = partial.size(name)
@@ -74,7 +74,7 @@ class ResumableDownload:
                 await asyncio.sleep(pause_s)
 
     def _retry_delay_s(self, stalled_attempts: int, error: Unavailable) -> float:
-        """Return the delay before the next attempt; raises the error if the source requests a longer one."""
+        """Return the seconds before the next attempt; raise `error` if the source requests a longer delay."""
         retry_after_s = error.retry_after_s or 0.0
         if retry_after_s > self._max_retry_after_s:
             raise error
@@ -101,7 +101,7 @@ class ResumableDownload:
             raise Unavailable(f"{reader.display_name(name)}: only {size} of {open_file.size} bytes arrived")
 
     async def _write(self, reader: SourceReader, partial: PartialDownload, name: str, open_file: OpenFile) -> int:
-        """Append the chunks to the partial file; returns its size."""
+        """Append the chunks to the partial file; return the size of the file."""
         size = window_bytes = open_file.start
         window_start = time.monotonic()
         with (partial.folder / name).open("r+b" if open_file.start else "wb") as file:
@@ -130,7 +130,8 @@ class ResumableDownload:
             raise InvalidArgument(f"{reader.display_name(name)}: has at least {size} bytes, the limit is {limit}{hint}")
 
     async def version(self, reader: SourceReader, name: str) -> str | None:
-        """Return a file's current version, with the retries of a read: an error would discard the bytes read so far."""
+        """Return a file's current version. Failed queries are repeated, because an error would discard downloaded
+        bytes."""
         for attempt in range(1, _MAX_ATTEMPTS):
             try:
                 return await query_version(reader, name)
@@ -141,9 +142,9 @@ class ResumableDownload:
         return await query_version(reader, name)
 
     async def changed_files(self, reader: SourceReader, recorded_versions: Mapping[str, str | None]) -> list[str]:
-        """Return the files whose current version differs from the recorded one; files without versions are left out.
+        """Return the files whose current version differs from the recorded version, except files without versions.
 
-        Files of two versions may have matching shapes, so that a mixture would load.
+        Files of two versions can have matching shapes, so the engine would load a mixture without an error.
         """
         current_versions = {
             name: await self.version(reader, name) for name, version in recorded_versions.items() if version is not None
@@ -151,7 +152,7 @@ class ResumableDownload:
         return [name for name, version in current_versions.items() if version not in (None, recorded_versions[name])]
 
     async def verify(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
-        """Compare a whole file's SHA-256 with the declared one; discards the file and raises DigestMismatch."""
+        """Compare a file's SHA-256 with the declared one. If they differ, discard the file and raise DigestMismatch."""
         expected = reader.expected_sha256(name)
         if expected is None:
             return
@@ -172,7 +173,7 @@ async def query_version(reader: SourceReader, name: str) -> str | None:
 
 @contextlib.contextmanager
 def no_answer_timeout(display_name: str) -> Iterator[None]:
-    """Turn a TimeoutError into an Unavailable that names the source."""
+    """Convert a TimeoutError to an Unavailable that names the source."""
     try:
         yield
     except TimeoutError as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counter of a stub's open requests, in a memory-mapped file that outlives the stub.
+"""Counter of a stub's open requests, in a memory-mapped file that remains after the stub's end.
 
-A request is open from the server's call of `execute` to its last response, independent of the text process. If a stub
-dies with open requests, the server never ends their clients, so the supervisor must know. The stub writes the counter,
-the supervisor reads it.
+A request is open from the server's call of `execute` until its last response. If a stub dies with open requests, the
+server never ends these requests, and the supervisor must restart the server. The stub writes the counter; the
+supervisor reads it.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class OpenRequestCounter:
 
 
 def read_open_requests(run_dir: Path, pid: int) -> int:
-    """Return the open requests of a stub, dead or alive; 0 if it died before it received any."""
+    """Return the number of open requests of a running or ended stub; 0 if the stub never received a request."""
     try:
         return int(_COUNT_FORMAT.unpack(_path(run_dir, pid).read_bytes())[0])
     except (FileNotFoundError, struct.error):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open request of a stub: buffers deltas from the text process until a sender thread sends them as one response.
 
-While the senders keep up there is one response per delta, else fewer and larger ones. At most one thread, or the
-senders' queue, owns a stream at a time. Therefore responses keep their order, exactly one is final, and no thread
-checks a request for cancellation while its final response is sent, which frees it. Independent of the server's API;
-stub_model.py calls it.
+If the sender threads are fast enough, there is one response per delta; otherwise one response contains several deltas.
+At most one thread, or the senders' queue, owns a stream at a time. Therefore responses keep their order, and exactly
+one is final. The final response frees the request, so no thread may check it for cancellation then. Independent of the
+server's API; stub_model.py calls it.
 """
 
 import math
@@ -17,20 +17,20 @@ from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol.messages import OutputDelta
 
 MAX_PENDING_TOKENS = 16384
-"""Maximum number of buffered output tokens; beyond it the server does not accept responses fast enough."""
+"""Maximum number of buffered output tokens. With more tokens, the request fails because the client is too slow."""
 
 
 @dataclass(slots=True, eq=False)
 class ResponseStream:
     """An open request.
 
-    Any thread may call `push`, `fail` and `try_acquire`. Only the thread that acquired the stream may use the rest,
-    until it calls `release`.
+    Any thread can call `push`, `fail` and `try_acquire`. Only the thread that acquired the stream can use the other
+    methods, until it calls `release`.
     """
 
     request_id: int
     options: OutputOptions | None
-    """None if the request was rejected; an error is then the only response."""
+    """Selected outputs; None if the request was rejected, so that an error is its only response."""
     sender: Any
     """The server's response sender."""
     opened_at: float
@@ -38,7 +38,7 @@ class ResponseStream:
     last_sent: list[OutputDelta] = field(init=False)
     """Last delta of each output that was sent in a response."""
     failed_locally: bool = False
-    """True if this side ended the request; the text process must then be notified."""
+    """True if the stub ended the request, so that it must notify the text process."""
     sent_at: float = -math.inf
     """Time of the last response, in monotonic seconds."""
     checked_at: float = field(init=False)
@@ -98,7 +98,7 @@ class ResponseStream:
             return self._is_acquired
 
     def _has_sendable(self) -> bool:
-        """Return True if there is something to send; without streaming, only at the end of the request."""
+        """Return True if a response can be sent; without streaming, this is True only at the end of the request."""
         return bool(self._pending_deltas) and (self._closed or self._is_streaming)
 
     @property

@@ -6,7 +6,7 @@ server's Python API. `execute` never blocks and never raises: a failed request g
 
 Threads of a stub: the server's own, writer and reader of text_client.py, NUM_SENDER_THREADS that send responses, one
 that checks idle requests for cancellation, one that delays early errors, and one that ends the stub with its server.
-Heavy imports are not allowed here: a pod has one stub for the base and one for each exposed adapter.
+This module must not import large packages, because a pod has one stub for the base and one for each exposed adapter.
 """
 
 import itertools
@@ -35,19 +35,20 @@ from quire_spec.protocol.messages import OutputDelta
 logger = logging.getLogger(__name__)
 
 NUM_SENDER_THREADS = 4
-"""A send is a blocking round trip of about 0.1 ms. On two cores, 4 threads send 14k responses/s, and 16 threads hardly
-more."""
+"""Number of threads that send responses. A send is a blocking round trip of about 0.1 ms. On two cores, 4 threads send
+14,000 responses/s; 16 threads send hardly more."""
 CANCEL_CHECK_INTERVAL_S = 0.1
-"""Interval of cancellation checks of a request, if few are open."""
+"""Seconds between cancellation checks of a request, if few requests are open."""
 MAX_CANCEL_CHECKS_PER_S = 100
-"""A check is a round trip to the server, 65 us of CPU for both sides: less than 1 % of a core in total. With more than
-10 open requests the interval grows: with 64 it is 0.6 s, during which a cancelled request still runs."""
+"""Maximum number of cancellation checks per second. A check needs 65 us of CPU time in stub and server, so all checks
+use less than 1 % of a core. With more than 10 open requests the interval grows. With 64 requests a cancelled request
+runs for up to 0.6 s."""
 MIN_ERROR_DELAY_S = 0.02
 """Minimum age of a request when its error is sent. On a busy machine, release 24.10 aborts about once in some thousand
 errors if a gRPC client that requests real statuses (`triton_grpc_error`) gets an error while the server still receives
 its request. The abort ends the streams of all clients. The preload library prevents it, too, but needs a C compiler."""
 MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
-"""Minimum delay of an error after a response. The server may still be writing that response."""
+"""Minimum seconds between a response and an error, because the server can still be writing the response."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -55,7 +56,7 @@ class TritonPythonModel:
     """Interface that the server calls: `initialize` once, `execute` per batch of requests, `finalize` on unload."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Called when the model is loaded. `args` contains the model's name and its config as JSON."""
+        """Start the stub; the server calls this on load. `args` contains the model's name and its config as JSON."""
         _forward_logs()
         _exit_with_server()
         parameters = json.loads(args["model_config"])["parameters"]
@@ -65,7 +66,7 @@ class TritonPythonModel:
         self._streams: dict[int, ResponseStream] = {}
         self._send_queue: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
-        """Acquired streams with the time at which each may send its error."""
+        """Acquired streams, each with the time at which it can send its error."""
         self._closing = threading.Event()
         headers = os.environ.get(model_interface.FORWARDED_HEADERS_VARIABLE)
         self._forwarded_headers = re.compile(headers) if headers else None
@@ -80,13 +81,13 @@ class TritonPythonModel:
             thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Called with new requests. Their responses are sent later from other threads."""
+        """Pass new requests to the text process. Other threads send their responses later."""
         for request in requests:
             self._open_requests.increment()
             self._submit(request)
 
     def finalize(self) -> None:
-        """Called when the model is unloaded, after its last request."""
+        """Stop the stub; the server calls this on unload, after the last request."""
         self._closing.set()
         self._text_client.close()
         self._delayed_errors.put(None)
@@ -143,7 +144,7 @@ class TritonPythonModel:
                 self._delayed_errors.put((due_at, stream))
 
     def _send(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float | None:
-        """Send one response for all of `deltas`. Return the due time in monotonic seconds if an error must wait."""
+        """Send one response for all `deltas`. If an error must wait, return its due time in monotonic seconds."""
         last_delta = deltas[-1]
         if not last_delta.final and self._is_cancelled(stream):
             return None
@@ -176,7 +177,7 @@ class TritonPythonModel:
         stream.sender = None
 
     def _send_failure(self, stream: ResponseStream, error: Exception) -> None:
-        """End a request whose response could not be sent, as far as the server allows."""
+        """End a request whose response could not be sent, if the server allows this."""
         try:
             stream.sender.send(_error_response(_error_delta(stream.request_id, error)), flags=_FINAL)
         except Exception:
@@ -184,7 +185,7 @@ class TritonPythonModel:
         self._close(stream, notify_text=True)
 
     def _is_cancelled(self, stream: ResponseStream) -> bool:
-        """Return True if the client cancelled or disconnected, and fail the stream. The check is rate limited."""
+        """Check a request for cancellation, at a limited rate. If the client left, fail the stream and return True."""
         now = time.monotonic()
         if stream.sender is None or now - stream.checked_at < self._cancel_check_interval_s():
             return False
@@ -239,8 +240,8 @@ def _error_delta(request_id: int, error: Exception) -> OutputDelta:
 def _exit_with_server() -> None:
     """End this process when the server ends for any reason.
 
-    The kernel's parent-death signal is not usable: it is sent when the thread that started the stub ends, and the
-    server loads each model in a separate thread.
+    The kernel's parent-death signal cannot be used. The kernel sends it when the thread that started the stub ends, and
+    the server loads each model in a separate thread.
     """
     # The server leads its process group (child_process.py). Another parent means that the server has already ended.
     server_pid = os.getpgrp()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between tensors and messages: input tensors to GenerateRequest, OutputDelta to output tensors.
 
-Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors behave as in NVIDIA's
-vllm_backend. Sampling parameters come from the `sampling_parameters` tensor and from request parameters; the tensor's
-value takes precedence. (With the tensor, vllm_backend ignores all request parameters. Here the others still apply, so
-that none is dropped silently.)
+Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors have the meaning of NVIDIA's
+vllm_backend. Sampling parameters come from the tensor `sampling_parameters` and from request parameters; the tensor
+takes precedence. If the tensor exists, vllm_backend ignores all request parameters. Quire uses those that the tensor
+does not set.
 
-Source: https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
+Source:
+https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
 """
 
 import dataclasses
@@ -30,21 +31,21 @@ from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_del
 Array = npt.NDArray[Any]
 
 MAX_PROMPT_BYTES = 16 * 2**20
-"""Larger than any context length; keeps one request from filling the stub's memory."""
+"""Maximum bytes of a prompt, more than any context length needs. The limit protects the stub's memory."""
 MAX_ERROR_CHARS = 800
 
 CACHE_SALT = "cache_salt"
-"""Parameter: a prompt shares cached prefixes only with prompts of the same salt."""
+"""Name of a parameter: a prompt shares cached prefixes only with prompts that have the same salt."""
 
 PRIORITY = "priority"
-"""Parameter: lower runs first. The server consumes a request parameter of this name except on its generate endpoint, so
-clients of other endpoints must put it into the tensor sampling_parameters."""
+"""Name of a parameter: requests with a lower priority run first. Except on its generate endpoint, the server consumes a
+request parameter with this name. Clients of other endpoints must use the tensor sampling_parameters."""
 
 _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
-"""Fields of the server's own protocol: its generate endpoint passes each top-level key as a request parameter."""
+"""Fields of the server's own protocol that are not parameters. The generate endpoint passes all top-level keys."""
 
 _NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
-"""Other names at the same level as sampling parameters in a generate request."""
+"""Top-level names in a generate request that are not sampling parameters."""
 
 _KNOWN_NAMES = frozenset((*(f.name for f in dataclasses.fields(SamplingParams)), *_NON_SAMPLING_NAMES, *FORMER_NAMES))
 
@@ -55,7 +56,7 @@ class OutputOptions:
 
     stream: bool
     prompt_prefix: str
-    """Text before the output: the prompt or empty. Always empty when streaming."""
+    """Text before the output: the prompt, or empty. With streaming it is always empty."""
     finish_reason: bool
     cumulative_logprob: bool
     logprobs: bool
@@ -66,7 +67,7 @@ class OutputOptions:
     num_outputs: int
     """Number of outputs in each response."""
     has_logprobs: bool
-    """False: the tensor `logprobs` contains null, because the request did not set the parameter."""
+    """Whether the request sets `logprobs`; if not, the tensor `logprobs` contains null."""
 
 
 def parse_request(
@@ -85,7 +86,7 @@ def parse_request(
         base: name of the base model.
         inputs: the request's tensors by name.
         parameters: the request parameters as JSON text from the server.
-        forwarded_headers: names of headers that the server adds to them; a header that is not a parameter is ignored.
+        forwarded_headers: pattern of the headers that the server adds to the parameters; other headers are ignored.
 
     Raises:
         InvalidArgument: the message names the tensor or parameter, its value, and the valid values.
@@ -130,7 +131,7 @@ def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDel
 def to_output_tensors(
     deltas: Sequence[OutputDelta], options: OutputOptions, last_sent: Sequence[OutputDelta]
 ) -> dict[str, Array]:
-    """Return a map from name to output tensor of one response. Each tensor has one element per output of the request.
+    """Return the output tensors of one response by name. Each tensor has one element per output of the request.
 
     `deltas` is the result of `merge_by_output`, and `last_sent` is its result for the previous response. `output_ids`
     contains the concatenated tokens of all outputs; num_output_tokens contains the lengths.
@@ -164,7 +165,7 @@ def to_output_tensors(
 def error_response(error: QuireError) -> tuple[Code, str]:
     """Return code and message of an error response.
 
-    The message begins with the code: gRPC clients get the code only on request, and HTTP clients always get status 400.
+    The message begins with the code, because gRPC clients get the code only on request and HTTP clients always get 400.
     """
     message = f"{error.code}: {error}"
     if len(message) > MAX_ERROR_CHARS:
@@ -233,7 +234,7 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
 def _parameters(
     inputs: Mapping[str, Array], parameters: str, forwarded_headers: re.Pattern[str] | None
 ) -> dict[str, Any]:
-    """Return the parameters of both sources by name, without the server's own and without nulls (the defaults)."""
+    """Return the parameters of tensor and request by name, without fields of the server's protocol and nulls."""
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }
@@ -255,7 +256,7 @@ def _parse_object(text: str, source_name: str) -> dict[str, Any]:
 
 
 def _pop_string(values: dict[str, Any], name: str) -> str | None:
-    """Remove a parameter from `values` that is not a sampling parameter, and return it."""
+    """Remove the string parameter `name` from `values` and return it; None if absent."""
     value = values.pop(name, None)
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidArgument(f"{name}: must be a string that is not empty, got {truncated_repr(value)}")

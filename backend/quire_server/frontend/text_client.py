@@ -2,8 +2,8 @@
 """Client of the text process in a stub: sends requests and receives deltas over one Unix socket.
 
 A writer thread connects and sends; a reader thread decodes deltas. `submit` and `cancel` therefore never block on the
-socket. When the connection ends, every request open on it gets an UNAVAILABLE delta. The writer reconnects without
-waiting for a request, so that every live frontend is connected. Independent of the server's API; stub_model.py owns it.
+socket. When the connection ends, each open request gets an UNAVAILABLE delta. The writer reconnects without waiting for
+a request, so that every running frontend is connected. Independent of the server's API; stub_model.py owns it.
 """
 
 import logging
@@ -29,7 +29,7 @@ from quire_spec.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.1
-"""Interval of connection attempts of an idle writer without a connection."""
+"""Seconds between connection attempts of an idle writer without a connection."""
 _RECV_BYTES = 256 * 1024
 
 _WriterItem = tuple[GenerateRequest | CancelRequests | RequestRejected, bytes] | Literal["lost", "close"]
@@ -40,7 +40,8 @@ class TextClient:
     """Sends requests to the text process and passes on the deltas of the responses."""
 
     def __init__(self, path: Path, model: str, on_delta: Callable[[OutputDelta], None]) -> None:
-        """`on_delta` is called in the reader or writer thread, in order per request; it must not block."""
+        """`on_delta` is called in the reader or writer thread and must not block. The deltas of a request keep their
+        order."""
         self._path = path
         self._model = model
         self._on_delta = on_delta
@@ -51,7 +52,7 @@ class TextClient:
         self._writer.start()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request. Its deltas follow; without a text process, an UNAVAILABLE one."""
+        """Send a request. `on_delta` gets its deltas; without a text process, it gets an UNAVAILABLE delta."""
         self._enqueue(request)
 
     def cancel(self, request_id: int) -> None:
@@ -59,7 +60,7 @@ class TextClient:
         self._enqueue(CancelRequests([request_id]))
 
     def report_rejected(self, code: str) -> None:
-        """Report a rejected request for the metrics. Without a text process it is not counted."""
+        """Report a rejected request for the metrics. Without a text process, the rejection is not counted."""
         self._enqueue(RequestRejected(code))
 
     def _enqueue(self, message: GenerateRequest | CancelRequests | RequestRejected) -> None:
@@ -122,9 +123,9 @@ class TextClient:
 
 
 class _Connection:
-    """One connection and the requests open on it.
+    """One connection and its open requests.
 
-    Under the lock, either `track` or `_on_disconnect` decides that a request has failed, never both.
+    Under the lock, either `track` or `_on_disconnect` fails a request, never both.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class _Connection:
         threading.Thread(target=self._read_loop, name="text-reader", daemon=True).start()
 
     def track(self, request_id: int) -> bool:
-        """Let the end of this connection fail the request; return False if the connection has ended already."""
+        """Register an open request, which fails when this connection ends. Return False if it has already ended."""
         with self._lock:
             if not self.is_closed:
                 self._open_request_ids.add(request_id)
@@ -167,7 +168,7 @@ class _Connection:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Shut the connection down from this side."""
+        """Shut down the connection."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

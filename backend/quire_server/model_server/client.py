@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of the server's repository API and probes on loopback. The supervisor calls it; it is independent of adapters.
 
-Models are loaded over gRPC. Over HTTP, the connection's thread would do the loading. The server serves most HTTP
-connections on one thread, so that their streams would stall for the duration.
+Models are loaded over gRPC. Over HTTP, the thread of the connection would load the model. The server uses one thread
+for most HTTP connections, so that their streams would stall during the load.
 """
 
 import asyncio
@@ -24,18 +24,19 @@ from quire_spec.errors import Internal, Unavailable
 from quire_spec.net.addresses import format_for_url
 
 _LOAD_TIMEOUT_S = 150.0
-"""Longer than launch.ServerOptions.stub_timeout_s, so that the server's error message arrives first."""
+"""Timeout of a load in seconds, longer than launch.ServerOptions.stub_timeout_s, so that the server's error arrives
+first."""
 _PROBE_TIMEOUT_S = 5.0
 _NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
-"""Statuses of gRPC itself, not responses of the server."""
+"""Statuses that gRPC itself reports if the server does not respond."""
 _NOT_OPEN = "ModelServerClient must be used as an async context manager"
 _CONNECTION_CLOSED = "server: ended, its connection is closed"
 _CHANNEL_ARGS: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
-"""A pod's proxy is for destinations outside the cluster; gRPC would use it for loopback, too."""
+"""Options of the gRPC channel. They disable the proxy of the environment, which gRPC would also use for loopback."""
 
 
 class ModelServerClient(AsyncExitStack):
-    """Client of one server, by the hosts and ports of HTTP and gRPC. Use it as an async context manager."""
+    """Client of one server, on its HTTP and gRPC ports. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class ModelServerClient(AsyncExitStack):
         return self
 
     async def connect_tls(self) -> None:
-        """Connect to gRPC with TLS, once the server listens; do nothing without TLS.
+        """Connect to gRPC with TLS; the server must listen already. Without TLS, do nothing.
 
         Raises:
-            Unavailable: the server does not answer with its certificate.
+            Unavailable: the server does not respond with its certificate.
         """
         if self._grpc_certificate is None or self._grpc_client is not None:
             return
@@ -85,7 +86,7 @@ class ModelServerClient(AsyncExitStack):
         A loaded model is loaded again only if its files have changed.
 
         Raises:
-            Internal: the server rejected it; the message is the server's.
+            Internal: the server rejected the model; the message is that of the server.
             Unavailable: the server does not respond.
         """
         await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
@@ -94,7 +95,7 @@ class ModelServerClient(AsyncExitStack):
         """Unload a model: new requests are rejected at once, requests in flight run to completion.
 
         Raises:
-            Internal: the server rejected it.
+            Internal: the server rejected the call.
             Unavailable: the server does not respond.
         """
         await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
@@ -112,7 +113,7 @@ class ModelServerClient(AsyncExitStack):
     async def is_loaded(self, name: str) -> bool:
         """Return True if the server has this model. The result stays True after the model's stub died.
 
-        This is not the server's readiness, which depends on what the supervisor knows (readiness_file.py).
+        The readiness that the server reports is different: it also depends on the supervisor (readiness_file.py).
         """
         return await self._probe(f"/models/{name}")
 
@@ -150,7 +151,7 @@ class ModelServerClient(AsyncExitStack):
 
 
 def _certificate_name(address: tuple[str, int], certificate: Path) -> str:
-    """Return a name in the server's certificate, which need not contain the address of this machine."""
+    """Return a name in the server's certificate. The certificate need not contain the address of this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted

@@ -24,23 +24,24 @@ from quire_spec.net.addresses import format_for_url, is_ipv6
 
 IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
-"""HTTP header of the restricted APIs."""
+"""HTTP header with the key for the server's restricted APIs."""
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
-"""Name of this header over gRPC; the server adds the prefix."""
+"""Name of the header KEY_HEADER over gRPC, where the server requires this prefix."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
-"""APIs that require the key, so that only the supervisor can use them. Load tools need metadata, config and statistics,
-which stay open."""
+"""APIs of the server that require the key, so that only the supervisor can use them. Load tools need the APIs for
+metadata, config and statistics, which need no key."""
 
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_MODEL = 2**20
-"""Size of a stub's region in /dev/shm at its start (the Python backend's default)."""
+"""Initial size of a stub's region in /dev/shm (the Python backend's default)."""
 SHM_RESERVE_BYTES = 8 * 2**20
-"""Reserve for large prompts in flight, for which a region grows."""
+"""Reserve in /dev/shm for large prompts, which make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
-"""1 or 0: whether the preload library rejects requests that crash the server; by default as `needs_guard` returns."""
+"""Environment variable: 1 if the preload library must reject requests that crash the server, else 0. Default: the
+result of `needs_guard`."""
 _FIRST_FIXED_VERSION = (2, 59)
-"""Version of the server in release 25.07, which limits bodies, JSON levels and chunks itself."""
+"""First server version that limits bodies, JSON levels and chunks itself, in release 25.07."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
@@ -50,7 +51,8 @@ _MODEL_VARIABLES = re.compile(
     r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
-"""Environment variables that the code of other models gets: those of libraries, none that usually contains a secret."""
+"""Pattern of environment variables that the code of other models gets: variables of libraries, which contain no
+secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,12 @@ class ServerInstall:
     """An installation of Triton Inference Server."""
 
     kind: str
-    """image or wheel."""
+    """Kind of installation: image or wheel."""
     binary: Path
     backend: Path
     """Folder with libtriton_python.so and triton_python_backend_utils.py."""
     stubs: dict[str, Path]
-    """Stub program by Python version, such as '3.11'."""
+    """Path of the stub program by Python version, such as '3.11'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,11 @@ class Interpreter:
 
     executable: Path
     version: str
-    """Such as '3.11'."""
+    """Python version, such as '3.11'."""
     libpython: Path | None
-    """Its shared library, which the stub loads; None if it does not exist."""
+    """Shared library of the interpreter, which the stub loads; None if it does not exist."""
     numpy: str | None
-    """Version of its numpy; None if not installed."""
+    """Version of numpy in the interpreter's environment; None if numpy is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class ServerOptions:
     repository: Path
     """Model repository that contains `base`."""
     base: str
-    """Model to load at startup; the others are loaded through the repository API."""
+    """Name of the model to load at startup; other models are loaded later through the repository API."""
     run_dir: Path
     """Folder in which the backend folder is created."""
     key: str
@@ -100,23 +102,24 @@ class ServerOptions:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
-    """Must be False without a GPU, where the server logs errors about missing NVIDIA libraries."""
+    """Whether the server reports GPU metrics. Without a GPU this must be False; the server would log errors about
+    missing NVIDIA libraries."""
     readiness_file: Path | None = None
-    """File that says what is ready (readiness_file.py); None: what is loaded."""
+    """File with the names of ready models (readiness_file.py); None: loaded models are ready."""
     exit_timeout_s: int = 30
-    """Time for requests in flight to finish after SIGTERM."""
+    """Seconds for requests in flight to finish after SIGTERM."""
     stub_timeout_s: int = 120
-    """Timeout of a stub's startup; the server's default of 30 s is too short on a busy machine."""
+    """Timeout of a stub's startup in seconds; the server's default of 30 s is too short on a busy machine."""
     other_repository: Path | None = None
-    """Repository of models beside those of Quire; None: there are none."""
+    """Folder of --model-repository; None if there is none."""
     model_env: frozenset[str] = frozenset()
-    """Further environment variables that those models get."""
+    """Names of further environment variables for the models of --model-repository."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the user, as `parse_server_arguments` accepts them."""
+    """Arguments from the user; see `parse_server_arguments`."""
 
 
 def needs_guard(install: ServerInstall) -> bool:
-    """Return whether requests can crash this server: its release is older than 25.07, or unknown.
+    """Return whether requests can crash this server: the release is older than 25.07, or unknown.
 
     NVIDIA's image contains its version in a file. The wheel contains release 24.10.
     """
@@ -133,7 +136,8 @@ def new_key() -> str:
 
 
 def new_shm_prefix() -> str:
-    """Return a new random prefix, so that servers can share /dev/shm and leftovers can be attributed."""
+    """Return a new random prefix. It separates the regions of servers that share /dev/shm, and identifies old
+    regions."""
     return f"quire-{secrets.token_hex(4)}-"
 
 
@@ -162,7 +166,7 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
 
 
 def current_interpreter() -> Interpreter:
-    """Return the properties of this process's interpreter that matter for the stub."""
+    """Return the properties of this process's interpreter on which a stub depends."""
     get = sysconfig.get_config_var
     python_version = f"{sys.version_info.major}.{sys.version_info.minor}"
     soname = get("INSTSONAME") if get("Py_ENABLE_SHARED") else f"libpython{python_version}.so.1.0"
@@ -202,8 +206,8 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> N
         )
     if install.kind == "wheel" and int(python.numpy.split(".")[0]) >= 2:
         raise ConfigError(
-            f"{interpreter}: numpy {python.numpy} is not supported, the stub of the server on PyPI reads garbage from "
-            "numpy 2 arrays; pip install 'numpy<2' in this environment"
+            f"{interpreter}: numpy {python.numpy} is not supported, because the stub of the server on PyPI reads wrong "
+            "values from numpy 2 arrays; pip install 'numpy<2' in this environment"
         )
     _check_sibling_python(python)
     _check_shm(num_models)
@@ -269,7 +273,7 @@ def server_command(
 
 
 def _http_address(host: str) -> str:
-    """Return an address as the server's HTTP library expects it: with a prefix for IPv6."""
+    """Return `host` in the form that the server's HTTP library requires: an IPv6 address has a prefix."""
     return f"ipv6:{host}" if is_ipv6(host) else host
 
 
@@ -294,7 +298,7 @@ def _stub_version(stub: Path) -> str:
 
 
 def _check_sibling_python(python: Interpreter) -> None:
-    """Check that `python3` in the interpreter's folder is this interpreter: a stub runs the first `python3` on PATH."""
+    """Check that `python3` in the interpreter's folder is this interpreter. A stub runs the first `python3` on PATH."""
     sibling = python.executable.parent / "python3"
     if not sibling.exists() or sibling.resolve() != python.executable.resolve():
         raise ConfigError(
@@ -316,9 +320,9 @@ def _check_shm(num_models: int) -> None:
 
 
 def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, all_backends: bool) -> Path:
-    """Create a backend folder of links. The wheel's own folder has no stub, and the server searches only there.
+    """Create a backend folder of links, because the server searches stubs only there and the wheel's folder has none.
 
-    `all_backends`: also link the other backends of the installation.
+    With `all_backends`, the other backends of the installation are also linked.
     """
     folder = run_dir / "backends" / "python"
     folder.mkdir(parents=True, exist_ok=True)
@@ -334,7 +338,7 @@ def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, a
 
 
 def _environment(python: Interpreter) -> dict[str, str]:
-    """Return this process's environment, changed so that the stub uses `python` (through PATH) and its libpython.
+    """Return a copy of this process's environment in which stubs use `python` (through PATH) and its libpython.
 
     With another libpython a stub starts but fails later: `import ssl` raises an undefined symbol error.
     """

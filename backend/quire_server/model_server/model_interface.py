@@ -21,7 +21,7 @@ FLAGS = (
     constants.RETURN_OUTPUT_IDS,
     constants.RETURN_PROMPT_LOGPROBS,
 )
-"""Inputs with one boolean."""
+"""Names of the inputs that contain one boolean."""
 
 INPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.TEXT_INPUT, "TYPE_STRING", 1),
@@ -29,7 +29,7 @@ INPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
     *((flag, "TYPE_BOOL", 1) for flag in FLAGS),
 )
-"""Name, type and single dimension of each input; all are optional."""
+"""Name, type and single dimension of each input; all inputs are optional."""
 
 OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.TEXT_OUTPUT, "TYPE_STRING", -1),
@@ -45,9 +45,9 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
 
 FORWARDED_HEADERS_VARIABLE = "QUIRE_FORWARDED_HEADERS"
 """Environment variable of the stubs: pattern of the headers that the server passes as request parameters over gRPC.
-Over HTTP it passes none to our models."""
+Over HTTP the server passes no headers to Quire's models."""
 
 PARAM_SOCKET = "quire_text_socket"
-"""Config parameter: path of the text process's socket."""
+"""Name of the config parameter with the path of the text process's socket."""
 PARAM_BASE = "quire_base_model"
-"""Config parameter: name of the base model; a model with another name is an adapter."""
+"""Name of the config parameter with the name of the base model; a model with another name is an adapter."""

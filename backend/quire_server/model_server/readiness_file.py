@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server reports as ready on its own ports: a file that the supervisor writes and preload.c reads.
+"""Readiness that the server reports on its own ports: a file that the supervisor writes and preload.c reads.
 
-The server knows only that a model is loaded. Its answers to readiness requests are true only if this file agrees.
+The server itself checks only that a model is loaded. It reports a model as ready only if this file also does.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ VARIABLE = "QUIRE_READINESS_FILE"
 
 
 class ReadinessFile:
-    """Content: a line + or - for the server, then a line with + or - and the name for each model of Quire.
+    """Content of the file: a line + or - for the server, then a line with + or - and the name for each model of Quire.
 
-    The server's own answer counts for a model that is not listed.
+    For a model that is not in the file, the server's own readiness is reported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class ReadinessFile:
         self._content = ""
 
     def write(self, is_ready: bool, models: Mapping[str, bool]) -> None:
-        """Replace the content, if it changes, in one step."""
+        """Replace the content atomically, if it changes."""
         lines = [_sign(is_ready), *(_sign(is_model_ready) + name for name, is_model_ready in sorted(models.items()))]
         content = "\n".join(lines) + "\n"
         if content == self._content:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendering of the server's models: config and program, and their folders in the model repository.
 
-Only `write_model` and `remove_model` access the disk. Base and adapters are the same one-line program,
-which the server runs under different model names. The supervisor calls this module.
+Only `write_model` and `remove_model` access the disk. The models of base and adapters contain the same one-line
+program; only their names differ. The supervisor calls this module.
 """
 
 import json
@@ -21,7 +21,7 @@ MODEL_PY = "from quire_server.frontend.stub_model import TritonPythonModel  # no
 def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
     """Return the config of model `name` in its JSON form.
 
-    `base` is the served name of the base model; `name` is the same or an adapter name. `text_socket` is absolute.
+    `base` is the served name of the base model; `name` is `base` or an adapter name. `text_socket` is an absolute path.
 
     Raises:
         InvalidArgument: `name` or `base` is not a model name.
@@ -47,7 +47,8 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
 def write_model(repository: Path, name: str, base: str, text_socket: Path, program: str = MODEL_PY) -> Path:
     """Write a model's folder into `repository`, replacing an older one; return the folder.
 
-    Ensembles can call only models that have a folder, so the repository API's models without one are not used.
+    The repository API can also load a model without a folder. This is not used, because ensembles cannot call such a
+    model.
 
     Raises:
         InvalidArgument: `name` or `base` is not a model name.

@@ -22,14 +22,14 @@ ADAPTERS_FILE = "multi_lora.json"
 _MAX_SERVED_NAMES = 16
 _MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
-"""Settings of config.pbtxt that cannot differ from what the server runs, or that only name a file."""
+"""Settings of config.pbtxt that match the server in any case, or that only name a file."""
 
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
     """Read a model of NVIDIA's vllm_backend: `model.json` (vLLM's engine arguments) and `multi_lora.json`.
 
     `folder` is the model's folder, or a repository with one such model. `device` is used if model.json has none. Values
-    can be strings ("true", "16"), as in that backend. The log names what the server ignores: other versions,
+    can be strings ("true", "16"), as in that backend. The log names the parts that the server ignores: other versions,
     other models, and the settings of config.pbtxt, because tensors and instances are fixed.
 
     Raises:
@@ -55,10 +55,11 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
 
 
 def read_served_model_names(folder: Path) -> tuple[str, ...]:
-    """Return the names of the base model in the OpenAI API: `served_model_name` in model.json; none: its folder's name.
+    """Return `served_model_name` in model.json: the names of the base model in the OpenAI API. If it is empty, the API
+    uses the name of the model's folder.
 
     Raises:
-        ConfigError: a name is not a text, too long, or that of an adapter.
+        ConfigError: a name is not a text, is too long, or is the name of an adapter.
     """
     model = find_vllm_model(folder)
     path = model.version_dir / MODEL_FILE
@@ -118,8 +119,8 @@ def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
 def _adapter_source(model: VllmModelFolder, location: str) -> dict[str, Any] | None:
     """Return the source of an adapter, or None if the location is not valid.
 
-    vLLM resolves a relative path against the working directory. People also write paths relative to the repository.
-    Everything else with one slash is a hub id, as in vLLM.
+    vLLM resolves a relative path against the working directory. Users also write paths relative to the repository. Any
+    other location with one slash is a hub id, as in vLLM.
     """
     folder = Path(location).expanduser()
     if folder.is_absolute():
@@ -133,7 +134,7 @@ def _adapter_source(model: VllmModelFolder, location: str) -> dict[str, Any] | N
 
 
 def _log_ignored(model: VllmModelFolder) -> None:
-    """Log which parts of the repository are not served."""
+    """Log the parts of the repository that are not served."""
     if model.other_versions:
         logger.warning(
             "model versions not served model=%s served=%d not_served=%s",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI front: `python -m quire_server.openai`. The supervisor starts it.
 
-An HTTP server (uvicorn, uvloop) that knows no model: it validates requests, sends them to the text process over its
-Unix socket, and formats the answers.
+The front is an HTTP server (uvicorn, uvloop) without a model. It validates requests, sends them to the text process
+over a Unix socket, and formats the responses.
 """
 
 import argparse
@@ -33,9 +33,10 @@ from quire_spec.net.addresses import is_ipv6
 logger = logging.getLogger("quire_server.openai")
 
 _GRACE_S = 5
-"""Time for open responses to end after SIGTERM. The supervisor has drained the text process before."""
+"""Seconds for open responses to end after SIGTERM. The supervisor drains the text process before SIGTERM."""
 _KEEP_ALIVE_S = 65
-"""Longer than clients and proxies keep an idle connection, so that none sends a request while the front closes it."""
+"""Seconds before an idle connection is closed. Clients and proxies close idle connections earlier, so none sends a
+request during the close."""
 _BACKLOG = 2048
 
 
@@ -104,7 +105,7 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many connections as the system does; each is a file."""
+    """Raise the limit of open files to the hard limit, because each connection is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

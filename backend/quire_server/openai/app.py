@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI application: routes, errors as JSON, server-sent events, and the end of requests whose client left."""
+"""The ASGI application: routes, errors as JSON, server-sent events, and cancellation of requests without a client."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ _EVENT_STREAM_HEADERS = [
 
 
 class Application:
-    """All routes of the front."""
+    """The ASGI application of the OpenAI front, with all routes."""
 
     def __init__(self, settings: FrontSettings, client: TextClient) -> None:
         self._settings = settings
@@ -75,7 +75,7 @@ class Application:
             self._routes |= {"/live": {"GET": self._live.page}, "/live/events": {"GET": self._live.events}}
 
     def close(self) -> None:
-        """End the streams that have no end of their own, before the server waits for open responses."""
+        """End the endless streams of /live/events, before the server waits for open responses."""
         if self._live is not None:
             self._live.close()
 
@@ -132,7 +132,7 @@ class Application:
         return handler
 
     async def _stream(self, request: HttpRequest, reply: EventStream, send: Send) -> None:
-        """Send the events. The headers follow the first chunk, so that an early error still has its status."""
+        """Send the events. The headers are sent with the first chunk, so that an earlier error has its own status."""
         is_started = False
         try:
             async for chunk in reply.chunks:

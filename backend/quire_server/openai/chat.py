@@ -34,9 +34,9 @@ class ConversationFields(GenerationFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     documents: Any = None
-    """For templates that show documents beside the conversation; a list of objects."""
+    """List of objects, for chat templates that show documents beside the conversation."""
     add_generation_prompt: bool | None = None
-    """None: True, unless continue_final_message."""
+    """Whether the template begins an answer; None: the opposite of continue_final_message."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -48,7 +48,7 @@ class ChatFields(ConversationFields, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    """Wins over max_tokens."""
+    """Maximum number of output tokens; overrides max_tokens."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     """False: the response does not contain the reasoning."""
@@ -57,7 +57,7 @@ class ChatFields(ConversationFields, kw_only=True):
 
 
 class ChatCompletions:
-    """The route."""
+    """The route /v1/chat/completions."""
 
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
@@ -75,7 +75,7 @@ class ChatCompletions:
     async def prepare(
         self, request: HttpRequest, document: dict[str, Any], id_prefix: str
     ) -> tuple[Generation, ChatFields, SamplingParams]:
-        """Check a request and return its generation, which has not started; raises ApiError if the request is wrong."""
+        """Check a request, and return its generation before the start; raises ApiError if the request is invalid."""
         fields, sampling_values = parse_fields(document, ChatFields)
         chat = build_conversation(fields)
         parsing = output_parsing(
@@ -90,7 +90,7 @@ class ChatCompletions:
 
 
 def build_conversation(fields: ConversationFields) -> dict[str, Any]:
-    """Return the conversation of a GenerateRequest; raises ApiError if it is wrong."""
+    """Return the conversation for a GenerateRequest; raises ApiError if a field is invalid."""
     add_generation_prompt = fields.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not fields.continue_final_message
@@ -109,7 +109,7 @@ def build_conversation(fields: ConversationFields) -> dict[str, Any]:
 def _own_sampling_values(
     fields: ChatFields, sampling_values: dict[str, Any], defaults: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the sampling parameters that chat completions name or default differently."""
+    """Return the sampling parameters that have another name or default in chat completions."""
     values: dict[str, Any] = {}
     if fields.max_completion_tokens is not None:
         values["max_tokens"] = fields.max_completion_tokens
@@ -142,7 +142,7 @@ class ChatFormatter(Formatter):
         ]
 
     def event(self, choice: Choice, delta: OutputDelta) -> bytes:
-        """Return the events for a delta; the role comes first."""
+        """Return the events for a delta; the first event of a choice contains the role."""
         first = b""
         if not choice.is_started:
             choice.is_started = True
@@ -193,7 +193,7 @@ class ChatFormatter(Formatter):
         return event
 
     def _events(self, choice: Choice, delta: OutputDelta) -> list[Event]:
-        """Return what a delta adds to the message."""
+        """Return the parsed events of a delta."""
         if delta.parsed is None:
             return [ContentDelta(delta.text)] if delta.text else []
         events = decode_events(delta.parsed)
@@ -231,7 +231,7 @@ class ChatFormatter(Formatter):
 
 
 def _finish_reason(choice: Choice, delta: OutputDelta) -> str | None:
-    """Return tool_calls for an output that ended by itself with a call. A call that was cut keeps `length`."""
+    """Return the finish reason: tool_calls for a complete output with a tool call; length if max_tokens ended it."""
     return "tool_calls" if delta.finish_reason == "stop" and choice.has_tool_calls else delta.finish_reason
 
 
@@ -250,7 +250,7 @@ def _delta_document(event: Event) -> dict[str, Any]:
 
 
 def _message(output: ParsedOutput, is_parsed: bool) -> dict[str, Any]:
-    """Return the message of a complete response. Its content is null if there are only calls or reasoning."""
+    """Return the message of a complete response. Its content is null if it has only tool calls or reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": output.content}
     if is_parsed and not output.content:
         message["content"] = None

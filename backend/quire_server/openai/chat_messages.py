@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of a chat request in the form that chat templates read.
 
-Content parts become one text, the role developer becomes system, and the arguments of earlier tool calls become
-objects, because templates encode them themselves. Nothing in a message makes the server fetch anything: image, audio
-and file parts are errors that name them.
+Content parts become one text, and the role developer becomes system. The arguments of earlier tool calls become
+objects, because templates encode them. Image, audio and file parts are errors, so no message makes the server fetch a
+URL.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from quire_spec.errors import truncated_repr
 
 MAX_MESSAGES = 10_000
 MAX_DEPTH = 32
-"""Nesting of objects and lists in a message or template argument."""
+"""Maximum nesting of objects and lists in a message or template argument."""
 TEMPLATE_KWARGS = frozenset(
     {
         *("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string"),
         *("model_identity", "builtin_tools", "tools_in_user_message"),
     }
 )
-"""Arguments that a request can pass to the template. Any other name could replace what the server itself passes."""
+"""Arguments that a request can pass to the template. Other names could override arguments of the server."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_DOCUMENTS = 1024
 MAX_TOOL_CALLS = 256
-"""Of one message."""
+"""Maximum number of tool calls of one message."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def normalize_messages(messages: object) -> list[dict[str, Any]]:
-    """Return the messages for a template; raises ApiError if one is wrong."""
+    """Return the messages for a template; raises ApiError if a message is invalid."""
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: must be a list with at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -60,7 +60,7 @@ def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort
 
 
 def normalize_documents(documents: object) -> list[dict[str, Any]] | None:
-    """Return the documents for a template; None without documents. Raises ApiError if one is not an object."""
+    """Return the documents for a template; None without documents. Raises ApiError if a document is not an object."""
     if documents is None:
         return None
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:

@@ -22,11 +22,11 @@ class CompletionFields(GenerationFields, kw_only=True):
     """Fields of a request for completions."""
 
     prompt: Any = None
-    """A text, token ids, or a list of either."""
+    """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
 
 
 class Completions:
-    """The route."""
+    """The route /v1/completions."""
 
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
@@ -56,7 +56,7 @@ class Completions:
         return Response(await formatter.document(deltas))
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its text, which the response repeats."""
+        """Return the prompt together with its text, because the response repeats the prompt."""
         if prompt.text is not None:
             return prompt
         result = await self._client.call("detokenize", {"tokens": prompt.token_ids})
@@ -64,7 +64,7 @@ class Completions:
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """Return the prompts of the field `prompt`; raises ApiError if it has none of the four forms."""
+    """Return the prompts in the field `prompt`; raises ApiError if the field has none of its four forms."""
     if isinstance(value, str):
         return [Prompt(value)]
     if isinstance(value, list) and value:
@@ -96,7 +96,7 @@ class CompletionFormatter(Formatter):
         self._prefixes = [b'data: %b,"choices":[{"index":%d,"text":' % (head, c.index) for c in generation.choices]
 
     def event(self, choice: Choice, delta: OutputDelta) -> bytes:
-        """Return the event for a delta; nothing for a delta without content."""
+        """Return the event for a delta; empty for a delta without content."""
         is_first, choice.is_started = not choice.is_started, True
         if delta.finish_reason is not None or self._has_details or (is_first and self._fields.echo):
             return self.encode_event(self._choice(choice, delta, is_first))
@@ -112,7 +112,7 @@ class CompletionFormatter(Formatter):
         return self._choice(choice, delta, True)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage so far; without the token of a request for the prompt alone."""
+        """Return the usage so far. A request for only the prompt generates a token, which is not counted."""
         usage = super().usage()
         if self._omits_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

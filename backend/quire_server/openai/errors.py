@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the OpenAI API: HTTP status, type, and the JSON body {"error": {message, type, param, code}}.
 
-Maps the codes of the text process to statuses. The clients of OpenAI retry 408, 409, 429 and every status from 500,
-unless the response has `x-should-retry: false`.
+This module maps the codes of the text process to HTTP statuses. OpenAI's clients retry after 408, 409, 429 and each
+status of at least 500, unless the response has `x-should-retry: false`.
 """
 
 import math
@@ -36,10 +36,10 @@ _STATUS_BY_CODE = {
     Code.INTERNAL: 500,
 }
 CODE_BY_STATUS = {404: Code.NOT_FOUND, 429: Code.UNAVAILABLE, 503: Code.UNAVAILABLE, 500: Code.INTERNAL}
-"""For the metrics; all other statuses are INVALID_ARG."""
+"""Error code in the metrics by HTTP status; all other statuses are INVALID_ARG."""
 _RETRY_AFTER_S = 1.0
 _PARAM = re.compile(r"(?:sampling parameter )?'?([a-z_]{1,64})'?[:.\[]")
-"""Messages begin with the field."""
+"""Pattern of the field name at the start of a message."""
 
 
 class ApiError(Exception):
@@ -68,7 +68,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that say whether and when to retry."""
+        """Return the headers with the permission and the delay of a retry."""
         if self.retry_after_s is not None:
             return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
         if self.status == 500:

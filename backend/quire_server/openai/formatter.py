@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the formats of completions and chat completions share: order of events, envelope, usage."""
+"""Common part of the formats of completions and chat completions: order of events, envelope, usage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
@@ -14,14 +14,14 @@ from quire_spec.protocol.messages import OutputDelta
 
 encode = msgspec.json.Encoder().encode
 SYSTEM_FINGERPRINT = f"quire-{version('quire-llm')}"
-"""In complete responses and in the last event of each choice, as in vLLM."""
+"""Field system_fingerprint of complete responses and of the last event of each choice, as in vLLM."""
 
 
 class Formatter(ABC):
     """Formats the deltas of one request."""
 
     def __init__(self, generation: Generation, document_type: str) -> None:
-        """`document_type` is the field `object` of the response."""
+        """`document_type` is the value of the field `object` in the response."""
         self.generation = generation
         options = generation.fields.stream_options
         self.continuous_usage = options is not None and options.continuous_usage_stats
@@ -44,7 +44,7 @@ class Formatter(ABC):
         return encode({**document, "usage": self.usage()})
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events, all that are ready at once."""
+        """Yield the server-sent events; one chunk contains all events that are ready."""
         async with aclosing(deltas):
             async for batch in deltas:
                 chunk = b"".join([self.event(choice, delta) for choice, delta in batch]) if batch else KEEP_ALIVE
@@ -73,4 +73,4 @@ class Formatter(ABC):
 
     @abstractmethod
     def event(self, choice: Choice, delta: OutputDelta) -> bytes:
-        """Return the events for a delta; none for a delta without content."""
+        """Return the events for a delta; empty for a delta without content."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One generation request of a client: its engine requests, the choices of its response, and its usage.
 
-A request for several prompts runs one engine request per prompt; a greedy request for n outputs runs n equal ones.
-Choices are numbered prompt by prompt. Completions and chat completions format what this module counts.
+A request for several prompts runs one engine request per prompt. A greedy request for n outputs runs n equal engine
+requests. Choices are numbered in the order of their prompts. Completions and chat completions format the deltas.
 """
 
 import time
@@ -22,7 +22,7 @@ from quire_spec.protocol.messages import GenerateRequest, OutputDelta
 from quire_spec.protocol.parsed_output import OutputParsing
 
 KEEP_ALIVE_S = 15.0
-"""Interval of comments in a stream without events. Proxies close connections that are idle for 60 s."""
+"""Seconds between comments in a stream without events. Proxies close connections that are idle for 60 s."""
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -38,7 +38,7 @@ class Prompt:
     token_ids: list[int] | None = None
     chat: dict[str, Any] | None = None
     parsing: OutputParsing | None = None
-    """How the output is parsed; None: it is a text."""
+    """Settings for parsing the output; None: the output is not parsed."""
 
 
 class Choice:
@@ -76,7 +76,7 @@ class Generation:
         prompts: Sequence[Prompt],
         settings: FrontSettings,
     ) -> None:
-        """`copies` is the number of equal engine requests per prompt. Raises ApiError for too many choices."""
+        """`copies` is the number of equal engine requests per prompt. Raises ApiError if there are too many choices."""
         self.id = id_prefix + (fields.request_id or http_request.request_id)[:128]
         self.created = int(time.time())
         self.model = settings.model_names[0] if fields.model is None else fields.model
@@ -99,18 +99,18 @@ class Generation:
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.prompt_token_ids: dict[int, list[int]] = {}
-        """By request index; empty unless the request asks for them."""
+        """Token ids of each prompt by request index; empty unless the request has return_token_ids."""
         self.first_token_texts: dict[int, str] = {}
-        """Text of the first token of each prompt, which has no entry in its log probabilities."""
+        """Text of each prompt's first token, because the log probabilities have no entry for the first token."""
         self.prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
-        """By request index."""
+        """Log probabilities of each prompt, by request index."""
 
     def prompt_of(self, choice: Choice) -> Prompt:
         """Return the prompt of a choice."""
         return self.prompts[choice.request_index // self.copies]
 
     async def deltas(self, client: TextClient, return_prompt_token_ids: bool = False) -> Deltas:
-        """Run the request and yield its new deltas; an empty list after KEEP_ALIVE_S without one.
+        """Run the request and yield lists of new deltas; an empty list after KEEP_ALIVE_S without a delta.
 
         Raises:
             ApiError: the request failed.
@@ -128,7 +128,7 @@ class Generation:
                 yield [(choices[request_index * num_outputs + delta.index], delta) for request_index, delta in deltas]
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far. Equal engine requests of one prompt count its tokens once."""
+        """Return the number of tokens so far. A prompt with several equal engine requests is counted once."""
         num_input = sum(self._num_input_tokens[:: self.copies])
         num_output = sum(choice.num_tokens for choice in self.choices)
         return {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities in the formats of completions and of chat completions.
 
-The text process returns an object per position, by token id, with the sampled token first. A token that is not valid
-UTF-8 by itself has the replacement character in its text, and its exact bytes beside it.
+The text process returns an object for each position, by token id; the sampled token is first. If a token alone is not
+valid UTF-8, its text contains the replacement character, and a separate field contains its bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 MIN_LOGPROB = -9999.0
 
 Position = Mapping[str, Mapping[str, Any]]
-"""Token id to {logprob, rank, decoded_token}; the sampled token is the first."""
+"""By token id: {logprob, rank, decoded_token}; the sampled token is first."""
 
 
 def completion_logprobs(
@@ -23,7 +23,7 @@ def completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Return the object `logprobs` of a completion, and the offset after its last token.
 
-    A position is None for the first token of a prompt, which is `first_token_text`.
+    A position is None for the first token of a prompt; `first_token_text` is the text of that token.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with the fields and answers of vLLM.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with the fields and responses of vLLM.
 
-They change the adapter catalog, which the supervisor owns; http/access.py checks the admin key before. The supervisor
-listens only if it was started with --allow-runtime-lora-updating.
+The routes change the adapter catalog, which the supervisor owns; http/access.py checks the admin key first. The
+supervisor accepts these calls only with --allow-runtime-lora-updating.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class LoadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_path: str | dict[str, Any]
     """A folder, a hub id, an URL, or a source as in the adapter catalog."""
     load_inplace: bool = False
-    """Replace an adapter that is loaded already."""
+    """Whether an adapter that is already loaded is replaced."""
 
 
 class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,14 +44,14 @@ class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoraAdapters:
-    """The routes."""
+    """The routes that load and unload adapters."""
 
     def __init__(self, run_dir: Path) -> None:
         self._socket = run_dir / SUPERVISOR_SOCKET
         self._ids = itertools.count(1)
 
     async def load(self, request: HttpRequest) -> Reply:
-        """POST /v1/load_lora_adapter: answers when the adapter serves requests, or with the reason why it does not."""
+        """POST /v1/load_lora_adapter: respond when the adapter serves requests, or with the error of its load."""
         fields = _parse(await request.json_object(), LoadFields)
         check_depth(fields.lora_path, "lora_path")
         args = {"name": fields.lora_name, "location": fields.lora_path, "in_place": fields.load_inplace}
@@ -59,13 +59,13 @@ class LoraAdapters:
         return _text(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Reply:
-        """POST /v1/unload_lora_adapter: requests that are running finish with the adapter."""
+        """POST /v1/unload_lora_adapter: unload an adapter; running requests finish with it."""
         fields = _parse(await request.json_object(), UnloadFields)
         await self._call("unload_lora_adapter", {"name": fields.lora_name})
         return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     async def _call(self, method: str, args: dict[str, Any]) -> None:
-        """Call the supervisor, which limits the time; raises ApiError."""
+        """Call the supervisor, which has the timeout of a call; raises ApiError."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._socket))
         except OSError:

@@ -16,7 +16,7 @@ _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Models:
-    """The routes."""
+    """The GET routes of models, health, version and metrics."""
 
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
@@ -39,7 +39,7 @@ class Models:
         raise ApiError(404, f"model: {request.path_arg[:100]!r} is not served; GET /v1/models lists the names")
 
     async def health(self, request: HttpRequest) -> Reply:
-        """GET /health: 200 while requests are accepted, else 503."""
+        """GET /health: 200 while the front accepts requests, else 503."""
         closed_reason = (await self._client.call("models"))["closed_reason"]
         if closed_reason:
             raise ApiError(503, closed_reason, retry_after_s=1.0)

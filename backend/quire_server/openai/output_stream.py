@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deltas of one HTTP request, which runs one or several requests of the text process.
 
-Buffers what the client has not read yet. A client that reads too slowly loses its request, so that the buffer is
-bounded. Knows neither HTTP nor the format of a response.
+The stream buffers deltas that the client has not read. The buffer has a limit: the request of a client that reads too
+slowly fails. Independent of HTTP and of the format of a response.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from quire_server.openai.text_client import TextClient
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta
 
 MAX_PENDING_TOKENS = 16384
-"""Buffered output tokens of a streamed HTTP request; the same limit as in a stub."""
+"""Maximum number of buffered output tokens of a streamed HTTP request; stubs have the same limit."""
 
 
 class OutputStream:
-    """The open requests of one HTTP request, as a context manager: leaving it cancels those that have not ended."""
+    """The open requests of one HTTP request. As a context manager it cancels all unfinished requests at its end."""
 
     def __init__(self, client: TextClient, requests: Sequence[GenerateRequest]) -> None:
         self._client = client
@@ -59,7 +59,7 @@ class OutputStream:
         self._wake()
 
     async def next(self, timeout_s: float) -> list[tuple[int, OutputDelta]]:
-        """Return the new deltas, each with the index of its request; none after `timeout_s` without one.
+        """Return the new deltas, each with the index of its request; an empty list after `timeout_s` without a delta.
 
         Raises:
             ApiError: one of the requests failed.

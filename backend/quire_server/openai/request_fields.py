@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a generation request: which names exist, which are ignored, which are rejected, and their types.
+"""Fields of a generation request: their names and types, ignored fields, and rejected fields.
 
-A field has one of four fates. The front's own fields are in the Structs, sampling parameters are checked by
-`SamplingParams`. Fields that clients send for their own bookkeeping are accepted and ignored. Every other field is an
-error that names it, so that no constraint is ever ignored silently.
+There are four kinds of fields. The Structs contain the front's own fields. `SamplingParams` checks sampling parameters.
+Fields for a client's own bookkeeping are accepted and ignored. Every other field is an error that names the field, so
+that no constraint is ignored silently.
 """
 
 import difflib
@@ -28,7 +28,7 @@ BOOKKEEPING_FIELDS = frozenset(
         *("prompt_cache_retention", "prediction", "verbosity", "web_search_options"),
     }
 )
-"""Accepted and ignored: they do not change what the model may answer."""
+"""Fields that are accepted and ignored, because they do not change the output."""
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -45,7 +45,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields of the OpenAI API and of vLLM that this server cannot honour, with the values that ask for nothing."""
+"""Fields of the OpenAI API and of vLLM that this server does not support, with values that have no effect and are
+accepted."""
 
 MAX_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 1024
@@ -58,9 +59,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """stream_options of a request."""
 
     include_usage: bool = False
-    """Send the usage in a last chunk."""
+    """Whether the last chunk contains the usage."""
     continuous_usage_stats: bool = False
-    """Send the usage in each chunk."""
+    """Whether each chunk contains the usage."""
     include_obfuscation: bool = False
     """Accepted and ignored."""
 
@@ -69,7 +70,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """Fields that completions and chat completions share, beside the sampling parameters."""
 
     model: str | None = None
-    """The base model or an adapter; None: the base model."""
+    """Name of the base model or of an adapter; None: the base model."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     echo: bool = False
@@ -80,13 +81,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream_interval: int = 1
-    """Tokens between two events of a stream."""
+    """Number of output tokens in an event of a stream."""
     response_format: dict[str, Any] | None = None
-    """Constraint on the output in the form of the OpenAI API; becomes `structured_outputs`."""
+    """Constraint on the output in the form of the OpenAI API; it is converted to `structured_outputs`."""
 
 
 def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T, dict[str, Any]]:
-    """Return the front's own fields and the sampling parameters of a request. A null field counts as absent.
+    """Return the front's own fields and the sampling parameters of a request. A null field is treated as absent.
 
     Raises:
         ApiError: a field is unknown, not supported, or has a wrong type.
@@ -115,12 +116,12 @@ def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T
 
 
 def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[SamplingParams, int]:
-    """Return the parameters of one engine request, and how many copies of it give the outputs that `n` asks for.
+    """Return the parameters of one engine request, and the number of equal engine requests for `n` outputs.
 
-    Without randomness all outputs are equal. The engine then runs one output per request, so `n` becomes copies.
+    Without randomness all outputs are equal. The engine then accepts only n = 1, so n equal engine requests are run.
 
     Raises:
-        ApiError: a parameter is wrong.
+        ApiError: a parameter is invalid.
     """
     values, copies = dict(values), 1
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`response_format` of a request: the OpenAI API's form of a constraint, as the field `structured_outputs`."""
+"""Conversion of `response_format`, a constraint in the form of the OpenAI API, to `structured_outputs`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from quire_spec.errors import truncated_repr
 
 
 def merge_response_format(response_format: Mapping[str, Any] | None, structured_outputs: Any) -> dict[str, Any]:
-    """Return `structured_outputs` with the constraint of `response_format`; empty if it has none.
+    """Return `structured_outputs` with the constraint of `response_format`; empty if there is no constraint.
 
     `structured_outputs` of the same request can contain options, such as disable_any_whitespace.
 

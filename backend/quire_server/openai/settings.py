@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
-"""A prompt of a million token ids; parsing it blocks the event loop for about 20 ms."""
+"""Default maximum size of a body, enough for a prompt of a million token ids. Parsing such a body blocks the event loop
+for about 20 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,12 @@ class FrontSettings:
     host: str
     port: int
     served_model_names: tuple[str, ...] = ()
-    """Names of the base model in this API; empty: served_name."""
+    """Names of the base model in the OpenAI API; empty: served_name."""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     api_keys_dir: Path | None = None
     """Folder of API keys, one file each; None: no key is needed."""
     admin_key_file: Path | None = None
-    """Key for loading and unloading adapters; None: this is not possible."""
+    """File with the key for loading and unloading adapters; None: adapters cannot be changed."""
     shared_prefix_cache: bool = False
     """Whether requests of different keys use each other's cached prompts."""
     live: bool = False
@@ -32,13 +33,13 @@ class FrontSettings:
     uses_generation_config: bool = True
     """Whether generation_config.json of the checkpoint sets the defaults of sampling parameters."""
     ssl_certfile: Path | None = None
-    """Certificate chain, and with it TLS; None: HTTP."""
+    """File with the certificate chain for HTTPS; None: HTTP without TLS."""
     ssl_keyfile: Path | None = None
-    """Its key; None: in the same file."""
+    """File with the key of the certificate; None: ssl_certfile contains the key."""
     probe_socket: Path | None = None
-    """Unix socket on which this process alone answers; None: only on the port."""
+    """Additional Unix socket of this process, for probes; None: the process listens only on the port."""
     reuse_port: bool = False
-    """Whether several fronts listen on the port."""
+    """Whether several fronts listen on the same port."""
     log_requests: bool = False
     """Whether each request is logged, with its id and traceparent."""
     cors_origins: tuple[str, ...] = ()
@@ -46,7 +47,8 @@ class FrontSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names of the base model in this API; responses contain the first if a request names none."""
+        """Names of the base model in the OpenAI API. If a request names no model, its response contains the first
+        name."""
         return self.served_model_names or (self.served_name,)
 
     def engine_model(self, name: str) -> str:

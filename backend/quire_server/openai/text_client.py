@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connection of the front to the text process, for asyncio: sends requests and calls, receives deltas and responses.
 
-Reconnects whenever the connection ends. Every request and call that is open then fails with UNAVAILABLE, so that its
-client gets an error at once. Knows neither HTTP nor the OpenAI API.
+The client reconnects after each end of the connection. All open requests and calls then fail with UNAVAILABLE, so that
+their HTTP clients get an error at once. Independent of HTTP and the OpenAI API.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaSink(Protocol):
-    """Receives the deltas of a request."""
+    """Receiver of the deltas of a request."""
 
     def push(self, delta: OutputDelta) -> None:
-        """Accept a delta; must not block."""
+        """Receive a delta; the method must not block."""
 
 
 class TextClient:
-    """The connection, and the requests and calls that are open on it."""
+    """The connection to the text process, and its open requests and calls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,7 +66,7 @@ class TextClient:
         return next(self._ids)
 
     async def run(self) -> None:
-        """Connect, and reconnect whenever the connection ends. Does not return."""
+        """Connect, and reconnect after each end of the connection, until cancellation."""
         loop = asyncio.get_running_loop()
         while True:
             self._disconnected.clear()
@@ -156,7 +156,7 @@ class TextClient:
 
 
 class _TextConnection(asyncio.Protocol):
-    """One connection: frames in, messages out."""
+    """One connection, which decodes received frames to messages."""
 
     def __init__(self, client: TextClient) -> None:
         self._client = client

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /tokenize and /detokenize: texts and conversations to token ids, and back."""
+"""POST /tokenize and /detokenize: convert texts and conversations to token ids, and token ids to text."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class DetokenizeFields(ConversationFields, kw_only=True):
 
 
 class Tokenization:
-    """The routes."""
+    """The routes /tokenize and /detokenize."""
 
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client

@@ -20,7 +20,7 @@ _FUNCTION_FIELDS = {"description": str, "parameters": dict, "strict": bool}
 
 
 def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Return the tools for a template, each as {type, function}; None without tools. Raises ApiError."""
+    """Return the tools for a template, each as {type, function}; None if there are no tools. Raises ApiError."""
     if tools is None:
         return None
     if not isinstance(tools, list) or not tools:
@@ -39,7 +39,7 @@ def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
 def output_parsing(
     tools: Sequence[dict[str, Any]] | None, tool_choice: object, parallel_tool_calls: bool, separate_reasoning: bool
 ) -> OutputParsing:
-    """Return how the outputs of a request with these tools are parsed; raises ApiError for a wrong choice."""
+    """Return the settings for parsing the outputs of a request; raises ApiError if the tool choice is invalid."""
     choice, function = tool_choice, None
     if isinstance(choice, dict):
         named = choice.get("function", choice)

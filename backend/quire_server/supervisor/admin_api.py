@@ -22,7 +22,7 @@ from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
-"""The largest catalog, 4096 adapters with long URLs, has about 3 MB."""
+"""Maximum size of a body. The largest catalog, 4096 adapters with long URLs, has about 3 MB."""
 
 _HTTP_STATUS = {
     Code.INVALID_ARG: 400,
@@ -101,7 +101,8 @@ class AdminAPI:
         return web.json_response(await self._supervisor.other_models.index())
 
     async def _load_or_unload(self, request: web.Request) -> web.Response:
-        """Like the server's own API, but by name only: its parameters `config` and `file:` would run other code."""
+        """Load or unload a model by name. The parameters `config` and `file:` of the server's API are rejected, because
+        they could run other code."""
         self._authorize(request)
         name, action = request.match_info["name"], request.match_info["action"]
         try:
@@ -138,7 +139,7 @@ class AdminAPI:
 
 
 def _is_local(request: web.Request) -> bool:
-    """Return True for a request from this machine. Checking the Host header prevents DNS rebinding by web pages."""
+    """Return True for a request from this machine. The check of the Host header prevents DNS rebinding by web pages."""
     host = request.url.host or ""
     return _is_loopback(request.remote or "") and (host == "localhost" or _is_loopback(host))
 

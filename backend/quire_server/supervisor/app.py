@@ -45,7 +45,7 @@ async def run(settings: SupervisorSettings) -> None:
     """Run a pod until SIGTERM, SIGINT or SIGHUP.
 
     Raises:
-        ConfigError: configuration or machine is not usable; a restart does not help.
+        ConfigError: the configuration is invalid, or the machine cannot run it; a restart would fail again.
         StartupFailed: a process did not start.
     """
     config, catalog = EngineConfig.load(settings.engine), AdapterCatalog.load(settings.adapters)
@@ -89,7 +89,7 @@ def _find_other_models(
     """Return the models of --model-repository.
 
     Raises:
-        ConfigError: the folder cannot be read, or one of its names is not valid or taken.
+        ConfigError: the folder cannot be read, or the name of a model is invalid or already in use.
     """
 
     def own_names() -> Set[str]:
@@ -146,10 +146,10 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 
 
 def _check_ports(settings: SupervisorSettings) -> None:
-    """Reject a duplicate port or one that is in use.
+    """Reject a duplicate port, and a port that is in use.
 
-    The server would print its whole usage for a duplicate. It reports a port in use late, and silently shares its gRPC
-    port.
+    For a duplicate port, the server would print its whole usage. It reports a used HTTP port late, and silently shares
+    a used gRPC port.
     """
     flag_by_port: dict[int, str] = {}
     for flag, port in settings.ports.items():
@@ -169,7 +169,8 @@ def _check_ports(settings: SupervisorSettings) -> None:
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
-    """Return the error of listening on `host` and `port`, or None; raises ConfigError if the host is wrong."""
+    """Return the error of listening on `host` and `port`; None without an error. Raises ConfigError if `host` is not an
+    address of this machine."""
     with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child process in its own process group: relays its output line by line and detects its end through a pidfd.
 
-Independent of the program and of restarts (managed_process.py). No thread or timer per process is needed. When the
-process ends, its whole group is killed, so that a killed server leaves no stub behind.
+Independent of the program and of restarts (managed_process.py). A child needs no thread and no timer. When the process
+ends, its whole group is killed, so that the stubs of a killed server also end.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 8192
 _OUTPUT_TIMEOUT_S = 0.5
-"""Timeout for the last output of an ended process."""
+"""Maximum seconds to wait for the last output of an ended process."""
 _REAP_TIMEOUT_S = 1.0
 
 
@@ -33,7 +33,7 @@ def become_subreaper() -> None:
 
 
 class ChildProcess:
-    """A running or ended process. Create it with `start` in the main thread, inside a running event loop."""
+    """A running or ended process. `start` creates it; the main thread must call `start` in a running event loop."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], relay: Callable[[str, str], None]) -> None:
         self.name = name
@@ -42,7 +42,7 @@ class ChildProcess:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """Last lines of output, including those that the log drops."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Exit code, negative for a signal."""
+        """Future with the exit code, which is negative for a signal."""
         self._popen = popen
         self._relay = relay
         self._output_closed = asyncio.Event()
@@ -54,7 +54,7 @@ class ChildProcess:
     async def start(
         cls, name: str, argv: Sequence[str], relay: Callable[[str, str], None], env: Mapping[str, str] | None = None
     ) -> "ChildProcess":
-        """Start `argv`; the kernel kills it when this process ends. `relay(name, line)` gets each line of output.
+        """Start `argv`; the kernel kills it when this process ends. `relay(name, line)` is called for each output line.
 
         Raises:
             OSError: the process could not be created.
@@ -83,7 +83,7 @@ class ChildProcess:
         return child
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal to the process (not to its group), if it still runs."""
+        """Send a signal to the process (not to its group) if it is running."""
         self._popen.send_signal(signal_number)
 
     def kill(self) -> None:
@@ -120,7 +120,7 @@ class ChildProcess:
         self.exited.set_result(self._popen.wait())
 
     async def _reap_group(self) -> None:
-        """Reap the ended members of the group, which are orphans now (`become_subreaper`)."""
+        """Reap the ended processes of the group, which are now children of this process (`become_subreaper`)."""
         deadline = asyncio.get_running_loop().time() + _REAP_TIMEOUT_S
         while asyncio.get_running_loop().time() < deadline:
             try:
@@ -136,7 +136,7 @@ class ChildProcess:
 
 
 class _LineSplitter(asyncio.Protocol):
-    """Splits output into lines. Drops text that a carriage return overwrites, such as progress bars."""
+    """Splits output into lines, and drops text before a carriage return, such as progress bars."""
 
     def __init__(self, on_line: Callable[[str], None], on_eof: Callable[[], None]) -> None:
         self._on_line = on_line

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unix socket of the supervisor, for calls of the OpenAI front: frames of ControlRequest and ControlResponse.
 
-Handles only the protocol; the methods belong to their owners. app.py opens the socket.
+This module handles only the protocol; other modules implement the methods. app.py opens the socket.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _READ_BYTES = 2**16
 
 
 class ControlServer:
-    """The connections, and the calls that are running."""
+    """The connections of the socket, and their running calls."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
         self._methods = methods
@@ -30,7 +30,7 @@ class ControlServer:
 
     @contextlib.asynccontextmanager
     async def listen(self, path: Path) -> AsyncIterator[None]:
-        """Serve on `path` while the context is open; running calls are cancelled at its end."""
+        """Serve on `path` while the context is open; running calls are cancelled at the end of the context."""
         server = await asyncio.start_unix_server(self._serve, path)
         try:
             yield

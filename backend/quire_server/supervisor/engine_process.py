@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, connection and watch of the text and the core process. Knows neither restarts nor the other processes.
+"""Start, connection and watch of the text process and the core process. Independent of restarts.
 
-process_manager.py runs them in a pod, batch/local_engine.py for a batch.
+process_manager.py runs both processes in a pod, and batch/local_engine.py runs them for a batch.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from quire_spec import constants
 from quire_spec.errors import Unavailable
 
 START_TIMEOUT_S = 3600.0
-"""Timeout for core to load its weights. On Kubernetes the startup probe is shorter and decides."""
+"""Seconds in which the core must load its weights. On Kubernetes the startup probe has a shorter limit."""
 SOCKETS = {"core": constants.CORE_SOCKET, "text": constants.TEXT_SOCKET}
 CONNECT_RETRY_S = 0.05
 PING_INTERVAL_S = 5.0
 UNRESPONSIVE_TIMEOUT_S = 120.0
-"""A process without a response for this long counts as hung. A step of a large model on a slow CPU is shorter."""
+"""Seconds without a response after which a process counts as hung; a step of a large model on a slow CPU is shorter."""
 _EXIT_GRACE_S = 2.0
-"""Time for a process to exit after it closed its connection to the supervisor."""
+"""Seconds in which a process must exit after it closed its connection to the supervisor."""
 
 ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """Default environment of the engine processes: sizes of torch's and oneDNN's caches of compiled matrix products. There

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script that sets the parent-death signal and then executes a program: `exec_with_pdeathsig.py PARENT_PID ARGV...`.
 
-The kernel then kills the program when the supervisor dies. The server cannot set the signal itself, and a preexec_fn in
-a process with threads can deadlock (Python 3.12 warns about it). Costs about 20 ms per start. Uses only the standard
-library and imports no module of Quire. child_process.py runs it.
+The kernel then kills the program when the supervisor dies. The server cannot set the signal itself. A preexec_fn in a
+process with threads can deadlock; Python 3.12 warns about it. The script takes about 20 ms per start, and imports only
+the standard library. child_process.py runs it.
 """
 
 import ctypes

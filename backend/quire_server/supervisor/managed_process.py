@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restart loop of one process: starts it, runs a session while it lives, restarts it with backoff when it dies.
 
-Independent of what the session does. If a process dies before it was ever ready, startup fails after a few attempts, or
-at once if its exit code reports a configuration error. Endless restarts would hide the reason.
+Independent of the session's content. If a process dies before it was ever ready, startup fails after a few attempts, or
+at once if the exit code reports a configuration error. Endless restarts would hide the cause.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 MAX_START_ATTEMPTS = 3
 _STABLE_UPTIME_S = 30.0
-"""A process with at least this uptime is restarted without delay."""
+"""Minimum uptime in seconds after which a process is restarted without delay."""
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
-"""Short, because the pod is down during the delay and a start does not affect other pods."""
+"""Maximum seconds before a restart. It is short, because the pod is down during the delay."""
 _TAIL_LINES = 15
 
 
@@ -46,7 +46,7 @@ class RestartBackoff:
     failures: int = 0
 
     def delay_s(self, uptime_s: float) -> float:
-        """Return the delay before the next start after `uptime_s`."""
+        """Return the seconds before the next start of a process that ran for `uptime_s` seconds."""
         if uptime_s >= _STABLE_UPTIME_S:
             self.failures = 0
         self.failures += 1
@@ -90,12 +90,12 @@ class ManagedProcess:
         )
 
     def mark_ready(self) -> None:
-        """Called by the session when the process serves."""
+        """Set the state to ready; the session calls this when the process serves."""
         self._was_ever_ready = True
         self._set_state(ProcessState.READY)
 
     async def run(self) -> None:
-        """Keep the process running until cancelled. Cancellation leaves the process running.
+        """Keep the process running until cancellation. Cancellation does not stop the process.
 
         Raises:
             StartupFailed: the process did not start.
@@ -111,7 +111,7 @@ class ManagedProcess:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self) -> str:
-        """Run one child from start to end; return how it ended."""
+        """Run one child process from start to end; return a description of its end."""
         try:
             self.child = await self._start()
         except OSError as error:
@@ -126,7 +126,7 @@ class ManagedProcess:
         return f"pid={child.pid} {_describe_exit(exit_code)}"
 
     async def _run_session(self, child: ChildProcess) -> int:
-        """Run the session until the child ends; return the exit code. The session has ended when this returns."""
+        """Run the session until the child process ends, end the session, and return the exit code."""
         session = asyncio.ensure_future(self._session(child))
         try:
             futures: list[asyncio.Future[Any]] = [session, child.exited]
@@ -141,7 +141,7 @@ class ManagedProcess:
         return await child.wait()
 
     def _check_start_limit(self, exit_code: int | None, tail: list[str], exit_description: str) -> None:
-        """Raise StartupFailed if another start is pointless."""
+        """Raise StartupFailed if another start would also fail."""
         if self._was_ever_ready or (exit_code != constants.EXIT_CONFIG and self._num_starts < MAX_START_ATTEMPTS):
             return
         lines = [line for line in tail if line.strip() and not is_noise(self.name, line)][-_TAIL_LINES:]

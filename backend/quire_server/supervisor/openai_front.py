@@ -26,7 +26,7 @@ def openai_process_name(index: int) -> str:
 
 
 class OpenAIFront:
-    """Starts the process, and watches that it answers."""
+    """Starts the process of a front, and checks that it responds."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class OpenAIFront:
         relay: Callable[[str, str], None],
         mark_ready: Callable[[], None],
     ) -> None:
-        """`mark_ready` is called when the process answers for the first time. `index` counts the fronts of the pod."""
+        """`mark_ready` is called at the first response of the process. `index` is the number of the front, from 0."""
         self._settings = settings
         self._run_dir = run_dir
         self._name = openai_process_name(index)
@@ -72,7 +72,8 @@ class OpenAIFront:
 
 
 async def _answers(session: aiohttp.ClientSession) -> bool:
-    """Return True if the front answers with any status; while the text process restarts, it still lives."""
+    """Return True if the front responds with any status. During a restart of the text process it responds with an
+    error."""
     try:
         async with session.get(_PROBE_URL) as response:
             return response.status > 0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a repository folder that the server runs beside those of Quire: which are loaded, and their states.
+"""Models of --model-repository, which the server runs beside Quire's models: loading, unloading and their states.
 
-Level-triggered: `run` compares what the server has loaded with what it should have, after each change of a process or
-of an adapter. A model is loaded by its name only, and the server sees only links to folders whose names are free.
-A model that fails delays nothing and is not tried again until the server restarts or the admin port loads it. The
-exception is an ensemble, which can fail because an adapter's model is missing: it is tried after each change.
+Level-triggered: after each change of a process or an adapter, `run` compares the loaded models with the desired models.
+A model is loaded by its name only, and the server sees only links to folders with unused names. If a model fails, the
+other models do not wait, and it is tried again only after a restart of the server or by the admin port. An ensemble
+can fail because an adapter's model is missing, so it is tried again after each change.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError
 logger = logging.getLogger(__name__)
 
 _MAX_LOADS = 6
-"""The server starts a process for each; more at once only compete for the CPU."""
+"""Maximum concurrent loads. The server starts a process for each load; more would only compete for the CPU."""
 _FAILURES = (InvalidArgument, NotFound)
 
 
 class OtherModels:
-    """The models of one repository folder. `run` must be running."""
+    """The models of one repository folder. All other methods require that `run` is running."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class OtherModels:
         own_names: Callable[[], Set[str]],
         own_folder: Path | None = None,
     ) -> None:
-        """Find the models in `folder` (None: there are none), which shall all be loaded.
+        """Find the models in `folder`; None means that there are no such models. All of them are loaded.
 
         Args:
-            links: folder in which the server finds them, created here.
-            own_names: returns the names of the base model and of the adapters.
-            own_folder: a model in `folder` that Quire serves itself.
+            links: folder of links to the models, which is created for the server.
+            own_names: function that returns the names of the base model and of the adapters.
+            own_folder: folder of a model in `folder` that Quire serves itself.
 
         Raises:
             ConfigError: see `find_other_models`.
@@ -56,7 +56,7 @@ class OtherModels:
         self._server: ServerHandle | None = None
         self._statuses: dict[str, OtherModelStatus] = {}
         self._ensembles: dict[str, frozenset[str]] = {}
-        """The models that each ensemble calls."""
+        """By ensemble: names of the models that it calls."""
         self._desired: set[str] = set()
         self._gating: set[str] = set()
         self._gate_deadline = 0.0
@@ -64,7 +64,7 @@ class OtherModels:
         self._backoffs: dict[str, RestartBackoff] = {}
         self._ready_at: dict[str, float] = {}
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the state of a model changes."""
+        """Function that is called when the state of a model changes."""
         if folder is not None:
             links.mkdir(parents=True, exist_ok=True)
             for name in find_other_models(folder, own_names(), own_folder):
@@ -84,17 +84,18 @@ class OtherModels:
         return [self._statuses[name] for name in sorted(self._statuses)]
 
     def is_loading(self) -> bool:
-        """Return True while a model is loading: its stub can die before the model of that stub is known."""
+        """Return True while a model is loading. The stub of such a model can die before its model is known."""
         return any(status.state is OtherModelState.LOADING for status in self._statuses.values())
 
     def gating(self) -> list[str]:
-        """Return the models that delay readiness: those that load since the start of the server."""
+        """Return the models that delay readiness: all models that have been loading since the start of the server."""
         if self._server is not self._handles.server:
             return sorted(self._desired)
         return sorted(self._gating) if asyncio.get_running_loop().time() < self._gate_deadline else []
 
     def readiness(self, own: Mapping[str, bool]) -> dict[str, bool]:
-        """Return which models can answer; `own` are those of Quire. An ensemble can if all models that it calls can."""
+        """Return by model whether it can respond. `own` contains this for Quire's models. An ensemble can respond if
+        all models that it calls can."""
         loaded = {name: status.state is OtherModelState.READY for name, status in self._statuses.items()}
         return {
             name: is_loaded and all(own.get(part, loaded.get(part, True)) for part in self._ensembles.get(name, ()))
@@ -104,7 +105,7 @@ class OtherModels:
     # Reconciliation
 
     def resync(self) -> None:
-        """Compare again with what the server has loaded."""
+        """Compare the loaded models with the desired models again."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -141,7 +142,8 @@ class OtherModels:
             await load(name)
 
     async def _load(self, server: ServerHandle, name: str) -> None:
-        """Load or reload a model; raises InvalidArgument if the server rejects it, ConnectionLost if it ended."""
+        """Load or reload a model; raises InvalidArgument if the server rejects the model, ConnectionLost if the server
+        ended."""
         try:
             await server.load_other_model(name)
         except QuireError as error:
@@ -155,7 +157,7 @@ class OtherModels:
         self._set_state(name, OtherModelState.READY)
 
     async def reload_dead(self, name: str) -> None:
-        """Reload a model after one of its stubs died. Its requests have ended with an error of the server."""
+        """Reload a model after one of its stubs died. The server has ended the model's requests with an error."""
         if name not in self._desired or (server := self._handles.server) is None:
             return
         self._set_state(name, OtherModelState.LOADING)
@@ -190,7 +192,7 @@ class OtherModels:
         """Load a model by name, or reload it if its files have changed.
 
         Raises:
-            InvalidArgument: the name is one of Quire's, or the server rejects the model.
+            InvalidArgument: the name belongs to a model of Quire, or the server rejects the model.
             NotFound: the repository has no such model.
             ConnectionLost: the server is not running.
         """
@@ -209,7 +211,7 @@ class OtherModels:
         """Unload a model by name; it stays unloaded until it is loaded by name, or the supervisor restarts.
 
         Raises:
-            InvalidArgument: the name is one of Quire's, or an ensemble calls the model.
+            InvalidArgument: the name belongs to a model of Quire, or an ensemble calls the model.
             NotFound: the model was never loaded.
             ConnectionLost: the server is not running.
         """
@@ -239,7 +241,7 @@ class OtherModels:
         constants.check_model_name(name, "model")
 
     def _found(self) -> tuple[str, ...]:
-        """Return the models in the folder now whose names are free."""
+        """Return the models that are now in the folder and have an unused name."""
         if self._folder is None:
             return ()
         try:
@@ -259,7 +261,7 @@ class OtherModels:
 
 
 def _read_ensemble(config_file: Path) -> frozenset[str]:
-    """Return the models that an ensemble calls; empty for other models, and for a file that the server will reject."""
+    """Return the models that an ensemble calls; empty for other models, and for an invalid configuration file."""
     # Imported here: the import takes 0.2 s, and most services have no other models.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2

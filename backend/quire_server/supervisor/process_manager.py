@@ -44,7 +44,8 @@ SERVER_START_TIMEOUT_S = 300.0
 _PROBE_INTERVAL_S = 0.1
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
-"""Exit timeout of the server after the drain. Idle keep-alive connections of clients would delay its exit longer."""
+"""Exit timeout of the server in seconds, after the drain. Without it, idle keep-alive connections would delay the
+exit."""
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -59,7 +60,7 @@ class ProcessManager:
         has_gpu: bool,
         relay: Callable[[str, str], None],
     ) -> None:
-        """`relay(name, line)` gets the processes' output."""
+        """`relay(name, line)` is called for each output line of a process."""
         self.handles = ProcessHandles()
         self.core_connected = False
         """True while the text process is connected to the core."""
@@ -84,11 +85,11 @@ class ProcessManager:
             arguments=settings.server_args,
         )
         self.other_models: OtherModels | None = None
-        """Set before `run`: the models that are not Quire's."""
+        """Models of --model-repository; the supervisor sets them before `run`."""
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
-        """Called on each change of a process, handle or connection."""
+        """Function that is called after each change of a process, handle or connection."""
         self._tasks: set[asyncio.Task[None]] = set()
         notify = self._notify_change
         self.processes = {
@@ -108,13 +109,13 @@ class ProcessManager:
         self.processes[name] = ManagedProcess(name, front.start, front.session, self._notify_change)
 
     def engine_is_ready(self) -> bool:
-        """Return True if the base model answers requests."""
+        """Return True if the base model serves requests."""
         handles = self.handles
         has_engine = handles.core is not None and handles.text is not None and self.core_connected
         return has_engine and handles.server is not None and handles.server.base_ready
 
     def publish_readiness(self, is_draining: bool, adapters: Mapping[str, bool]) -> None:
-        """Let the server report what is ready; `adapters` contains each adapter with a model, and if it serves."""
+        """Write the readiness file of the server; `adapters` contains by adapter with a model whether it serves."""
         is_ready = self.engine_is_ready() and not is_draining
         models = {name: is_ready and is_serving for name, is_serving in adapters.items()}
         models[self._settings.served_name] = is_ready
@@ -127,7 +128,7 @@ class ProcessManager:
         return self.other_models
 
     async def run(self) -> None:
-        """Keep all processes running until cancelled; raises StartupFailed if a process does not start."""
+        """Keep all processes running until cancellation; raises StartupFailed if a process does not start."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_core_connection())
@@ -138,7 +139,8 @@ class ProcessManager:
             raise group_error.exceptions[0] from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let the text process reject new requests and finish the open ones; return False if some are still open."""
+        """Reject new requests in the text process, and wait for the open requests. Return False if some are still
+        open."""
         (self._run_dir / constants.CLOSING_FILE).touch()
         if self.handles.text is None:
             return True
@@ -152,7 +154,7 @@ class ProcessManager:
         return True
 
     async def stop(self, drained: bool) -> None:
-        """Stop all processes in order; `run` must be cancelled before."""
+        """Stop all processes in order; the caller must cancel `run` first."""
         for task in self._tasks:
             task.cancel()
         # With open requests, text is stopped first, so that the stubs and the front end them with an error.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folder of a supervisor: sockets and the server's model repository, locked and cleaned for one owner at a time."""
+"""Run folder of a supervisor: sockets and the server's model repository. A lock ensures a single owner."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
 OTHER_REPOSITORY = "other-models"
-"""Links to the models of others."""
+"""Folder of links to the models of --model-repository."""
 _SHM_PREFIX = "shm-prefix"
 _SOCKETS = (
     *(constants.TEXT_SOCKET, constants.CORE_SOCKET, constants.SUPERVISOR_SOCKET),
@@ -29,9 +29,9 @@ _OWNED_NAMES = (
 
 @contextlib.contextmanager
 def locked_run_dir(run_dir: Path) -> Iterator[Path]:
-    """Lock the run folder and yield its resolved path, without leftovers of an earlier owner.
+    """Lock the run folder, remove the files of an earlier owner, and yield the resolved path of the folder.
 
-    At the end the supervisor's files are removed, and the folder too if it is new.
+    At the end the supervisor's files are removed. A folder that this function created is also removed.
 
     Raises:
         ConfigError: the folder cannot be created, its path is too long for a socket, or another supervisor uses it.
@@ -68,13 +68,13 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
 def write_shm_prefix(run_dir: Path, prefix: str) -> None:
     """Store the prefix of the server's shared memory regions, so that the next owner can remove them after a kill.
 
-    In a pod, /dev/shm outlives the container: each kill would otherwise leak a region of 1 MiB per model.
+    In a pod, /dev/shm remains after the end of a container. Without the prefix, each kill would leak 1 MiB per model.
     """
     (run_dir / _SHM_PREFIX).write_text(prefix)
 
 
 def clean(run_dir: Path) -> None:
-    """Remove the supervisor's files, and shared memory. Its server must not be running."""
+    """Remove the supervisor's files and the server's shared memory. The server must not be running."""
     with contextlib.suppress(FileNotFoundError):
         # A truncated prefix would match regions of others.
         if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):

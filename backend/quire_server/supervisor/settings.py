@@ -21,21 +21,21 @@ class SupervisorSettings:
     served_name: str
     """Name of the base model."""
     run_dir: Path
-    """Sockets and the server's model repository; used by one supervisor at a time."""
+    """Folder of sockets and of the server's model repository; only one supervisor at a time can use it."""
     cache_dir: Path
-    """Fetched adapters; kept across restarts."""
+    """Folder of fetched adapters; it is kept across restarts."""
     host: str = "127.0.0.1"
-    """Address that the ports listen on."""
+    """Address on which the ports listen."""
     expose: tuple[str, ...] = constants.SERVER_PROTOCOLS
-    """Protocols of the server that listen on `host`; the others listen on loopback, where the supervisor uses them."""
+    """Protocols of the server that listen on `host`. The other protocols listen on loopback, for the supervisor."""
     http_port: int = constants.HTTP_PORT
     grpc_port: int = constants.GRPC_PORT
     metrics_port: int = constants.SERVER_METRICS_PORT
     health_port: int = constants.HEALTH_PORT
     openai_port: int | None = None
-    """Port of the OpenAI front; None: not served."""
+    """Port of the OpenAI front; None: the OpenAI API is turned off."""
     openai_api_server_count: int = 1
-    """Number of processes that serve it."""
+    """Number of processes that serve the OpenAI API."""
     openai_flags: tuple[str, ...] = ()
     """Further arguments of the OpenAI front."""
     admin_key_file: Path | None = None
@@ -43,30 +43,30 @@ class SupervisorSettings:
     allow_runtime_lora_updating: bool = False
     """Whether the OpenAI API can load and unload adapters, with the admin key."""
     allowed_local_lora_paths: tuple[Path, ...] = ()
-    """Folders that may contain the adapters that it loads."""
+    """Folders from which the OpenAI API can load adapters."""
     secrets_dir: Path | None = None
     pvcs: Mapping[str, Path] = field(default_factory=dict)
     """Mount point of each PersistentVolumeClaim."""
     allow_path_sources: bool = False
     model_repository: Path | None = None
-    """Folder of further models that the server runs; None: there are none."""
+    """Folder of --model-repository, with further models for the server; None if there is none."""
     own_model_folder: Path | None = None
-    """A model in it that Quire serves itself: that of --vllm-repository."""
+    """Folder of the model of --vllm-repository, which Quire serves itself, if model_repository contains it."""
     model_env: frozenset[str] = frozenset()
-    """Environment variables that the code of those models gets in addition to those of libraries."""
+    """Names of environment variables that the code of the further models gets, beside variables of libraries."""
     server_args: tuple[str, ...] = ()
-    """Arguments of the server; parse_server_arguments has accepted them."""
+    """Arguments for the server, which parse_server_arguments has accepted."""
     require_adapters: bool = False
-    """An adapter of the initial catalog that cannot be loaded fails the start, as in vllm_backend."""
+    """Whether the start fails if an adapter of the initial catalog cannot be loaded, as in vllm_backend."""
     max_adapter_bytes: int = 4 * 2**30
     drain_timeout_s: float = 30.0
-    """Time for open requests to finish after SIGTERM."""
+    """Seconds for open requests to finish after SIGTERM."""
     verbose: bool = False
-    """Show all log lines of the server."""
+    """Whether all log lines of the server are shown."""
 
     @property
     def ports(self) -> dict[str, int]:
-        """Port by option name, for all ports."""
+        """Numbers of all ports, by option name."""
         openai_port = {} if self.openai_port is None else {"--openai-port": self.openai_port}
         return {
             "--http-port": self.http_port,
@@ -90,13 +90,13 @@ class SupervisorSettings:
         return next(map(Path, files), None)
 
     def server_host(self, protocol: str) -> str:
-        """Address that a protocol of the server listens on."""
+        """Address on which a protocol of the server listens."""
         if protocol in self.expose:
             return self.host
         return "::1" if is_ipv6(self.host) else "127.0.0.1"
 
     def listen_host(self, option: str) -> str:
-        """Address of a port by its option in `ports`."""
+        """Address on which the port of `option` listens; see `ports`."""
         protocol = option.removeprefix("--").removesuffix("-port")
         return self.server_host(protocol) if protocol in constants.SERVER_PROTOCOLS else self.host
 

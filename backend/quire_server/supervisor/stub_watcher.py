@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detection of dead stub processes of the server: discovers stubs in /proc and watches them through pidfds.
 
-The server neither restarts nor reaps a stub that died, and answers 200 on every probe meanwhile. It reaps an unloaded
-stub at once. A stub that remains a zombie has therefore died. process_manager.py decides how to react.
+The server does not restart or reap a stub that died, and still responds to all probes with 200. It reaps the stub of an
+unloaded model at once. A stub that remains a zombie has therefore died. process_manager.py reacts to each death.
 """
 
 import asyncio
@@ -18,19 +18,20 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SCAN_INTERVAL_S = 0.5
-"""Interval of scans for new stubs. Known stubs are watched without polling."""
+"""Seconds between scans for new stubs. Known stubs are watched without polling."""
 DEATH_CONFIRMATION_S = 0.2
-"""Time for the server to reap a stub that it ended itself; it needs less than 10 ms."""
+"""Seconds to wait for the server to reap a stub that it ended itself, which takes less than 10 ms."""
 UNKNOWN_DEATH_CONFIRMATION_S = 3.0
-"""The same for a stub of an unknown model, most likely of a failed load. Its open requests are unknown too, and a false
-report would cost the whole server."""
+"""Seconds to wait for the server to reap a stub of an unknown model, normally after a failed load. The number of its
+open requests is unknown, so a false report would restart the whole server."""
 UNLOAD_GRACE_S = 3.0
-"""Time for an unloaded stub to exit after its last request. It needs 0.1 s, unless the server has lost a request."""
+"""Seconds in which the stub of an unloaded model must exit after its last request. This takes 0.1 s, unless the server
+has lost a request."""
 
 _PROC = Path("/proc")
 _STUB_PROGRAM = "triton_python_backend_stub"
 _STUB_COMM = _STUB_PROGRAM[:15]
-"""The program's name in /proc/PID/stat, also of a zombie."""
+"""Name of the stub program in /proc/PID/stat, which also zombies have."""
 _INSTANCE_NAME = re.compile(r"([^/]+)_\d+_\d+")
 
 
@@ -40,27 +41,28 @@ class StubProcess:
 
     pid: int
     model: str
-    """The server model that it runs; empty if it died before this was known."""
+    """Name of the server model that the stub runs; empty if the stub died before the model was known."""
     start_ticks: int
     """Start time in clock ticks since boot."""
 
 
 class StubWatcher:
-    """Watches the stubs of one server process; calls `on_death` once for each that died. Create it in the loop."""
+    """Watches the stubs of one server process, and calls `on_death` once for each stub that died. It must be created in
+    a running event loop."""
 
     def __init__(
         self, server_pid: int, on_death: Callable[[StubProcess], None], other_repository: Path | None = None
     ) -> None:
-        """`other_repository` is the folder of the models that are not Quire's, whose instances can have any name."""
+        """`other_repository` is the folder of --model-repository; instances of its models can have any name."""
         self._server_pid = server_pid
         self._other_repository = other_repository
         self._on_death = on_death
         self._ignored_pids: set[int] = set()
         """Processes that are not stubs of the server; a scan skips them."""
         self._stubs: dict[int, tuple[int, StubProcess]] = {}
-        """Process id to its pidfd and stub."""
+        """By process id: pidfd and stub."""
         self._killed_pids: set[int] = set()
-        """Stubs that `kill_unloaded` killed; their deaths are not reported."""
+        """Process ids of stubs that `kill_unloaded` killed; their deaths are not reported."""
         self._loop = asyncio.get_running_loop()
         self._confirmation_timers: dict[int, asyncio.TimerHandle] = {}
         self._scan_task = self._loop.create_task(self._scan_forever(), name="stub scan")
@@ -70,7 +72,8 @@ class StubWatcher:
         return {pid for pid, (_, stub) in self._stubs.items() if stub.model == model}
 
     def was_replaced(self, dead_stub: StubProcess) -> bool:
-        """Return True if its model has a newer stub: the server ended this one itself and was slow to reap it."""
+        """Return True if the model of `dead_stub` has a newer stub. The server then ended `dead_stub` and reaped it
+        late."""
         return any(
             stub.model == dead_stub.model and stub.start_ticks > dead_stub.start_ticks
             for _, stub in self._stubs.values()
@@ -80,7 +83,7 @@ class StubWatcher:
         """Kill the stubs of an unloaded model that remain without open requests for UNLOAD_GRACE_S.
 
         Release 24.10 sometimes loses a request whose gRPC stream is cancelled on its last response. The server then
-        waits for it forever and keeps the stub.
+        waits for this request forever and keeps the stub.
         """
         idle_s = 0.0
         while (remaining := pids & self._alive()) and idle_s < UNLOAD_GRACE_S:
@@ -153,7 +156,7 @@ class StubWatcher:
 
 
 def _read_stat(pid: int) -> tuple[str, str, int, int]:
-    """Return name, state letter, parent and start time of a process; state X if it does not exist."""
+    """Return name, state letter, parent and start time of a process; the state is X if the process does not exist."""
     try:
         # The name, in parentheses, can contain any character.
         text = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
@@ -165,7 +168,7 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
 
 
 def _read_model_name(pid: int, other_repository: Path | None) -> str | None:
-    """Return the model of a stub, empty for a stub without a model, None if the process is not (yet) a stub."""
+    """Return the model of a stub; empty for a stub without a model; None if the process is not a stub or not yet."""
     try:
         argv = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

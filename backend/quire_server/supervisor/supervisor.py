@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lifecycle of a pod: readiness and its reason, status document, metrics, drain and shutdown.
 
-Owns readiness and the status document. process_manager.py owns the processes, adapters/manager.py the adapters,
-admin_api.py the HTTP API; app.py assembles them.
+This module owns readiness and the status document. process_manager.py owns the processes, adapters/manager.py owns the
+adapters, and admin_api.py owns the HTTP API. app.py assembles them.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Supervisor:
         self._session = session
         self._all_were_up = False
         self.draining = False
-        """True after a stop signal; the pod never becomes ready again."""
+        """True after a stop signal; the pod then never becomes ready again."""
         process_manager.on_change = self.on_process_change
         process_manager.other_models = other_models
         adapter_manager.on_change = self._on_adapter_change
@@ -63,7 +63,7 @@ class Supervisor:
     # Used by the health port
 
     def not_ready_reason(self) -> str:
-        """Return why the pod is not ready, in a sentence; empty if it is ready."""
+        """Return a sentence with the reason why the pod is not ready; empty if the pod is ready."""
         if self.draining:
             return "draining: the pod is stopping"
         for name, process in self._process_manager.processes.items():
@@ -108,7 +108,7 @@ class Supervisor:
         return reporting.concat_pages(text, server, reporting.supervisor_metrics(self.status()))
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Apply a new catalog; parameters and errors as `AdapterManager.check`."""
+        """Apply a new catalog; parameters and errors are those of `AdapterManager.check`."""
         self._adapter_manager.set_catalog(catalog, replaces)
 
     def _served_models(self) -> list[str]:
@@ -141,7 +141,7 @@ class Supervisor:
     # Lifecycle
 
     def on_process_change(self) -> None:
-        """Called when a process starts to serve or ends."""
+        """React to a process that has started to serve or has ended."""
         handles = self._process_manager.handles
         all_up = handles.core is not None and handles.text is not None and handles.server is not None
         if all_up and not self._all_were_up:
@@ -156,12 +156,12 @@ class Supervisor:
         self.other_models.resync()  # an ensemble can depend on an adapter
 
     def _publish_readiness_soon(self) -> None:
-        """Publish after a change of an adapter. Changes that come together share one update, which visits them all."""
+        """Update the readiness file soon after a change of an adapter. Simultaneous changes share one update."""
         if self._readiness_timer is None:
             self._readiness_timer = asyncio.get_running_loop().call_later(_READINESS_DELAY_S, self._publish_readiness)
 
     def _publish_readiness(self) -> None:
-        """Update what the server reports as ready."""
+        """Update the readiness file of the server."""
         if self._readiness_timer is not None:
             self._readiness_timer.cancel()
             self._readiness_timer = None
@@ -195,7 +195,7 @@ class Supervisor:
             run_task.result()
 
     async def _drain(self, run_task: "asyncio.Task[None]") -> bool:
-        """Let open requests finish; return False if some did not."""
+        """Wait for the end of open requests; return False if some are still open."""
         self.draining = True
         self._publish_readiness()
         timeout_s = self._settings.drain_timeout_s
@@ -210,7 +210,7 @@ class Supervisor:
         return drained
 
     async def _log_progress(self) -> None:
-        """Log the pending work at increasing intervals, then print the ready banner once."""
+        """Log the reasons why the pod is not ready at increasing intervals, then print the ready banner once."""
         started_at, pause_s = time.monotonic(), _FIRST_PROGRESS_LOG_S
         next_log_at = started_at + pause_s
         while self.not_ready_reason() or self._adapter_manager.unsettled():
@@ -226,7 +226,7 @@ class Supervisor:
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
 
     def _check_required_adapters(self) -> None:
-        """Raise StartupFailed if an adapter failed that the start requires."""
+        """Raise StartupFailed if an adapter that the start requires has failed."""
         if self._settings.require_adapters:
             failed = [adapter for adapter in self._adapter_manager.statuses() if adapter.state is AdapterState.FAILED]
             if failed:
@@ -254,7 +254,7 @@ class Supervisor:
 async def _wait_for_first(
     run_task: "asyncio.Task[None]", stop_task: "asyncio.Task[Any]", *background_tasks: "asyncio.Task[None]"
 ) -> None:
-    """Wait for one of the first two tasks; a failure of the others is raised."""
+    """Wait for the end of `run_task` or `stop_task`; an error of a background task is raised."""
     pending: set[asyncio.Task[Any]] = {run_task, stop_task, *background_tasks}
     while not (run_task.done() or stop_task.done()):
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -263,7 +263,7 @@ async def _wait_for_first(
 
 
 async def _cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel tasks and wait for them; their exceptions remain in them."""
+    """Cancel tasks and wait for their end; their exceptions are not raised."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

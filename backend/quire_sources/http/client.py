@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP client of all remote readers: byte ranges, redirects, proxies, and errors that contain no secrets.
 
-It follows redirects itself, because secret headers must not go to another origin.
+The client follows redirects itself, because it must not send secret headers to another origin.
 """
 
 import re
@@ -21,17 +21,18 @@ _READ_BYTES = 2**20
 _MAX_REDIRECTS = 5
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=15, sock_read=30)
-"""There is no total limit, because adapters are large and links can be slow. A silent peer times out."""
+"""Timeouts of a request. There is no total limit, because adapters are large and connections can be slow. A server that
+sends no data times out."""
 _IDENTITY_ENCODINGS = ("identity", "aws-chunked", "")
-"""Encodings that do not change the bytes. Some uploads to buckets leave "aws-chunked" behind."""
+"""Values of Content-Encoding that do not change the bytes. Some uploads to buckets leave "aws-chunked" there."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 def create_session() -> aiohttp.ClientSession:
     """Return a session without cookies and without the environment's credentials.
 
-    A cookie of one source would grant access to another source of the same host, and the number of cookies is not
-    limited. `trust_env` would also send the credentials of ~/.netrc, so `_proxy_of` reads the proxy variables.
+    A cookie of one source could grant access to another source on the same host, and nothing limits the number of
+    cookies. `trust_env` would also send the credentials in ~/.netrc, so `_proxy_of` reads the proxy variables instead.
     """
     return aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
@@ -46,9 +47,10 @@ class HttpClient:
     async def open(
         self, url: URL, secret_headers: Mapping[str, str], plain_headers: Mapping[str, str], display_name: str
     ) -> AsyncIterator[OpenFile]:
-        """GET a file; `plain_headers` are those of `range_headers`. Raises NotFound and Unavailable, also from chunks.
+        """GET a file; `plain_headers` is the result of `range_headers`. Raises NotFound and Unavailable, also while the
+        chunks are read.
 
-        Without a usable range in the response, the file is requested again from its beginning.
+        If the response has no usable range, the file is requested again from its beginning.
         """
         async with self.request("GET", url, secret_headers, plain_headers, display_name) as response:
             if plain_headers and not _can_resume(response, plain_headers):
@@ -66,7 +68,7 @@ class HttpClient:
             yield OpenFile(start, size, version, _iter_chunks(response, display_name))
 
     async def check_response(self, response: aiohttp.ClientResponse, display_name: str) -> aiohttp.ClientResponse:
-        """Return a successful response; raises NotFound or Unavailable for any other."""
+        """Return the response if it is successful; raises NotFound or Unavailable for other responses."""
         if response.status in (200, 206):
             return response
         if response.status in (404, 410):
@@ -85,9 +87,9 @@ class HttpClient:
         display_name: str,
         stop_at: Callable[[aiohttp.ClientResponse], bool] = lambda response: False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Follow redirects to the first response that is not one, or for which `stop_at` returns True.
+        """Follow redirects until a response is not a redirect, or until `stop_at` returns True for a response.
 
-        `secret_headers` are sent to the URL's own origin only.
+        `secret_headers` are sent only to the origin of `url`.
         """
         first_origin, target = url.origin(), url
         for _ in range(_MAX_REDIRECTS + 1):
@@ -119,9 +121,9 @@ class HttpClient:
 def range_headers(
     start: int, version: str | None, num_bytes: int | None = None, condition: str = "If-Range"
 ) -> dict[str, str]:
-    """Return the headers that request `num_bytes` (None: all) from `start` if the file still has `version`.
+    """Return the headers that request `num_bytes` (None: all bytes) from `start` if the file still has `version`.
 
-    With If-Range the server sends the whole file if it has changed.
+    With If-Range the server sends the whole file if the file has changed.
     """
     if not start and num_bytes is None:
         return {}
@@ -130,18 +132,18 @@ def range_headers(
 
 
 def response_version(response: aiohttp.ClientResponse) -> str | None:
-    """Return a strong ETag, else Last-Modified. A weak ETag can be the same for different bytes."""
+    """Return a strong ETag, or else Last-Modified. Weak ETags are ignored: they can be equal for different bytes."""
     etag = response.headers.get("ETag")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
 
 
 def redact_url(url: URL) -> str:
-    """Return a URL for messages: the query may be a signature and the user a password."""
+    """Return a URL for messages, without query and user: these can contain a signature or a password."""
     return str(url.with_user(None).with_query(None).with_fragment(None))
 
 
 def _proxy_of(target: URL) -> str | None:
-    """Return the proxy that the environment names for a URL. aiohttp's trust_env would also read ~/.netrc."""
+    """Return the proxy for a URL according to the environment. aiohttp's trust_env would also read ~/.netrc."""
     proxies = getproxies()
     if proxy_bypass(f"{target.host}:{target.port}", proxies):
         return None
@@ -161,7 +163,7 @@ def _redirect_target(current: URL, response: aiohttp.ClientResponse, display_nam
 
 
 def _can_resume(response: aiohttp.ClientResponse, plain_headers: Mapping[str, str]) -> bool:
-    """Return whether the response to a range request can be used; if not, the whole file must be requested."""
+    """Return whether the response to a range request can be used. If not, the whole file must be requested."""
     if response.status != 206:
         # 412: the file has another version. 416: the range is not in the file.
         return response.status not in (412, 416)

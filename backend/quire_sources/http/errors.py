@@ -11,7 +11,7 @@ _MAX_RETRY_AFTER_S = 86400.0
 
 
 def error_from_status(source: str, status: int, headers: Mapping[str, str], code: str = "") -> Unavailable:
-    """Return the error for a response that can be different later; `code` is the source's own code for it."""
+    """Return the error for a response after which a retry can succeed; `code` is the source's own error code."""
     if status in (401, 403):
         return AccessDenied(f"{source}: HTTP {status}{code}; the source's secret is missing, wrong, or lacks access")
     delay_s = parse_retry_after(headers.get("Retry-After"), datetime.now(UTC))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking calls off the event loop, in daemon threads.
+"""Blocking calls in daemon threads, so that they do not block the event loop.
 
-Threads of asyncio.to_thread are joined at exit, so one read of a hung file system would prevent a pod from stopping.
+Python joins the threads of asyncio.to_thread at exit. One read that hangs in a file system would then prevent the stop
+of a pod.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ T = TypeVar("T")
 
 
 async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """Return `function(*args)`, run in a daemon thread, or raise its exception. Cancelling does not stop the thread."""
+    """Run `function(*args)` in a daemon thread, and return its result or raise its exception. A cancellation does not
+    stop the thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

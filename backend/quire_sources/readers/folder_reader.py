@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of a folder below an allowed root: a mounted volume, or a path of this machine.
 
-File system calls run in daemon threads, because a hung network volume must not block the event loop.
+File system calls run in daemon threads, because a network volume that hangs must not block the event loop.
 """
 
 import os
@@ -19,14 +19,14 @@ from quire_spec.errors import ConfigError, InvalidArgument, Unavailable
 
 _READ_BYTES = 4 * 2**20
 _MAX_CALLS_PER_ROOT = 16
-"""Concurrent calls per root, twice as many as there are fetches. Calls on a hung file system never return, even after
-the caller has given up, and the number of threads of a pod is limited."""
+"""Maximum concurrent calls per root, twice the maximum number of fetches. Calls on a file system that hangs never
+return, and the number of threads of a pod is limited."""
 _call_semaphores: defaultdict[Path, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(_MAX_CALLS_PER_ROOT))
 T = TypeVar("T")
 
 
 class FolderReader:
-    """A folder below an allowed root; symbolic links must not lead out of the root."""
+    """Reader of a folder below an allowed root; targets of symbolic links must also be below the root."""
 
     is_immutable = False
     revision = None
@@ -45,7 +45,7 @@ class FolderReader:
 
     @classmethod
     def unrestricted(cls, folder: Path) -> Self:
-        """Return a reader of a local folder whose links may lead anywhere, as in huggingface_hub's cache."""
+        """Return a reader of a local folder whose links can have any target, such as huggingface_hub's cache."""
         absolute = folder.resolve()
         return cls(Path("/"), str(absolute.relative_to("/")), f"path {str(folder)!r}")
 
@@ -72,7 +72,7 @@ class FolderReader:
             os.close(fd)
 
     async def _run_blocking(self, function: Callable[..., T], *args: object) -> T:
-        """Return `function(*args)`, run in a thread; raises Unavailable if too many calls have not returned."""
+        """Run `function(*args)` in a thread and return its result; raises Unavailable if too many calls are running."""
         semaphore = _call_semaphores[self._root]
         if not semaphore.acquire(blocking=False):
             raise Unavailable(f"{self._source_name}: {str(self._root)!r} does not respond; check its volume")

@@ -16,13 +16,13 @@ _SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
 
 class HttpReader:
-    """A folder under a URL."""
+    """Reader of the files below a URL."""
 
     is_immutable = False
     revision = None
 
     def __init__(self, client: HttpClient, source: HttpSource, headers: Callable[[], Mapping[str, str]]) -> None:
-        """`headers` returns the secret headers.
+        """`headers` is a function that returns the secret headers.
 
         Raises:
             ConfigError: the source has an invalid URL or SHA-256.
@@ -60,7 +60,7 @@ class HttpReader:
 
 
 def _parse_url(url: str) -> URL:
-    # Errors do not quote the URL: the invalid part may be its password.
+    # Errors do not quote the URL, because the invalid part can be its password.
     try:
         parsed = URL(url)
     except ValueError as error:

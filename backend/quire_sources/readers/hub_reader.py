@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of a Hugging Face hub repository at one revision.
 
-huggingface_hub builds URLs and headers (tokens, HF_ENDPOINT); our client sends them. hf_hub_download is not used: it
-cannot stop at a size limit, and it discards a partial file when a download fails.
+huggingface_hub builds URLs and headers (tokens, HF_ENDPOINT); http/client.py sends the requests. hf_hub_download is not
+used, because it cannot stop at a size limit, and discards a partial file when a download fails.
 """
 
 import re
@@ -27,11 +27,12 @@ _ERRORS = {
     "RevisionNotFound": "the repository has no such revision; correct revision, or omit it",
     "GatedRepo": "the repository is gated; accept its licence on the hub and use a token that has access",
 }
-"""Messages by X-Error-Code."""
+"""Error message by value of the header X-Error-Code."""
 
 
 class HubReader:
-    """One repository at one revision. The revision is resolved once, so that all files are of one commit."""
+    """Reader of one repository at one revision. The revision is resolved once, so that all files belong to one
+    commit."""
 
     def __init__(
         self,
@@ -40,9 +41,10 @@ class HubReader:
         token: Callable[[], str | None],
         endpoint: str | None = None,
     ) -> None:
-        """`token` returns the hub's token. If it returns None, the environment's token is used (HF_TOKEN, or a login).
+        """`token` returns the token for the hub. If it returns None, the token of the environment is used (HF_TOKEN, or
+        a login).
 
-        `endpoint` None is huggingface_hub's default, which HF_ENDPOINT sets.
+        `endpoint` is the URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets.
         """
         self.is_immutable = bool(source.revision and _COMMIT.fullmatch(source.revision))
         self._client = client
@@ -116,7 +118,7 @@ class HubReader:
 
 
 def _has_metadata(response: aiohttp.ClientResponse) -> bool:
-    """Return whether a response has commit and ETag. The hub sends them with the redirect to a large file's storage."""
+    """Return whether a response has commit and ETag. For a large file, the redirect to its storage has both headers."""
     return "X-Repo-Commit" in response.headers and ("X-Linked-Etag" in response.headers or "ETag" in response.headers)
 
 

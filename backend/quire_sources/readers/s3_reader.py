@@ -18,11 +18,11 @@ from quire_spec.errors import ConfigError
 
 _BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MAX_ERROR_BYTES = 2**14
-"""Bytes of an error response that are searched for its code."""
+"""Maximum number of bytes of an error response in which the error code is searched."""
 
 
 class S3Reader:
-    """One prefix of one bucket."""
+    """Reader of the objects under one prefix of one bucket."""
 
     is_immutable = False
     revision = None
@@ -30,7 +30,8 @@ class S3Reader:
     def __init__(
         self, session: aiohttp.ClientSession, source: S3Source, credentials: Callable[[], Mapping[str, str]]
     ) -> None:
-        """`credentials` returns AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and possibly AWS_SESSION_TOKEN, or nothing.
+        """`credentials` returns AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally AWS_SESSION_TOKEN, or an empty
+        mapping.
 
         Raises:
             ConfigError: the URI is not s3://bucket/prefix, or the endpoint is not a URL.

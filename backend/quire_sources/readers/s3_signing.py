@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signed URLs of S3-compatible buckets, and the errors of buckets.
 
-obstore only signs. Its own reader is not used: it would send a session token to any host that a bucket redirects to.
+Only the signing of obstore is used. Its reader would send a session token to any host to which a bucket redirects.
 """
 
 import os
@@ -21,7 +21,7 @@ from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 
 SIGNED_URL_LIFETIME = timedelta(minutes=15)
-"""How long a signed URL is valid, by the bucket's clock: the largest clock difference that AWS accepts."""
+"""Lifetime of a signed URL on the bucket's clock, equal to the largest clock difference that AWS accepts."""
 _DEFAULT_REGION = "us-east-1"
 _ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
 """Placeholders for public buckets; the signature is removed from the URL."""
@@ -30,16 +30,16 @@ _AMBIENT_CREDENTIAL_VARIABLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-"""Environment variables through which a platform gives a pod an identity. Without any, requests are unsigned."""
+"""Environment variables with which a cloud platform gives a pod an identity. If none is set, requests are unsigned."""
 _ERROR_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _SYSTEM_ERROR = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
 _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
 
 
 class S3Signer:
-    """Signs URLs of one bucket, with one store for as long as the credentials stay the same.
+    """Signs URLs of one bucket. It uses the same obstore store until the credentials change.
 
-    The store keeps the identity that a platform gave it, which costs a request.
+    The store caches the identity from the cloud platform; each new store would request it again.
     """
 
     def __init__(self, bucket: str, endpoint: str | None, region: str | None) -> None:
@@ -51,10 +51,10 @@ class S3Signer:
     async def sign(
         self, method: Literal["GET", "HEAD"], key: str, credentials: Mapping[str, str], display_name: str
     ) -> str:
-        """Return a URL for one request; the bare URL if there are no credentials.
+        """Return a signed URL for one request; without credentials, return the URL without a signature.
 
         Raises:
-            Unavailable: the platform gave no identity. ConfigError: obstore panicked.
+            Unavailable: the cloud platform gave no identity. ConfigError: obstore panicked.
         """
         options = store_options(self._endpoint, self._region, credentials, os.environ)
         url = await run_in_daemon_thread(self._sign, method, key, options, display_name)
@@ -103,7 +103,7 @@ def store_options(
 ) -> dict[str, Any]:
     """Return the arguments of obstore's S3Store except the bucket's name.
 
-    `credentials` are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and possibly AWS_SESSION_TOKEN, or empty.
+    `credentials` contains AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally AWS_SESSION_TOKEN, or is empty.
     """
     options: dict[str, Any] = {
         "region": region or _DEFAULT_REGION,
@@ -143,7 +143,8 @@ def error_from_status(source: str, status: int, headers: Mapping[str, str], body
 
 
 def _describe_signing_error(error: BaseException) -> str:
-    """Return the cause from obstore's message, which is the same for every failed connection, or its debug output."""
+    """Return the cause of a signing error. obstore's message is the same for all failed connections, so the cause comes
+    from its debug output."""
     text = describe_error(error).rpartition(" - ")[2]
     if "error sending request" not in text:
         # The part before the dash is the URL and the duration.

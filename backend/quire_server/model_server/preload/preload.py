@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build of preload.c, the LD_PRELOAD library that keeps the server from losing streams and from crashing.
+"""Build of preload.c, an LD_PRELOAD library that prevents lost streams and crashes of the server.
 
-`python -m quire_server.preload` builds it ahead of time, for images without a compiler.
+`python -m quire_server.preload` builds the library ahead of time, for images without a compiler.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEADER = _SOURCE.with_name("request_guard.h")
 _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
-"""Environment variable with the folder of prebuilt libraries; quire_kernels.cpu_native uses the same one."""
+"""Environment variable with the folder of prebuilt libraries; quire_kernels.cpu_native also uses this folder."""
 
 
 def find_or_build_library(folder: Path) -> Path | None:
-    """Return the library for the server's LD_PRELOAD: the prebuilt one, or one built in `folder`.
+    """Return the library for the server's LD_PRELOAD: the prebuilt library, or a library that is built in `folder`.
 
-    Log a warning and return None without a compiler. The server then runs without the library: it can lose parts of
-    streams under load, and some requests can end it (SECURITY.md).
+    Without a compiler, log a warning and return None. A server without the library can lose parts of streams under
+    load, and some requests can end it (SECURITY.md).
     """
     name = f"preload-{hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:16]}.so"
     folders = [Path(cache)] if (cache := os.environ.get(_CACHE_VARIABLE)) else []

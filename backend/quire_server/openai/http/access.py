@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may call which route: keys, and without keys the checks that keep web pages of other sites out.
+"""Access control of routes: keys, and without keys the checks that reject requests of other sites' web pages.
 
-Every route needs a key once keys are configured, except an explicit list. A route that is added later is therefore
-closed by default.
+If keys are configured, every route needs a key, except OPEN_ROUTES. A new route therefore needs a key by default.
 """
 
 import ipaddress
@@ -15,7 +14,7 @@ from quire_server.openai.settings import FrontSettings
 from quire_spec.errors import Unavailable
 
 OPEN_ROUTES = frozenset({"/health", "/version", "/metrics", "/live"})
-"""The file of the live page contains no data; its events need a key."""
+"""Routes that need no key. The file of the live page contains no data; its events need a key."""
 ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that need the admin key instead of an API key."""
 _CORS_HEADERS = [
@@ -26,7 +25,7 @@ _CORS_HEADERS = [
 
 
 class AccessControl:
-    """The checks of one front."""
+    """Checks the requests of one front."""
 
     def __init__(self, settings: FrontSettings) -> None:
         self._keys = ApiKeys(settings.api_keys_dir, settings.shared_prefix_cache) if settings.api_keys_dir else None
@@ -35,7 +34,7 @@ class AccessControl:
         self._origins = {origin.encode() for origin in settings.cors_origins}
 
     def check(self, request: HttpRequest) -> None:
-        """Accept a request and set the name of its key, or raise ApiError."""
+        """Set the name of the request's key; raises ApiError if the request is not allowed."""
         if self._keys is None:
             self._check_without_keys(request)
         if request.path in ADMIN_ROUTES and self._admin_key is not None:
@@ -50,18 +49,18 @@ class AccessControl:
             )
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
-        """Return the prefix cache's salt for a request that contains the field cache_salt `salt`."""
+        """Return the salt of the prefix cache for a request; `salt` is its field cache_salt."""
         return salt if self._keys is None else self._keys.cache_salt(request.api_key_name, salt)
 
     def cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let a web page read a response; none unless its origin is configured."""
+        """Return the headers that allow a web page to read a response; empty unless its origin is configured."""
         origin = request.headers.get(b"origin", b"")
         if not origin or not ({origin, b"*"} & self._origins):
             return []
         return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
 
     def preflight_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
-        """Return further headers for an OPTIONS request of a browser; none unless its origin is configured."""
+        """Return further headers for a browser's OPTIONS request; empty unless its origin is configured."""
         return _CORS_HEADERS if self.cors_headers(request) else []
 
     def _check_admin_key(self, key: AdminKey, request: HttpRequest) -> None:
@@ -73,7 +72,7 @@ class AccessControl:
             raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with the admin key", "authorization")
 
     def _check_without_keys(self, request: HttpRequest) -> None:
-        """Keep web pages out, which could otherwise send requests from the browser of a user on this machine."""
+        """Reject requests of web pages, which could otherwise use the browser of a user on this machine."""
         content_type = request.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if request.method == "POST" and content_type != b"application/json":
             raise ApiError(415, "content-type: must be application/json", "content-type")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin key: a file that the operator mounts or a person writes. The health port and the OpenAI front check it."""
+"""The admin key: a file that the operator mounts or a user writes. The health port and the OpenAI front check the
+key."""
 
 import hmac
 from pathlib import Path
@@ -8,13 +9,13 @@ from quire_spec.errors import Unavailable
 
 
 class AdminKey:
-    """The key in a file. It is read for every request, so that a rotated Secret takes effect without a restart."""
+    """The admin key in a file. Each request reads the file, so that a rotated Secret takes effect without a restart."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def matches(self, authorization: str) -> bool:
-        """Return whether the header Authorization contains the key; raises Unavailable as `read` does."""
+        """Return whether the header Authorization contains the key; raises Unavailable if the key cannot be read."""
         presented_key = authorization.removeprefix("Bearer ").encode(errors="replace")
         return hmac.compare_digest(presented_key, self.read())
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys: a folder, such as a mounted Secret, in which each file is a key and its name is what metrics show.
+"""API keys: a folder, such as a mounted Secret. Each file contains a key, and metrics show the name of the file.
 
-The folder is read again when it changes, so that rotated keys take effect without a restart. Without a readable key no
-request is accepted.
+The folder is read again after a change, so that rotated keys take effect without a restart. If no key can be read, all
+requests are rejected.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiKeys:
-    """The keys in a folder."""
+    """The API keys in a folder."""
 
     def __init__(
         self, folder: Path, shares_prefix_cache: bool = False, clock: Callable[[], float] = time.monotonic
@@ -36,7 +36,7 @@ class ApiKeys:
         self._digests: dict[str, bytes] = {}
 
     def authenticate(self, authorization: bytes) -> str:
-        """Return the name of the key in the header Authorization; raises ApiError if it is none of the keys."""
+        """Return the name of the key in the header Authorization; raises ApiError if the key is unknown."""
         self._reload_if_changed()
         scheme, _, presented = authorization.partition(b" ")
         # Digests have equal lengths, and every key is compared, so the time tells nothing about a key.
@@ -50,7 +50,7 @@ class ApiKeys:
         return name
 
     def cache_salt(self, key_name: str, salt: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request. With several keys, each has its own."""
+        """Return the salt of the prefix cache for a request. With several keys, each key has its own salt."""
         if self._shares_prefix_cache or len(self._digests) < 2:
             return salt
         # A salt of a client contains no slash, so the text has one meaning.

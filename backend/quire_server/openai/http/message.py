@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP request and its response on ASGI: reads the body under limits, parses JSON, carries what a route returns."""
+"""An HTTP request and its response on ASGI: reads and parses the body with limits, and defines results of routes."""
 
 import asyncio
 import re
@@ -17,12 +17,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 BODY_TIMEOUT_S = 60.0
-"""Time for a client to send the body of its request."""
+"""Maximum seconds in which a client must send the body of its request."""
 _MAX_DISCARDED_BODIES = 8
-"""How many times the limit is read of a body that is too large."""
+"""A body that is too large is read up to this multiple of the limit, and discarded."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-"""Of the W3C's Trace Context; anything else is not logged."""
+"""Pattern of the header traceparent, from the W3C's Trace Context; other values are not logged."""
 
 
 def _keep(salt: str | None) -> str | None:
@@ -35,7 +35,7 @@ class ClientDisconnected(Exception):
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One request. `headers` has lower-case names; the last of several equal headers counts."""
+    """One HTTP request. `headers` has lower-case names; of several equal headers the last is used."""
 
     method: str
     path: str
@@ -43,17 +43,17 @@ class HttpRequest:
     receive: Receive
     max_body_bytes: int
     request_id: str = ""
-    """X-Request-Id of the client if it is valid, else a new id; returned with the response."""
+    """Id of the request: the client's X-Request-Id if it is valid, else a new id. The response contains it."""
     traceparent: str = ""
-    """Trace and span of the client, for logs; empty without a valid header."""
+    """Trace and span of the client, for logs; empty without a valid header traceparent."""
     api_key_name: str = ""
-    """Name of the API key; empty without keys."""
+    """Name of the client's API key; empty if no keys are configured."""
     path_arg: str = ""
-    """End of the path on a route that accepts any."""
+    """Last part of the path, on a route that accepts any value there."""
     salt_cache: Callable[[str | None], str | None] = _keep
-    """Returns the salt of the prefix cache for the salt of the request."""
+    """Function that returns the salt of the prefix cache for the salt in the request."""
     watcher: "asyncio.Task[None] | None" = None
-    """Waits for the client to leave, once the body was read."""
+    """Task that waits for the client's disconnect, after the body was read."""
 
     @classmethod
     def from_scope(cls, scope: Scope, receive: Receive, max_body_bytes: int) -> "HttpRequest":
@@ -68,15 +68,15 @@ class HttpRequest:
 
     @property
     def log_ids(self) -> str:
-        """The ids that connect a log line with those of other systems."""
+        """Text with request id and traceparent, which connect a log line with logs of other systems."""
         return f"request_id={self.request_id}" + (f" traceparent={self.traceparent}" if self.traceparent else "")
 
     async def json_object(self) -> dict[str, Any]:
         """Return the body, which must be a JSON object.
 
         Raises:
-            ApiError: it is no JSON object, too large, or too late.
-            ClientDisconnected: the client left.
+            ApiError: the body is not a JSON object, too large, or too late.
+            ClientDisconnected: the client disconnected.
         """
         body = await self._read_body()
         self.cancel_on_disconnect()
@@ -117,7 +117,7 @@ class HttpRequest:
         return b"".join(chunks)
 
     def cancel_on_disconnect(self) -> None:
-        """Cancel the current task when the client leaves."""
+        """Cancel the current task when the client disconnects."""
         task = asyncio.current_task()
         assert task is not None, "an ASGI server runs each request in a task"
 

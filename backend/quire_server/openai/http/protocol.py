@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """uvicorn's HTTP protocol with limits on the head of a request: bytes, number of headers, time.
 
-uvicorn itself buffers headers of any size, and waits for them without a limit.
+Without these limits, uvicorn buffers headers of any size and waits for them forever.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _TOO_LARGE = (
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection that is closed when the head of a request is too large or too slow."""
+    """Connection of a client; it is closed if the head of a request is too large or arrives too slowly."""
 
     _num_head_bytes = 0
     _is_in_head = True

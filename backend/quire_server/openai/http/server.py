@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """uvicorn's server with a Unix socket for probes, renewable certificates, and an orderly end of client connections.
 
-Several fronts share one port (SO_REUSEPORT), so a probe of the port reaches any of them. On its own socket, which has
-no TLS, each answers for itself.
+Several fronts share one port (SO_REUSEPORT), so a probe of the port reaches any of them. Each front also has its own
+socket for probes, without TLS.
 
-Clients keep connections open, and a connection stays with its pod although the Service no longer names that pod. Before
-a pod stops, its front therefore closes each connection after a response, and later the idle ones. A client then opens
-its next connection to another pod, before this one rejects requests.
+Clients keep connections open, and an open connection stays with its pod after the Service has removed the pod. Before
+a pod stops, its front therefore closes each connection after a response, and idle connections later. A client then
+opens its next connection to another pod, before this pod rejects requests.
 """
 
 import asyncio
@@ -22,9 +22,10 @@ import uvicorn
 
 CERTIFICATE_CHECK_INTERVAL_S = 10.0
 CLOSE_IDLE_AFTER_S = 5.0
-"""Less than the delay between the file and SIGTERM in a pod (pod_template.PROPAGATION_S)."""
+"""Seconds after which idle connections of a stopping pod are closed. In a pod, SIGTERM follows later
+(pod_template.PROPAGATION_S)."""
 _CLOSING_CHECK_TICKS = 10
-"""uvicorn updates the headers of responses at each tenth tick, once a second."""
+"""Number of ticks between checks for the closing file: uvicorn updates the headers of responses every tenth tick."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class FrontServer(uvicorn.Server):
         closing_file: Path,
         on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
-        """`closing_file` exists once the pod is about to stop; `on_shutdown` ends responses that have no end."""
+        """`closing_file` exists if the pod is about to stop; `on_shutdown` ends endless responses."""
         super().__init__(config)
         self._closing_file = closing_file
         self._on_shutdown = on_shutdown
@@ -67,7 +68,7 @@ class FrontServer(uvicorn.Server):
             self._certificate_task = asyncio.create_task(self._reload_certificates(config.ssl))
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn every 0.1 s."""
+        """Check for the closing file; uvicorn calls this every 0.1 s."""
         if not self._is_closing and counter % _CLOSING_CHECK_TICKS == 0 and self._closing_file.exists():
             self._is_closing = True
             self.config.encoded_headers.append((b"connection", b"close"))
@@ -76,7 +77,7 @@ class FrontServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and let open responses end."""
+        """Stop listening, and wait for the end of open responses."""
         if self._certificate_task is not None:
             self._certificate_task.cancel()
         self._on_shutdown()
@@ -91,7 +92,7 @@ class FrontServer(uvicorn.Server):
             connection.shutdown()
 
     async def _reload_certificates(self, context: ssl.SSLContext) -> None:
-        """Use renewed files for new connections, as a mounted Secret changes without a restart."""
+        """Use renewed certificate files for new connections, because a mounted Secret changes without a restart."""
         loaded = self._certificate_signature()
         while True:
             await asyncio.sleep(CERTIFICATE_CHECK_INTERVAL_S)

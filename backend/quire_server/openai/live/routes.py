@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /live, a page about the running engine, and GET /live/events, the state that it draws once a second.
+"""GET /live, a page about the running engine, and GET /live/events, the state that the page draws once a second.
 
-The page is one file without a build step. Its Content-Security-Policy allows only its own script and style, by hash. It
-needs no key, because it contains nothing; the events need one. All watchers share one snapshot a second, and without
-watchers none is made.
+The page is one file without a build step. Its Content-Security-Policy allows only its own script and style, by hash.
+The page needs no key, because it contains no data; the events need a key. All open pages share one snapshot a second.
+Without open pages no snapshot is taken.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Live:
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams of events. They have no end of their own, so the server would wait for them."""
+        """End all streams of events. These streams are endless, so the server would wait for them."""
         self._closed.set()
 
     async def page(self, request: HttpRequest) -> Reply:
@@ -56,7 +56,8 @@ class Live:
         return Response(self._page, content_type=b"text/html; charset=utf-8", headers=self._page_headers)
 
     async def events(self, request: HttpRequest) -> Reply:
-        """GET /live/events: one snapshot a second as server-sent events, until the client leaves or the front stops."""
+        """GET /live/events: one snapshot a second as server-sent event, until the client disconnects or the front
+        stops."""
         if self._num_watchers >= MAX_WATCHERS:
             raise ApiError(
                 503, f"live: {MAX_WATCHERS} pages are open already; close one, or read /metrics", retry_after_s=10.0
@@ -93,7 +94,7 @@ class Live:
 
 
 def content_security_policy(page: bytes) -> bytes:
-    """Return the policy that allows the page's own inline elements and requests to its own server, and nothing else."""
+    """Return the policy that allows only the page's own inline elements and requests to its own server."""
     hashes = {b"script": b"", b"style": b""}
     for kind, content in _ELEMENT.findall(page):
         hashes[kind] += b" 'sha256-%b'" % base64.b64encode(hashlib.sha256(content).digest())

@@ -23,7 +23,7 @@ StreamEvent = tuple[str, Document]
 
 
 class OutputItems:
-    """The items so far; the last one can be open."""
+    """The items of a response so far; the last item can be open."""
 
     def __init__(self) -> None:
         self.items: list[Document] = []
@@ -32,7 +32,7 @@ class OutputItems:
         self._logprobs: list[Document] = []
 
     def add(self, event: Event, logprobs: Sequence[Document] = ()) -> Iterator[StreamEvent]:
-        """Yield the stream events of an event; `logprobs` are those of a text."""
+        """Yield the stream events of a parsed event; `logprobs` are the log probabilities of its text."""
         match event:
             case ContentDelta(text):
                 yield from self._open("message", new_message)
@@ -76,7 +76,7 @@ class OutputItems:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
     def _open(self, kind: str, new_item: Any) -> Iterator[StreamEvent]:
-        """Open an item, unless one of this kind is open."""
+        """Open an item, unless an item of this kind is open."""
         if self._is_open and self.items[-1]["type"] == kind:
             return
         yield from self.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request of the Responses API as a request for chat completions: input items to messages, and renamed fields.
+"""Conversion of a request of the Responses API to a request for chat completions: input items and renamed fields.
 
-Nothing is stored, so a field that refers to an earlier response is an error. Fields that both APIs have pass through;
-the chat route checks them.
+Responses are not stored, so a field that refers to an earlier response is an error. Fields of both APIs are passed on
+unchanged; the chat route checks them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ from quire_spec.errors import truncated_repr
 NOT_STORED = "responses are not stored by this server"
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
-"""The second is accepted and adds nothing: the text of a reasoning item is not encrypted."""
+"""Supported values of `include`. reasoning.encrypted_content has no effect: the text of reasoning items is not
+encrypted."""
 _CHAT_ONLY_FIELDS: Mapping[str, str] = {
     "messages": "use input",
     "max_tokens": "use max_output_tokens",
@@ -34,10 +35,11 @@ _CHAT_ONLY_FIELDS: Mapping[str, str] = {
 
 
 _REPEATED_FIELDS = frozenset({"metadata", "text", "tools", "tool_choice"})
-"""Fields that the response contains, too."""
+"""Fields of the request that the response repeats."""
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_CHARS = 512
-"""Of a key or value. Both limits are those of OpenAI; a stream contains the metadata three times."""
+"""Maximum characters of a metadata key or value. OpenAI has the same limits; a stream contains the metadata three
+times."""
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
@@ -45,7 +47,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
     effort: str | None = None
     summary: str | None = None
-    """Accepted and ignored: the reasoning itself is returned, without a summary."""
+    """Accepted and ignored: the response contains the whole reasoning instead of a summary."""
     generate_summary: str | None = None
 
 
@@ -58,7 +60,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
-    """Fields of a request that chat completions do not have, or name differently."""
+    """Fields of a request that chat completions lack, or that have another name there."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -89,10 +91,10 @@ class ResponseFields(msgspec.Struct, kw_only=True):
 
 
 def parse_response_request(document: Mapping[str, Any]) -> tuple[ResponseFields, dict[str, Any]]:
-    """Return the request's own fields, and the request for chat completions that gives its output.
+    """Return the request's own fields, and the request for chat completions that generates its output.
 
     Raises:
-        ApiError: a field is wrong, or the server cannot honour it.
+        ApiError: a field is invalid or not supported.
     """
     present = {name: value for name, value in document.items() if value is not None}
     own_names = set(ResponseFields.__struct_fields__)
@@ -148,7 +150,7 @@ def _check_supported(fields: ResponseFields) -> None:
 
 
 def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
-    """Return the messages of the input. Reasoning, text and calls of one turn become one message, as in a chat."""
+    """Return the input as chat messages. Reasoning, text and tool calls of one turn become one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if len(items) > MAX_MESSAGES:
@@ -198,7 +200,7 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item: its content, or else its summary."""
+    """Return the text of a reasoning item: its content, or its summary if it has no content."""
     parts = item.get("content") or item.get("summary") or []
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "\n".join(text for text in texts if isinstance(text, str))

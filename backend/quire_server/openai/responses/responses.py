@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/responses: the Responses API of OpenAI without its store, on top of chat completions.
 
-A response belongs to one request: it is returned, complete or as server-sent events, and then forgotten.
+A response is returned complete or as server-sent events, and is not stored.
 """
 
 import time
@@ -26,7 +26,7 @@ _FIRST_EVENTS = ("response.created", "response.in_progress")
 
 
 class Responses:
-    """The routes."""
+    """The routes of the Responses API."""
 
     def __init__(self, client: TextClient, chat: ChatCompletions) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class Responses:
         return Response(encode(await formatter.document(self._client)))
 
     async def get(self, request: HttpRequest) -> Reply:
-        """GET, POST and DELETE below /v1/responses/: nothing is stored."""
+        """GET, POST and DELETE below /v1/responses/: an error, because responses are not stored."""
         raise ApiError(404, f"response: {request.path_arg[:100]!r} does not exist, because {NOT_STORED}")
 
 
@@ -69,7 +69,8 @@ class ResponseFormatter:
         return self._response(self._end_status())
 
     async def events(self, client: TextClient) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events, all that are ready at once. An error before the first one is raised."""
+        """Yield the server-sent events; one chunk contains all ready events. An error before the first event is
+        raised."""
         is_started = False
         try:
             async with aclosing(self._generation.deltas(client)) as deltas:
