@@ -89,7 +89,7 @@ def test_unknown_fields_of_the_pod_template_are_reported(operator, cluster, name
     operator.wait_settled()
     config = operator.condition("ConfigValid")
     assert (config["status"], config["reason"]) == ("True", "FieldsLeftOut")
-    assert "knows no spec.podTemplate.spec.nodeSelektor, so" in config["message"]
+    assert "does not support spec.podTemplate.spec.nodeSelektor, so" in config["message"]
     cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": {"spec": {"nodeSelektor": None}}}}, namespace)
     operator.wait_settled()
     assert operator.condition("ConfigValid")["reason"] == "Accepted"

@@ -114,7 +114,7 @@ def test_version_and_help():
         (("serve", "-f", EXAMPLE, "--volume", "a=/none"), "'/none' is not a folder; create it, or correct the path"),
         (("serve", "-f", EXAMPLE, "--openai-api-keys-dir", "/none"), "'/none' is not a folder; create it"),
         (("serve", "-f", EXAMPLE, "--openai-ssl-certfile", "/none"), "'/none' is not a file; create it"),
-        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device is only for --vllm-repository; set spec.device"),
+        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device requires --vllm-repository; for an"),
         (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume cannot be used with --vllm-repository"),
         (("operate", "--workers", "0"), "'0' is not an integer of at least 1"),
         (("operate", "--resync", "0"), "'0' is not a number of seconds above 0"),
