@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make .venv from a bare clone: check what the machine lacks, then install what `make demo` or `make test` needs.
+"""Make .venv from a bare clone: check the machine's requirements, then install the packages for `make demo` or tests.
 
-Runs on the machine's own Python with the standard library only. It reports all missing requirements at once, each with
-its fix. On a machine without an NVIDIA GPU it installs PyTorch's CPU build if the package index offers one, because the
-default build installs several gigabytes of CUDA libraries.
+The script runs on the machine's own Python with the standard library only. It reports all missing requirements at once,
+each with its fix. On a machine without an NVIDIA GPU it installs PyTorch's CPU build if the package index offers one,
+because the default build installs several gigabytes of CUDA libraries.
 
     python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """
@@ -25,13 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "engine,server,openai,operator"
 TORCH_RANGE = ((2, 6), (3, 0))
-"""As in pyproject.toml."""
+"""Minimum version of torch, and first version that is not supported, as in pyproject.toml."""
 _GROUP_ORDER = ("demo", "dev")
-"""Dependency groups; each includes those before it."""
+"""Dependency groups; each group includes the groups before it."""
 EMULATED = "emulated"
-"""The group with PyTorch for CUDA and none of NVIDIA's libraries: tests/emulator stands in for them."""
+"""Name of the group with PyTorch for CUDA but without NVIDIA's libraries, which tests/emulator replaces."""
 EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96", "peft>=0.17,<1", "accelerate>=1,<2")
-"""Installed without what they need: the runtime is there for its headers."""
+"""Packages that are installed without their dependencies. Only the headers of nvidia-cuda-runtime are used."""
 NEEDED_BYTES = 4 * 2**30
 
 

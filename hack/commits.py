@@ -14,24 +14,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVENTION_BEGAN = "297884b8d7b710fb68baaa6b4935dc33c9972ff5"
-"""The last commit before the convention; older subjects are not checked."""
+"""Last commit before the convention; its subject and older subjects are not checked."""
 LANDED_WITHOUT_VERB = frozenset(
     (
         "docs: tools, reasoning, structured outputs, batch files, live page",
         "server: responses, tools, runtime adapters, batch files, live page",
     )
 )
-"""Subjects in the history that break the convention. To correct them would change the ids of all later commits. The
-hook rejects them for a new commit."""
+"""Subjects in the history that violate the convention. A correction would change the ids of all later commits. The
+hook rejects these subjects for a new commit."""
 MAX_CHARS = 72
 _SUBJECT = re.compile(r"(?P<scope>[a-z0-9_./-]{2,40}): (?P<verb>[a-z][a-z-]*) \S.*[^.]")
 _NOT_IMPERATIVE = re.compile(r".*(?:ed|ing)$")
 _VERBS = frozenset(("need", "feed", "embed", "bring", "proceed", "exceed", "string", "ping", "speed"))
-"""Imperatives that end as participles do."""
+"""Imperatives whose ending is that of a participle."""
 
 
 def problem(subject: str) -> str | None:
-    """What is wrong with a subject; None if it follows the convention."""
+    """Return the problem of a subject; None if the subject follows the convention."""
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return None
     if len(subject) > MAX_CHARS:
@@ -45,7 +45,7 @@ def problem(subject: str) -> str | None:
 
 
 def subjects() -> list[str]:
-    """Subjects since the convention began; of a shallow clone, only that of the newest commit."""
+    """Return the subjects since the convention began; in a shallow clone, only the subject of the newest commit."""
     for selection in ([f"{CONVENTION_BEGAN}..HEAD"], ["-1"]):
         done = subprocess.run(["git", "log", "--format=%s", *selection], cwd=ROOT, capture_output=True, text=True)
         if done.returncode == 0:
@@ -54,7 +54,7 @@ def subjects() -> list[str]:
 
 
 def main() -> int:
-    """Print the subjects that break the convention; returns 1 if there are any."""
+    """Print the subjects that violate the convention; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--message", type=Path, metavar="FILE", help="check this message instead of the history")
     args = parser.parse_args()

@@ -47,7 +47,7 @@ class Ports:
 
 
 TextPiece = tuple[str, int]
-"""Text and its number of tokens: tokens generated while the previous piece was sent are coalesced."""
+"""Text and its number of tokens. A piece contains all tokens that were generated while the previous piece was sent."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def default_or_free_ports() -> Ports:
 
 
 def serve(ports: Ports) -> subprocess.Popen[bytes]:
-    """Start `quire serve` with the example; it shares this process's output."""
+    """Start `quire serve` with the example; its output goes to this process's output."""
     flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health", "openai")]
     command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(EXAMPLE), *flags]
     print_now(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
@@ -238,7 +238,7 @@ def print_now(text: str) -> None:
 
 
 def main() -> int:
-    """Start the server, send requests, print results, stop; return the server's exit code unless something failed."""
+    """Start the server, send requests, print results, stop; return the server's exit code. Errors are raised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
     arguments = parser.parse_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helm's commands for tests and development: the `helm` on PATH (3.13 or later), or else Helm's own code from PyPI.
+"""Helm's commands for tests and development: the `helm` on PATH (3.13 or later), or else a package with Helm's code.
 
     python hack/helm.py lint CHART [--strict] [-f VALUES]
     python hack/helm.py template NAME CHART [-n NAMESPACE] [-f VALUES]
@@ -7,7 +7,7 @@
     python hack/helm.py install|upgrade NAME CHART --kubeconfig FILE [-n NAMESPACE] [-f VALUES] [--wait]
     python hack/helm.py rollback|uninstall NAME --kubeconfig FILE [-n NAMESPACE] [--wait]
 
-Options are those of Helm with their meanings, as far as they are listed here; `--help` lists them. The package
+The options have the names and meanings of Helm's options; `--help` lists the supported ones. The package
 (helm-python-sdk, a third party's build of Helm 4 as a library) is for tests only and pinned to one version.
 """
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _is_supported(binary: str) -> bool:
-    """Return whether it is Helm 3.13 or later, which has --dry-run=client."""
+    """Return whether `binary` is Helm 3.13 or later, which has --dry-run=client."""
     command = [binary, "version", "--template", "{{.Version}}"]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     match = re.match(r"v(\d+)\.(\d+)", output)
@@ -124,7 +124,7 @@ def _merge_values(base: Any, override: Any) -> Any:
 
 
 def _seconds(text: str) -> int:
-    """Parse a duration of Helm, as far as tests need it: 90s, 5m."""
+    """Parse a duration in the forms of Helm that tests use: 90s, 5m."""
     return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 

@@ -3,7 +3,8 @@
 """Check that the project's text is plain English: `python hack/prose.py [PATH ...]`, part of `make check`.
 
 Reads Markdown, YAML, docstrings, comments and string literals of Python, and comments of C and C++.
-Reports phrases that readers stumble over; CONTRIBUTING.md has the rules. An empty report is necessary, not sufficient.
+It reports phrases that are hard to read; CONTRIBUTING.md has the rules. A text without such phrases can still be
+unclear.
 """
 
 import argparse
@@ -33,7 +34,7 @@ RULES = {
     r"(?:is|are|goes|comes|has|was|were|does|may)\b",
     "give 'who' a noun": r"(?:^|[.:;,] )[Ww]ho (?:waits|has|was|comes|asks|wants|reads|writes|runs|needs|calls)\b",
 }
-"""Advice -> pattern of a phrase that it replaces."""
+"""By advice: pattern of the phrases that it replaces."""
 
 ALLOWED = {
     "hack/prose.py": "contains the patterns",
@@ -41,7 +42,7 @@ ALLOWED = {
     "examples/models": "vocabulary of the tiny model",
     "tests/operator/golden": "rendered, checked at their source",
 }
-"""Path prefix -> reason why the files below it are not read."""
+"""By path prefix: reason why the check does not read files below it."""
 
 _PATTERNS = {advice: re.compile(pattern, re.MULTILINE) for advice, pattern in RULES.items()}
 _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -49,7 +50,7 @@ _FENCED = re.compile(r"```.*?```", re.DOTALL)
 
 
 def passages(path: Path) -> Iterator[tuple[int, str]]:
-    """First line and text of each passage that a person reads in a file."""
+    """Yield the first line and the text of each passage of a file that is written for readers."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield 1, _FENCED.sub(lambda block: "\n" * block.group().count("\n"), source)
@@ -68,7 +69,7 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def findings(paths: list[Path]) -> Iterator[str]:
-    """A line for each phrase: place, the phrase, advice."""
+    """Yield a line for each phrase: place, phrase, advice."""
     for path in paths:
         for first_line, text in passages(path):
             for advice, pattern in _PATTERNS.items():
@@ -78,7 +79,7 @@ def findings(paths: list[Path]) -> Iterator[str]:
 
 
 def checked_files() -> list[Path]:
-    """Files of the repository that the check reads."""
+    """Return the files of the repository that the check reads."""
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [
         ROOT / name
@@ -91,7 +92,7 @@ def checked_files() -> list[Path]:
 
 
 def main() -> int:
-    """Print what was found; returns 1 if there is anything."""
+    """Print the phrases that were found; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders (default: the whole repository)")
     args = parser.parse_args()

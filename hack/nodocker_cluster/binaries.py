@@ -7,7 +7,7 @@
     debian.py            a build from Debian's own source package
     crd_apiserver.py     in addition to that build, which is old: the CRD API server of a current Kubernetes
 
-An existing cluster needs none of them: QUIRE_TEST_KUBECONFIG is its kubeconfig, for the tests.
+Tests on an existing cluster do not need these programs: QUIRE_TEST_KUBECONFIG names its kubeconfig.
 """
 
 import os
@@ -43,7 +43,7 @@ class KubeBinaries:
         return all((self.folder / name).exists() for name in names)
 
     def path(self, name: str) -> str:
-        """Return the path of a program; kubectl may be the machine's own."""
+        """Return the path of a program; for kubectl this can be the machine's own program."""
         if self.has(name):
             return str(self.folder / name)
         if name == "kubectl" and (found := shutil.which(name)):
@@ -58,12 +58,12 @@ class KubeBinaries:
 
 
 def cache_folder() -> Path:
-    """Folder of what was downloaded or built."""
+    """Return the folder of downloaded and built programs."""
     return Path(os.environ.get("QUIRE_CLUSTER_CACHE") or Path.home() / ".cache/quire/cluster").resolve()
 
 
 def find() -> KubeBinaries | None:
-    """Return the existing programs: those of KUBEBUILDER_ASSETS, or the newest in the cache."""
+    """Return the existing programs in KUBEBUILDER_ASSETS, or else the newest programs in the cache."""
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         folder = Path(assets).resolve()
         if not all((folder / name).exists() for name in _REQUIRED_PROGRAMS):
@@ -78,10 +78,10 @@ def find() -> KubeBinaries | None:
 
 
 def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
-    """Return the programs of this machine, or those of the first source that can provide them.
+    """Return the programs of this machine, or the programs of the first source that provides them.
 
     Raises:
-        Unavailable: no source can; the message contains the reason of each.
+        Unavailable: no source provides the programs; the message contains the reason of each source.
     """
     from nodocker_cluster import debian, release
 
@@ -105,7 +105,7 @@ def install_packages(programs: Mapping[str, str], report_progress: ProgressCallb
     """Install the Debian packages of missing programs (program: package).
 
     Raises:
-        Unavailable: they cannot be installed here; the message lists them.
+        Unavailable: the packages cannot be installed on this machine; the message lists them.
     """
     missing = _packages(programs)
     if not missing:
@@ -126,7 +126,8 @@ def _packages(programs: Mapping[str, str]) -> list[str]:
 
 
 def publish_to_cache(work: Path, name: str) -> None:
-    """Move a finished folder into the cache under its version, so that the cache never contains a partial one."""
+    """Move a complete folder into the cache under its version, so that the cache never contains an incomplete
+    folder."""
     target = cache_folder() / name
     shutil.rmtree(target, ignore_errors=True)
     work.rename(target)

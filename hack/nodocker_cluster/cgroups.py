@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control groups of a cluster's pods: one tree per cluster, so that all of them can be found and removed."""
+"""The control groups of a cluster's pods. Each cluster has its own tree, so that all its groups can be removed."""
 
 import hashlib
 import time
@@ -39,7 +39,7 @@ def exists(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove the tree. Its processes have ended, but the kernel may still be cleaning up."""
+    """Remove the tree. Its processes have ended, but the kernel can need more time to release their groups."""
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     while remaining := [tree for tree in _trees(folder) if tree.exists()]:
         for tree in remaining:
@@ -55,7 +55,7 @@ def _trees(folder: Path) -> Iterator[Path]:
 
 
 def _hierarchies() -> Iterator[Path]:
-    """Yield the hierarchy of version 2, or those of version 1."""
+    """Yield the cgroup hierarchy of version 2, or the hierarchies of version 1."""
     if not _ROOT.is_dir():
         return
     if (_ROOT / "cgroup.controllers").exists():

@@ -49,7 +49,7 @@ class ControlPlane:
         return self.folder / "admin.kubeconfig"
 
     def stop(self) -> None:
-        """Stop its programs; data and logs remain."""
+        """Stop the programs of the control plane; data and logs remain."""
         stop(self.folder)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The apiextensions API server of a current Kubernetes, which serves CRDs and their objects, as a program of its own.
 
-It complements an old Kubernetes (debian.py): it tests this project's CRD with CEL rules and their cost limits, unknown
-fields and field ownership. Debian's unstable suite packages the Go libraries of kubectl, which include this part of
+It complements an old Kubernetes (debian.py). Tests use it for the CRD's CEL rules and their cost limits, unknown fields
+and field ownership. Debian's unstable suite packages the Go libraries of kubectl, which include this part of
 kube-apiserver but no other server. The build downloads about 400 MB, compiles for some minutes, and needs 5 GB of
 space.
 """

@@ -18,7 +18,7 @@ class DebBuild:
     """A build folder and its steps. Each step reports one line of progress; its output is written to the log."""
 
     def __init__(self, work: Path, log: Path, report_progress: binaries.ProgressCallback) -> None:
-        """`work` is emptied; `log` remains after `remove`."""
+        """The constructor empties the folder `work`. The file `log` remains after `remove`."""
         self.work, self.log, self.report_progress = work, log, report_progress
         self.packages, self.root, self.out = work / "packages", work / "root", work / "out"
         shutil.rmtree(work, ignore_errors=True)
@@ -30,7 +30,7 @@ class DebBuild:
         """Configure `apt_get` with one suite of this machine's mirror, independent of the machine's other apt settings.
 
         Raises:
-            Unavailable: there is no mirror, or it does not answer.
+            Unavailable: there is no mirror, or the mirror does not respond.
         """
         apt, site = self.work / "apt", debian_mirror()
         for folder in ("etc", "state/lists/partial", "cache"):
@@ -122,7 +122,7 @@ def _listed_mirrors() -> list[str]:
 def check_requirements(
     folder: Path, commands: dict[str, str], num_bytes: int, report_progress: binaries.ProgressCallback
 ) -> None:
-    """Check commands (command: its package) and disk space, and install missing packages if that is allowed.
+    """Check commands (command: its package) and disk space, and install missing packages if this is allowed.
 
     Raises:
         Unavailable: a requirement is not met.

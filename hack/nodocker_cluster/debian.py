@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes' programs, built from Debian bookworm's source package with bookworm's Go: version 1.20.2.
 
-The version is old, but everything comes from the mirror that apt uses anyway. The packages are unpacked into a work
-folder, which is removed afterwards; nothing is installed. About 5 minutes on two idle cores, 3.4 GB of space.
+The version is old, but the build needs only the mirror that apt uses. The packages are unpacked into a work folder,
+which is removed afterwards; nothing is installed. A build takes about 5 minutes on two idle cores and 3.4 GB of space.
 
-Three problems are handled here. The package's Makefile needs rsync and generates code, so `go build` is not enough. The
-vendored reflect2 1.0.1, built with Go 1.18 or later, crashes the API server at the first custom resource ("fatal error:
-fault" in mapiternext): Debian's 1.0.2 replaces it. The validator, built with Go 1.18 or later, takes an empty string
-for null (both then point to the same zero bytes, which reflect.DeepEqual compares) and rejects CRDs with `default: ""`.
+This module solves three problems. The package's Makefile needs rsync and generates code, so `go build` is not enough.
+The vendored reflect2 1.0.1, built with Go 1.18 or later, crashes the API server at the first custom resource ("fatal
+error: fault" in mapiternext): Debian's 1.0.2 replaces it. The validator, built with Go 1.18 or later, treats an empty
+string as null and rejects CRDs with `default: ""`: both point to the same zero bytes, which reflect.DeepEqual compares.
 """
 
 import platform

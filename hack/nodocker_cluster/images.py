@@ -33,9 +33,9 @@ _BASE_PACKAGES = (
     "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
 )  # fmt: skip
 _DIGITS = 12
-"""Digits of an image's digest in the name of its archive."""
+"""Number of digits of an image's digest in the name of its archive."""
 _MIN_FREE_BYTES = 10 * 2**30
-"""Free space below which layers that no current image contains are removed; the next build then makes them again."""
+"""Minimum free space. With less, layers that no current image contains are removed; the next build makes them again."""
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -48,7 +48,7 @@ class PipConfig:
     """Content of pip.conf."""
     constraints: str
     volumes: tuple[str, ...]
-    """Folders of this machine that the configuration refers to: buildah's --volume."""
+    """Folders of this machine to which the configuration refers, as values of buildah's --volume."""
 
 
 def build(report_progress: binaries.ProgressCallback) -> list[Path]:
@@ -66,7 +66,7 @@ def build(report_progress: binaries.ProgressCallback) -> list[Path]:
 
 @contextlib.contextmanager
 def _build_lock(folder: Path, report_progress: binaries.ProgressCallback) -> Iterator[None]:
-    """Allow one build at a time, because a build must not prune the layers that another one is using."""
+    """Allow one build at a time, because a build must not prune layers that another build uses."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def built_archives() -> list[Path]:
     """Return the archives of the last `build`.
 
     Raises:
-        Unavailable: there are none.
+        Unavailable: no images have been built.
     """
     folder = binaries.cache_folder() / "images"
     archives = [file for name in _BUILDS for file in folder.glob(f"{_stem(name)}-{'?' * _DIGITS}.tar")]
@@ -107,7 +107,7 @@ def built_archives() -> list[Path]:
 
 
 def pip_config() -> PipConfig:
-    """Return this machine's pip configuration for use in an image; folders that it refers to become mounts."""
+    """Return this machine's pip configuration for an image; folders to which it refers become mounts."""
     from bootstrap import torch_requirement
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

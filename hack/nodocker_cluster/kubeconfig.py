@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubeconfig files, as far as tests need them: written for our control plane, read from an existing cluster."""
+"""Kubeconfig files for tests: written for the control plane of this package, read for an existing cluster."""
 
 import base64
 import ssl
@@ -16,17 +16,17 @@ class ClusterAccess:
     """URL and credentials of an API server."""
 
     server: str
-    """Its URL."""
+    """URL of the API server."""
     ca: str
     """PEM of the authority that signed the server's certificate."""
     certificate: str = ""
-    """PEM of the client's certificate; empty where a token is used."""
+    """PEM of the client's certificate; empty if a token is used."""
     key: str = ""
-    """PEM of that certificate's private key."""
+    """PEM of the private key of the client's certificate."""
     token: str = ""
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return a context that trusts only that authority and presents the client's certificate."""
+        """Return a context that trusts only the authority `ca` and presents the client's certificate."""
         context = ssl.create_default_context(cadata=self.ca)
         if self.certificate:
             with tempfile.NamedTemporaryFile("w") as file:  # the ssl module reads keys from files only

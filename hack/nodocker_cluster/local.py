@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster for manual use: it runs until `down`, also after its starter has ended. One per user of this machine."""
+"""A cluster for manual use, one for each user of this machine. It runs until `down`, even after its starter has
+ended."""
 
 import os
 import shutil
@@ -10,7 +11,7 @@ from nodocker_cluster.kubeconfig import ClusterAccess
 
 
 def cluster_folder() -> Path:
-    """Return the folder of its certificates, kubeconfigs, data and logs."""
+    """Return the folder of the cluster's certificates, kubeconfigs, data and logs."""
     return binaries.cache_folder() / "up"
 
 

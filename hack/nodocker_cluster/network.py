@@ -17,26 +17,26 @@ _DEVICE = "quire0"
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Addresses of one family."""
+    """Addresses of a cluster in one address family."""
 
     host: str
-    """This machine, as the node and its pods see it."""
+    """Address of this machine for the node and its pods."""
     node: str
     link_bits: int
     pods: str
     services: str
     api_service: str
     dns: str
-    """Not served: Debian has no package of CoreDNS. Pods find services by address."""
+    """Address of cluster DNS. No server runs there, because Debian has no package of CoreDNS; pods use addresses."""
     any_cidr: str
-    """The range of all addresses."""
+    """IP range of all addresses."""
     sysctls: tuple[str, ...]
     """Kernel settings of the node, each set to 1: forwarding, and address translation for a pod that calls a service
     with an endpoint on its own bridge."""
 
     @property
     def any_address(self) -> str:
-        """The wildcard address to listen on."""
+        """Wildcard address, to listen on all addresses."""
         return self.any_cidr.partition("/")[0]
 
 
@@ -99,7 +99,7 @@ def add_address(address: str, device: str) -> None:
 
 
 def format_for_url(host: str) -> str:
-    """Return an address as it is written in a URL: IPv6 in brackets."""
+    """Return an address in the form that a URL requires: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

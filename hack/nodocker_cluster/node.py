@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node for a control plane on this machine: containerd, kubelet and kube-proxy in namespaces of their own.
+"""One node for a control plane on this machine: containerd, kubelet and kube-proxy in separate namespaces.
 
 Mounts, network and processes of the node are in private namespaces whose first process is node_init.py. When that
 process ends for any reason, the kernel kills the others and removes their mounts and network. Only empty control groups
@@ -40,13 +40,13 @@ class Node:
 
     plane: ControlPlane
     pid: int
-    """Process id of its first process, which is in its namespaces."""
+    """Process id of the node's first process, which is in the node's namespaces."""
 
     def run(self, *argv: str, timeout_s: float = 300) -> str:
         """Run a program on the node, such as ctr, and return its output.
 
         Raises:
-            subprocess.CalledProcessError: it failed; the error contains its standard error.
+            subprocess.CalledProcessError: the program failed; the error contains its standard error.
         """
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--"]
         done = subprocess.run([*enter, *argv], capture_output=True, text=True, timeout=timeout_s, check=True)
@@ -72,7 +72,7 @@ def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
     """Start a node and wait until it is Ready; `pause` is the archive of the pause image.
 
     Raises:
-        StartError: one of its programs ended; the message contains the end of the log.
+        StartError: a program of the node ended; the message contains the end of its log.
         Unavailable: the control plane's tools have no kubelet, or another cluster has a node.
     """
     for name in NODE_PROGRAMS:

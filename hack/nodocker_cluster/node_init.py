@@ -83,7 +83,7 @@ class _NodePrograms:
         self._start("kube-proxy", self.programs.path("kube-proxy"), f"--config={config}")
 
     def reap_until_failure(self) -> NoReturn:
-        """Reap: everything on the node whose parent has gone is a child of this process."""
+        """Reap ended processes. A process of the node whose parent has ended is a child of this process."""
         while True:
             pid, status = os.wait()
             if name := self.names.get(pid):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of one cluster, made by trustme: a certificate authority, and leaf certificates that are files.
+"""Certificates of one cluster, made by trustme: a certificate authority, and leaf certificates in files.
 
-Every leaf can be a server's and a client's certificate. The authority exists for tests; trust it nowhere else.
+Every leaf certificate is valid for a server and for a client. The authority is for tests only.
 """
 
 import datetime
@@ -35,7 +35,7 @@ class CertificateAuthority:
             name: stem of the two files.
             common_name: common name of the subject.
             group: organization of the subject.
-            hosts: names and addresses that the certificate is valid for. Go rejects a certificate without any.
+            hosts: names and addresses for which the certificate is valid. Go rejects a certificate without hosts.
             lifetime: time from now until the certificate expires, negative for an expired one; None for centuries.
         """
         expiry = None if lifetime is None else datetime.datetime.now(datetime.UTC) + lifetime

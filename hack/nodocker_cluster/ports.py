@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free TCP ports for programs that start to listen some seconds after their port was chosen.
 
-The kernel assigns the ports of its own range to outgoing connections too, so one of them may be taken by then. These
-ports are below that range. No port is returned again, to any process of this user, before all others have been used.
+The kernel uses the ports of its ephemeral range for outgoing connections, so such a port can be in use when the program
+listens. The ports of this module are below that range. A port is returned again to a process of this user only after
+all other ports have been used.
 """
 
 import fcntl
@@ -12,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 PORTS = range(10_000, 30_000)
-"""Above the usual ports of programs, below Kubernetes' NodePorts and the kernel's ephemeral range."""
+"""Range of ports above the usual ports of programs, and below Kubernetes' NodePorts and the kernel's ephemeral
+range."""
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a cluster, started in the background and identified by a variable in their environment.
 
-Unlike a file of process ids, the variable is safe against reused ids, and also identifies the programs of a killed
-starter.
+A file of process ids could contain reused ids. The variable cannot, and also identifies programs whose starter was
+killed.
 """
 
 import os
@@ -17,16 +17,17 @@ from pathlib import Path
 FOLDER_VARIABLE = "QUIRE_CLUSTER_FOLDER"
 NAME_VARIABLE = "QUIRE_CLUSTER_PROCESS"
 STOP_TIMEOUT_S = 15.0
-"""Time for a program to end after SIGTERM; then it is killed."""
+"""Seconds in which a program must end after SIGTERM; after that it is killed."""
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: kept across exec
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Runs as a program before the actual one, not between fork and exec, because the tests' process has threads."""
+"""Program that sets the signal and then executes the actual program. Code between fork and exec would be unsafe,
+because the tests' process has threads."""
 _started: dict[subprocess.Popen[bytes], tuple[Path, str]] = {}
-"""Children of this process that are not reaped yet, with folder and name."""
+"""By child process that is not reaped yet: folder and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ClusterProcess:
 
     pid: int
     name: str
-    """Name at its start; its child processes inherit it."""
+    """Name that the program got at its start; its child processes inherit the name."""
 
 
 def start(
@@ -96,8 +97,8 @@ def tail(folder: Path, name: str, lines: int = 15) -> str:
 
 
 def _find_pids(folder: Path, name: str | None) -> set[int]:
-    """Return the process ids of the programs with this name, or of all. Our own children are also found by their
-    handles: a process has no visible environment during exec, and loses it some time before it can be reaped."""
+    """Return the process ids of the programs with this name, or of all programs. Children of this process are also
+    found by their handles, because a process has no visible environment during exec and shortly before its end."""
     for process in [*_started]:
         if process.poll() is not None:  # poll also reaps it: a child is a zombie until then
             del _started[process]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads Kubernetes' programs from its official release, and etcd from its own, and checks the published digests."""
+"""Downloads Kubernetes' programs and etcd from their official releases, and checks the published digests."""
 
 import hashlib
 import os
@@ -15,12 +15,12 @@ from nodocker_cluster import binaries
 
 KUBERNETES_URL = os.environ.get("QUIRE_KUBERNETES_RELEASES", "https://dl.k8s.io/release")
 ETCD_URL = os.environ.get("QUIRE_ETCD_RELEASES", "https://github.com/etcd-io/etcd/releases/download")
-"""Both can be replaced by mirrors with the same folders."""
+"""URLs of the releases of Kubernetes and etcd. Mirrors with the same folders can replace both."""
 MINOR_VERSION = "1.36"
-"""The version that the operator is written for. The newest patch release is used."""
+"""Kubernetes version for which the operator is written; its newest patch release is downloaded."""
 ETCD_VERSION = "v3.6.5"
 CONNECT_TIMEOUT_S = 5.0
-"""Short, so that a machine without this network loses seconds and not minutes."""
+"""Timeout of a connection in seconds. It is short, so that a machine without internet access fails early."""
 _READ_TIMEOUT_S = 60.0
 _PROGRAMS = [name for name in binaries.ALL_PROGRAMS if name != "etcd"]
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
