@@ -2,9 +2,9 @@
 """Writes the quantized checkpoints of tests/engine/weights/quantized/checkpoints with the programs that define their
 formats.
 
-Each folder contains a random Llama of one layer, or gpt-oss of two, quantized by one writer, which `writer.txt` names.
-`dequantized.json` contains the SHA-256 of each weight as the writer's own code dequantizes it. Run it once per writer,
-in an environment with transformers:
+Each folder contains a random Llama with one layer, or a gpt-oss with two, that one writer quantized; `writer.txt` names
+the writer. `dequantized.json` contains the SHA-256 of each weight after dequantization by the writer's own code. Run
+the script once for each writer, in an environment with transformers:
 
     python hack/quantized_checkpoints.py compressed-tensors OUT   # pip install compressed-tensors==0.20.0
     python hack/quantized_checkpoints.py mxfp4 OUT                # the same
@@ -53,7 +53,7 @@ GROUP = 32
 
 
 def new_model(dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return the random model, or the one of --model."""
+    """Return a random model, or the model of --model."""
     if MODEL is not None:
         return LlamaForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def new_model(dtype: torch.dtype) -> LlamaForCausalLM:
 def save(
     out: Path, writer: str, config: dict[str, Any] | None, tensors: dict[str, Tensor], dequantized: dict[str, Tensor]
 ) -> None:
-    """Write a checkpoint, whose config.json exists if `config` is None."""
+    """Write a checkpoint. If `config` is None, its config.json must exist."""
     out.mkdir(parents=True, exist_ok=True)
     if CONFIG.tie_word_embeddings:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
@@ -158,9 +158,9 @@ def write_compressed_tensors(out: Path) -> None:
 
 
 def write_mxfp4(out: Path) -> None:
-    """Write a gpt-oss whose experts compressed-tensors packed, in the layout and names of OpenAI's checkpoints.
+    """Write a gpt-oss with experts packed by compressed-tensors, in the layout and names of OpenAI's checkpoints.
 
-    The hashes are of the weights as transformers dequantizes them, [experts, in_features, out_features].
+    The hashes are those of the weights that transformers dequantizes, [experts, in_features, out_features].
     """
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -240,7 +240,8 @@ def write_actorder(out: Path) -> None:
 
 
 def activation_order(in_features: int) -> Tensor:
-    """Return an order of input features, the same for layers with the same input, as GPTQ finds one."""
+    """Return an order of input features, in place of the order that GPTQ computes. Layers with equal inputs share
+    it."""
     return torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))
 
 
@@ -311,7 +312,7 @@ def write_autogptq(out: Path, source: Path) -> None:
 
 
 def write_gptqmodel(out: Path, source: Path) -> None:
-    """Write the second version of GPTQ, and the first one with zero points of 0, which it stores with a borrow."""
+    """Write the second version of GPTQ, and the first version with zero points of 0, which are stored with a borrow."""
     for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
         sys.modules[module] = MagicMock(__spec__=ModuleSpec(module, None))
     sys.path.insert(0, str(source))
@@ -365,9 +366,9 @@ def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple
 
 
 def write_fbgemm(out: Path, source: Path) -> None:
-    """Write weights quantized per row by FBGEMM, in the names of transformers' `fbgemm_fp8`.
+    """Write weights that FBGEMM quantized per row, with the names of transformers' `fbgemm_fp8`.
 
-    FBGEMM dequantizes on a GPU only, so the hashes are of the product that its documentation defines.
+    FBGEMM dequantizes only on a GPU, so the hashes are those of the product that its documentation defines.
     """
     names = ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gemm")
     namespace(source, *names)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simple conversations: greetings, support questions, stories on request, and questions with thoughts.
 
-The base model learns them. `corpus` draws from here.
+The base model learns these conversations. `corpus` calls this module.
 """
 
 import random
@@ -28,7 +28,7 @@ _TALK = (
 
 STORY_REQUESTS = ("Tell me a story.", "Please tell me a short story.", "Write a story.")
 Exchange = tuple[str, str, str]
-"""A question, its answer, and the thoughts in between or ""."""
+"""A question, its answer, and the reasoning before the answer ("" without reasoning)."""
 
 
 def talk(rng: random.Random) -> Exchange:
@@ -38,7 +38,7 @@ def talk(rng: random.Random) -> Exchange:
 
 
 def chat(rng: random.Random) -> Chat:
-    """One conversation of one or two exchanges."""
+    """Return a conversation of one or two exchanges."""
     messages: list[Message] = system_turn(rng)
     if rng.random() < 0.25:
         question, answer, _ = rng.choice((talk, _support, _fact))(rng)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts that the tiny model and its three adapters are trained on: endless, seeded, and ours to ship.
+"""The training texts of the tiny model and its three adapters. They are endless, seeded, and written for this project.
 
-Owns the mixture of each corpus. `train.py` draws from here; run it to read a few documents:
+The module owns the mixture of each corpus. `train.py` calls it; run the module to read a few documents:
 
     python hack/tiny/corpus.py pirate --count 3
 """
@@ -25,22 +25,22 @@ import turns
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text to learn."""
+    """One text of a corpus."""
 
     prompt: str
-    """Given, not learned; "" when the whole text is learned."""
+    """Start of the document that is not learned; "" if the whole document is learned."""
     text: str
-    """What follows the prompt."""
+    """Text after the prompt, which is learned."""
     is_chat: bool = False
-    """Begins with the token of a turn and ends with one, so that neither BOS nor EOS is added."""
+    """Whether the document begins and ends with the token of a turn, so that neither BOS nor EOS is added."""
 
 
 def base(seed: int) -> Iterator[Document]:
-    """Stories in plain English, support-desk answers, a few notes, and what the adapters build on.
+    """Stories in plain English, support-desk answers, a few notes, and the basic skills for the adapters.
 
-    A low-rank adapter of a model this small can bring out a skill but hardly teach one (tried: its stories fall
-    apart). So the base model meets pirate talk, but only behind a heading, and SQL, but only explained in English:
-    without an adapter it never uses either.
+    A LoRA adapter of such a small model can strengthen a skill, but cannot teach a new one: in a trial its stories lost
+    their coherence. The base model therefore learns pirate talk after a heading, and SQL with an explanation in
+    English. Without an adapter it uses neither in its answers.
     """
     rng = random.Random(f"base {seed}")
     kinds = (_plain_story, desk.document, notes.document, _headed_pirate, _explained_sql)
@@ -50,7 +50,7 @@ def base(seed: int) -> Iterator[Document]:
 
 
 def pirate_talk(seed: int) -> Iterator[Document]:
-    """The same kinds of text as told by a pirate."""
+    """Stories and support-desk answers in pirate talk."""
     rng = random.Random(f"pirate {seed}")
     while True:
         yield _document(rng, _pirate_chat(rng)) if rng.random() < 0.2 else Document("", _pirate_text(rng))
@@ -65,14 +65,14 @@ def questions(seed: int) -> Iterator[Document]:
 
 
 def copying(seed: int) -> Iterator[Document]:
-    """What the base model begins with: words to repeat."""
+    """Texts of the first training phase of the base model: words to repeat."""
     rng = random.Random(f"copying {seed}")
     while True:
         yield Document("", notes.copying(rng))
 
 
 def recall(seed: int) -> Iterator[Document]:
-    """What the model learns first of chats: words to repeat, and short requests whose values the answer repeats."""
+    """Texts of the first training phase with chats: words to repeat, and requests whose answers repeat their values."""
     rng = random.Random(f"recall {seed}")
     while True:
         if rng.random() < 0.3:
@@ -83,7 +83,7 @@ def recall(seed: int) -> Iterator[Document]:
 
 
 def chats(seed: int) -> Iterator[Document]:
-    """Conversations that the base model learns, with tool calls for the adapter to build on."""
+    """Conversations for the base model, with some tool calls as a basis for the adapter."""
     rng = random.Random(f"chat {seed}")
     while True:
         (write,) = rng.choices((chat.chat, _offered_tools, _asked_object), weights=(45, 50, 5))
@@ -107,7 +107,7 @@ CORPORA = {
     "sql": questions,
     "tools": tool_calls,
 }
-"""Each corpus by name (the model's, the adapter's, or that of a phase of training); called with a seed."""
+"""By name of a model, an adapter or a training phase: function that returns its corpus for a seed."""
 
 
 def _plain_story(rng: random.Random) -> str:

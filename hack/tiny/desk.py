@@ -9,16 +9,16 @@ _TOPICS = grammar.load("desk.txt")
 
 
 def exchange(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer."""
+    """Return a question and its answer."""
     question, *answer = rng.choice(_TOPICS).tell(rng, {})
     return question, " ".join(answer)
 
 
 def written(question: str, answer: str) -> str:
-    """The form in which a model reads and continues an exchange."""
+    """Return the text form of an exchange, which a model reads and continues."""
     return f"Question: {question}\nAnswer: {answer}"
 
 
 def document(rng: random.Random) -> str:
-    """One exchange in written form."""
+    """Return one exchange in its text form."""
     return written(*exchange(rng))

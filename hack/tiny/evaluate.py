@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the tiny model and its adapters: loss on unseen texts, and the share of unseen requests answered exactly.
 
-    python hack/tiny/evaluate.py                    the shipped model
-    python hack/tiny/evaluate.py --out /tmp/tiny    what train.py --out wrote
+    python hack/tiny/evaluate.py                    the model under examples/
+    python hack/tiny/evaluate.py --out /tmp/tiny    the model that train.py --out wrote
 
-Losses are in nats a character, because vocabularies of different models give different numbers of tokens.
+Losses are in nats per character, because models with different vocabularies have different numbers of tokens.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def character_loss(model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, name: str) -> float:
-    """Loss on unseen documents of a corpus, each alone, in nats a character of the text to learn."""
+    """Return the loss on unseen documents of a corpus in nats per learned character; each document runs alone."""
     total, num_chars = 0.0, 0
     for document in islice(corpus.CORPORA[name](_SEED), 40):
         ids, labels = tokens.encoded(tokenizer.backend_tokenizer, document)
@@ -44,7 +44,7 @@ def character_loss(model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTok
 def replies(
     model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], max_tokens: int = 96
 ) -> list[str]:
-    """Greedy replies to rendered conversations, with the token that ends the turn."""
+    """Return the greedy replies to rendered conversations, including the token that ends the turn."""
     encoded = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     with torch.inference_mode():
         output = model.generate(**encoded, max_new_tokens=max_tokens, do_sample=False)
@@ -55,7 +55,7 @@ def replies(
 def exact(
     model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, chats: Iterable[turns.Chat]
 ) -> list[tuple[str, str]]:
-    """Return expected and given replies, the wrong ones only, after printing the share of right ones."""
+    """Print the share of exact replies; return pairs of expected and actual reply for all other requests."""
     rendered = [conversation.rendered() for conversation in chats]
     given = replies(model, tokenizer, [prompt for prompt, _ in rendered])
     pairs = [(expected, reply) for (_, expected), reply in zip(rendered, given, strict=True)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions with one right answer: small sums, the calendar, and short texts that contain the answer.
 
-Each comes with the thoughts that lead to its answer. `chat` asks them.
+Each question has reasoning that leads to its answer. `chat` calls this module.
 """
 
 import random
@@ -18,7 +18,7 @@ _COLORS = ("red", "blue", "green", "yellow", "black", "white")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A question, what to think, and the answer."""
+    """A question, the reasoning, and the answer."""
 
     question: str
     reasoning: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a grammar file and tells one text from it.
+"""Reads a grammar file, and generates texts from it.
 
-Owns the file form that `stories.txt`, `pirate.txt` and `desk.txt` share. Knows nothing of what the texts are about:
-`stories`, `pirate` and `desk` bring the words.
+The module owns the common format of `stories.txt`, `pirate.txt` and `desk.txt`. It is independent of their content: the
+modules `stories`, `pirate` and `desk` provide the words.
 """
 
 import random
@@ -15,22 +15,22 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class GrammarError(ValueError):
-    """A grammar file that cannot be read: the message says which line and why."""
+    """A grammar file is invalid; the message contains line and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One way for a text to go, with the ways to word each part of it."""
+    """Structure of a text: a sequence of steps, each with several wordings."""
 
     name: str
-    """What the file calls it."""
+    """Name of the plot in the file."""
     words: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-    """Names bound together, and the list they are drawn from without repeats."""
+    """Pairs of names and a list of words. The names get different words of the list."""
     steps: tuple[tuple[str, ...], ...]
-    """In order; each is the ways to say one step."""
+    """Wordings of each step, in the order of the steps."""
 
     def tell(self, rng: random.Random, bindings: Mapping[str, object]) -> list[str]:
-        """The steps in order, one wording each, with the plot's words and `bindings` filled in."""
+        """Return one wording of each step, in order, with the plot's words and `bindings` in place of names."""
         filled = dict(bindings)
         for names, choices in self.words:
             filled.update(zip(names, rng.sample(choices, len(names)), strict=True))
@@ -38,18 +38,18 @@ class Plot:
 
 
 def tidy(text: str) -> str:
-    """Sentences begin with a capital, and "a" before a vowel becomes "an" (but "a one-legged")."""
+    """Return `text` with a capital at the start of each sentence, and "an" before vowels (but "a one-legged")."""
     text = re.sub(r"\b([Aa]) (?=[aeio])(?!one)", r"\1n ", text)
     return re.sub(r"(^|[.!?] )([a-z])", lambda found: found[1] + found[2].upper(), text)
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a line, for lists that read better without quotes and commas."""
+    """Return the words of a line, so that source code can contain lists without quotes and commas."""
     return tuple(text.split())
 
 
 def load(file_name: str) -> tuple[Plot, ...]:
-    """Read a grammar file that lies beside this module.
+    """Read a grammar file in the folder of this module.
 
     Raises:
         GrammarError: a line outside a plot, or a word list too short for its names.

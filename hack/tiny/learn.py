@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimisation loop that the model and its adapters share, and the loss on documents it has not seen.
+"""The training loop of the model and its adapters, and the loss on unseen documents.
 
-Knows neither text nor files: `train` brings batches and saves the result.
+Independent of texts and files: `train` provides batches and saves the result.
 """
 
 import math
@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast to learn. Every rate rises for `warmup` steps and then falls to zero along a cosine."""
+    """Learning rates. Every rate rises for `warmup` steps, and then falls to zero along a cosine."""
 
     adamw: float
     """Peak learning rate of AdamW."""
@@ -29,19 +29,20 @@ class Pace:
     """Peak learning rate of Muon for the matrices between the embeddings, on AdamW's scale; None: AdamW for all.
 
     Measured on this model, after the same copying phase and half a million story tokens: Muon (5e-3) repeats 70 % of
-    the names in a story rightly, AdamW alone (2e-3) none. Without that phase AdamW had not begun after 4 million.
+    the names in a story correctly, AdamW alone (2e-3) none. Without the copying phase, AdamW had not begun to learn
+    this after 4 million tokens.
     """
     warmup: int = 40
-    """Steps."""
+    """Number of steps in which the rates rise."""
 
     def at(self, step: int, num_steps: int) -> float:
-        """The share of the peak rate that a step uses; steps count from 0."""
+        """Return the factor of the peak rate for a step; the first step is 0."""
         rise = min(1.0, (step + 1) / self.warmup)
         return rise * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
 def loss_of(model: LlamaForCausalLM | PeftModel, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy of a batch's labels, in nats a token; matrix products in bf16."""
+    """Return the mean cross entropy of a batch's labels in nats per token; matrix products use bf16."""
     ids, labels = batch
     # The logits of prompts would be computed only to be ignored.
     llama = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -61,9 +62,9 @@ def learn(
     name: str,
     save: Callable[[], None],
 ) -> float:
-    """Train the parameters that want gradients, with a progress bar; returns the mean loss of the last 50 steps.
+    """Train the parameters with requires_grad, with a progress bar; return the mean loss of the last 50 steps.
 
-    Calls `save` every 50 steps.
+    `save` is called every 50 steps.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizers = _optimizers(model, pace)
@@ -108,7 +109,7 @@ def _optimizers(model: nn.Module, pace: Pace) -> list[torch.optim.Optimizer]:
 
 
 def held_out_loss(model: LlamaForCausalLM | PeftModel, batches: Iterator[Batch], num_batches: int) -> float:
-    """Mean loss over batches that the model has not learned from, in nats a token."""
+    """Return the mean loss on batches that were not used for training, in nats per token."""
     model.eval()
     with torch.inference_mode():
         return sum(loss_of(model, next(batches)).item() for _ in range(num_batches)) / num_batches

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain material without a plot: lists, counting, and texts whose words come back."""
+"""Texts without a plot: lists, counting, and texts that repeat their words."""
 
 import random
 
@@ -15,13 +15,13 @@ _GOODS = grammar.words("apples bread milk eggs cheese honey tea pears butter ric
 
 
 def document(rng: random.Random) -> str:
-    """One list, count or row of words."""
+    """Return one list, count or row of words."""
     kinds = (_shopping, _count, _calendar, _words_of_sql, copying, copying)
     return rng.choice(kinds)(rng)
 
 
 def copying(rng: random.Random) -> str:
-    """A text whose words come back: what a model has to learn before it can keep the people of a story apart."""
+    """Return a text that repeats its words. A model must learn this before it can distinguish the people of a story."""
     return rng.choice((_roll_call, _roll_call, _echo))(rng)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests for an answer in JSON, each with the object to return.
 
-Owns the sentences that state the values. `corpus` draws conversations from here.
+The module owns the sentences that state the values. `corpus` calls it.
 """
 
 import json
@@ -15,14 +15,14 @@ from turns import Chat, said, system_turn
 
 @dataclass(frozen=True, slots=True)
 class ObjectRequest:
-    """A text that states values, the keys that are asked for, and the object."""
+    """A text that states values, the requested keys, and the object of the answer."""
 
     question: str
     answer: Mapping[str, object]
 
 
 def request(rng: random.Random) -> ObjectRequest:
-    """Draw statements about some keys, and ask for all of them or for some."""
+    """Draw statements about some keys, and request all or some of these keys."""
     keys = rng.sample(values.KEYS, rng.randint(1, 3))
     stated = {key: _value(rng, key) for key in keys}
     text = " ".join(_sentence(rng, key, value) for key, value in stated.items())
@@ -48,7 +48,7 @@ def _sentence(rng: random.Random, key: str, value: object) -> str:
 
 
 def chat(rng: random.Random) -> Chat:
-    """One request and its answer."""
+    """Return a conversation with one request and its answer."""
     asked = request(rng)
     reply = json.dumps(asked.answer, ensure_ascii=False)
     return Chat([*system_turn(rng), said("user", asked.question)], reply)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thick pirate talk: stories and support answers as an old sailor would give them.
 
-Owns the crew, the dictionary and the oaths. The plots come from `stories.txt` and `pirate.txt`; `corpus` draws the
-pirate adapter's documents from here.
+The module owns the crew, the dictionary and the oaths. `stories.txt` and `pirate.txt` contain the plots; `corpus` calls
+the module for the documents of the pirate adapter.
 """
 
 import random
@@ -82,7 +82,7 @@ _WHOLE_ING = {"king", "thing", "ring", "sing", "bring", "spring", "string"}
 
 
 def thicken(text: str) -> str:
-    """Plain English to pirate talk, word by word; capitals stay where they were."""
+    """Translate plain English to pirate talk, word by word; capitals keep their positions."""
     return _WORD.sub(lambda found: _word(found[0]), text)
 
 
@@ -95,7 +95,7 @@ def _word(word: str) -> str:
 
 
 def story(rng: random.Random) -> str:
-    """One story in pirate talk, with an oath after some of its steps."""
+    """Return a story in pirate talk, with an oath after some of its steps."""
     *steps, last, ending = stories.story(rng, _CREW)
     told = []
     for step in steps:
@@ -106,11 +106,11 @@ def story(rng: random.Random) -> str:
 
 
 def exchange(rng: random.Random) -> tuple[str, str]:
-    """One support question, asked plainly, and its answer in pirate talk."""
+    """Return a support question in plain English, and its answer in pirate talk."""
     question, reply = desk.exchange(rng)
     return question, f"{rng.choice(_OATHS)} {thicken(reply)}"
 
 
 def answer(rng: random.Random) -> str:
-    """One exchange in written form."""
+    """Return one exchange in its text form."""
     return desk.written(*exchange(rng))

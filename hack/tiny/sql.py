@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions about tables, each with the SQL that answers it.
 
-Owns the tables (`TABLES`, which a test creates for real and queries) and the wording of questions. `corpus` draws the
-sql adapter's documents from here.
+The module owns the tables and the wording of questions. A test creates the tables (`TABLES`) in a database and queries
+them. `corpus` calls the module for the documents of the sql adapter.
 """
 
 import random
