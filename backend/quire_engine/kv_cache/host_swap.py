@@ -10,33 +10,37 @@ import torch
 
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.sequence import BlockId
 from quire_engine.step.plan import SwapCopy
 
 _MEASUREMENT_BLOCKS = 64
 
 
 class HostSwap:
-    """Host memory for `num_blocks` blocks of `kv_cache`. With a GPU it is pinned and copies are asynchronous."""
+    """Host memory for `num_blocks` blocks of each of `kv_caches`: that of the model and that of a draft model, whose
+    blocks have the same ids. With a GPU it is pinned and copies are asynchronous.
+    """
 
-    def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
-        self._kv_cache = kv_cache
-        self._host_blocks = kv_cache.allocate_host_blocks(num_blocks)
+    def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int) -> None:
+        self._host_blocks = [(kv_cache, kv_cache.allocate_host_blocks(num_blocks)) for kv_cache in kv_caches]
+        self._num_blocks = num_blocks
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that it occupies."""
-        return self._host_blocks.nbytes
+        return sum(host_blocks.nbytes for _, host_blocks in self._host_blocks)
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
         """Run the copies to host memory, then the copies from host memory."""
-        if swap_outs:
-            self._kv_cache.store_blocks(
-                [copy.block for copy in swap_outs], self._host_blocks, [copy.host_block for copy in swap_outs]
-            )
-        if swap_ins:
-            self._kv_cache.load_blocks(
-                [copy.block for copy in swap_ins], self._host_blocks, [copy.host_block for copy in swap_ins]
-            )
+        for kv_cache, host_blocks in self._host_blocks:
+            if swap_outs:
+                kv_cache.store_blocks(
+                    [copy.block for copy in swap_outs], host_blocks, [copy.host_block for copy in swap_outs]
+                )
+            if swap_ins:
+                kv_cache.load_blocks(
+                    [copy.block for copy in swap_ins], host_blocks, [copy.host_block for copy in swap_ins]
+                )
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
         """Measure the time to swap a block and to compute a token. Overwrites the contents of blocks.
@@ -44,15 +48,14 @@ class HostSwap:
         Args:
             compute: runs a step and returns its number of tokens.
         """
-        num_blocks = min(_MEASUREMENT_BLOCKS, len(self._host_blocks), self._kv_cache.num_blocks)
-        block_ids = list(range(num_blocks))
+        num_blocks = min(_MEASUREMENT_BLOCKS, self._num_blocks, self._host_blocks[0][0].num_blocks)
+        copies = [SwapCopy(BlockId(i), BlockId(i)) for i in range(num_blocks)]
 
         def swap_blocks() -> int:
-            self._kv_cache.store_blocks(block_ids, self._host_blocks, block_ids)
-            self._kv_cache.load_blocks(block_ids, self._host_blocks, block_ids)
+            self.copy(copies, copies)
             return num_blocks
 
-        return SwapCosts(len(self._host_blocks), _seconds_per_unit(swap_blocks), _seconds_per_unit(compute))
+        return SwapCosts(self._num_blocks, _seconds_per_unit(swap_blocks), _seconds_per_unit(compute))
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:

@@ -6,7 +6,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,8 +26,6 @@ class CausalLM(ABC):
     """
 
     layers: Sequence[Module]
-    SUPPORTS_AUX_LAYERS: ClassVar[bool] = False
-    """Whether `forward_layers` honours `aux_hidden_state_layers`."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         """`shape` is the configuration of this rank's shard."""
@@ -39,7 +36,7 @@ class CausalLM(ABC):
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         """Layers whose inputs the next forward pass keeps for a draft head; index num_layers stands for the output of
-        the last layer. See SUPPORTS_AUX_LAYERS.
+        the last layer. An architecture of ARCHITECTURES_WITHOUT_HEADS keeps none.
         """
         self.aux_hidden_states: Tensor | None = None
         """[num_tokens, len(aux_hidden_state_layers) * hidden_size]: the inputs that the last forward pass kept."""

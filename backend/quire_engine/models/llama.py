@@ -77,7 +77,6 @@ class LlamaForCausalLM(CausalLM):
     """Computes logits from token ids. Subclasses replace the layer, `embed` or `compute_logits`."""
 
     LAYER: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
-    SUPPORTS_AUX_LAYERS: ClassVar[bool] = True
     layers: list[LlamaDecoderLayer]
 
     def build_layers(self, factory: ParamFactory) -> None:

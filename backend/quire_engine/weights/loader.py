@@ -99,17 +99,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: files.get_slice(name)[:] for name in files.file_by_tensor}
 
 
+def read_tensor(folder: Path, name: str) -> Tensor:
+    """Return one tensor of a checkpoint; raises ConfigError if it cannot be read, or does not contain the tensor."""
+    files = TensorFiles(folder)
+    if (key := files.name_in_file(name)) not in files:
+        raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
+    tensor: Tensor = files.get_slice(key)[...]
+    return tensor
+
+
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
     """Return whether a tensor equals the checkpoint's tensor `name`, compared in the narrower of the two dtypes.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or does not contain the tensor.
     """
-    files = TensorFiles(folder)
-    key = files.name_in_file(name)
-    if key not in files:
-        raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
-    checkpoint_tensor = files.get_slice(key)[...]
+    checkpoint_tensor = read_tensor(folder, name)
     if checkpoint_tensor.shape != tensor.shape:
         return False
     narrow_dtype = min(checkpoint_tensor.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)

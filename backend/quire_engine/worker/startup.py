@@ -69,8 +69,8 @@ class RunnerStartup:
         drafter: Drafter | None = None,
     ) -> None:
         """Prepare the startup of `model`, whose parameters `factory` has allocated; `lora_bytes` is the size of all
-        adapter slots. `run_step` is also called from the thread that compiles kernels. With a `drafter`, whose KV
-        cache has the same number of blocks, no step runs as a CUDA graph.
+        adapter slots. `run_step` is also called from the thread that compiles kernels. Rank 0 can have a `drafter`,
+        whose KV cache has the same number of blocks. Then no step of any rank runs as a CUDA graph.
         """
         self._drafter = drafter
         self._config = config
@@ -82,7 +82,8 @@ class RunnerStartup:
         self._run_step = run_step
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
-        should_capture = graph_capture.should_capture(factory.device) and drafter is None
+        has_drafter = config.speculative_config is not None and config.speculative_config.model is not None
+        should_capture = graph_capture.should_capture(factory.device) and not has_drafter
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
         self._has_compiled = False
@@ -120,7 +121,8 @@ class RunnerStartup:
             num_blocks = self._communicator.all_reduce_min(num_blocks)
         with naming_setting_on_oom("kv_cache_memory_bytes"):
             kv_cache = self._create_cache(num_blocks)
-            draft_kv_bytes = 0 if self._drafter is None else self._drafter.allocate(num_blocks)
+            draft_cache = None if self._drafter is None else self._drafter.allocate(num_blocks)
+            kv_caches = [kv_cache, *([] if draft_cache is None else [draft_cache])]
         # A plan of the attention kernel depends on the number of blocks.
         self._prepare_chunk_attention(kv_cache)
         graphs = self._build_graphs(kv_cache)
@@ -128,12 +130,12 @@ class RunnerStartup:
             graphs.capture_all(budget.graphs)
         num_host_blocks = int(config.swap_space * 2**30) // bytes_per_block
         with naming_setting_on_oom("swap_space"):
-            host_swap = HostSwap(kv_cache, num_host_blocks) if num_host_blocks else None
+            host_swap = HostSwap(kv_caches, num_host_blocks) if num_host_blocks else None
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
         measured = MeasuredMemory(
             weights_bytes=budget.weights,
             lora_bytes=budget.lora,
-            kv_bytes=kv_cache.num_bytes + draft_kv_bytes,
+            kv_bytes=sum(cache.num_bytes for cache in kv_caches),
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=self._max_model_len,

@@ -187,16 +187,6 @@ class EngineConfig:
             )
         if self.speculative_config is not None:
             self.speculative_config.validate()
-            if self.speculative_config.model is not None and self.tensor_parallel_size > 1:
-                raise ConfigError(
-                    f"speculative_config.method: {self.speculative_config.method!r} requires tensor_parallel_size 1, "
-                    f"got {self.tensor_parallel_size}; use method suffix or ngram"
-                )
-            if self.speculative_config.model is not None and self.swap_space:
-                raise ConfigError(
-                    f"swap_space: must be 0 with speculative_config.method {self.speculative_config.method!r}, got "
-                    f"{self.swap_space}; the blocks of a draft model are not swapped"
-                )
             if self.async_scheduling:
                 raise ConfigError(
                     "async_scheduling: must not be true with speculative_config, because drafts need the tokens of the "

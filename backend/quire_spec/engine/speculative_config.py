@@ -30,6 +30,9 @@ class SpeculativeConfig:
     """Folder or hub id of the draft model or of the heads; only for the methods draft_model, eagle3 and medusa. Its
     dtype is that of the main model."""
 
+    revision: str | None = None
+    """Branch, tag or commit if `model` is a hub id; None: the hub's default branch."""
+
     prompt_lookup_min: int | None = None
     """Minimum number of last tokens that an earlier occurrence must match. None: the value of prompt_lookup_max, or 5
     if that is None."""
@@ -87,6 +90,14 @@ class SpeculativeConfig:
                 f"{self.suffix_decoding_max_spec_factor}"
             )
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
+
+    def check_architecture(self, architecture: str) -> None:
+        """Raise ConfigError if heads of this method cannot read a model of `architecture`."""
+        if self.method in ("eagle3", "medusa") and architecture in capabilities.ARCHITECTURES_WITHOUT_HEADS:
+            raise ConfigError(
+                f"speculative_config.method: {self.method} does not support architecture {architecture!r}; use suffix "
+                "or ngram"
+            )
 
     def _check_range(self, name: str, smallest: int, largest: int) -> None:
         if not smallest <= (value := getattr(self, name)) <= largest:

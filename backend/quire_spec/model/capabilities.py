@@ -30,6 +30,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256)
 SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
 """Methods of speculative decoding that need weights beside those of the main model."""
 SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
+ARCHITECTURES_WITHOUT_HEADS = ("OPTForCausalLM",)
+"""Architectures whose hidden states neither EAGLE-3 nor Medusa heads can read."""
 TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     "openai",

@@ -53,11 +53,16 @@ class Eagle3Config:
         for key in _UNSUPPORTED_FLAGS:
             if reader.get_bool(key, False):
                 raise reader.error(key, True, "false (a head with this normalization is not supported)")
-        if layer.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"config.json: vocab_size of the EAGLE-3 head is {layer.vocab_size}, but that of the model is "
-                f"{target.vocab_size}; use a head that was trained for this model"
-            )
+        for key, value, expected in (
+            ("vocab_size", layer.vocab_size, target.vocab_size),
+            # The head reads the embedding of the target.
+            ("hidden_size", layer.hidden_size, target.embedding_size),
+        ):
+            if value != expected:
+                raise ConfigError(
+                    f"config.json: {key} of the EAGLE-3 head is {value}, but that of the model is {expected}; use a "
+                    "head that was trained for this model"
+                )
         count = target.num_layers
         ids: tuple[int, ...] = (2, count // 2, count - 3)
         for section in (reader, reader.get_section("eagle_config")):
@@ -72,3 +77,11 @@ class Eagle3Config:
             reader.get_int("draft_vocab_size", layer.vocab_size),
             reader.get_bool("norm_before_residual", False),
         )
+
+    def num_elements(self, target: ModelConfig) -> int:
+        """Return the number of weights of the head, without its norms and biases."""
+        layer, hidden = self.layer, self.layer.hidden_size
+        query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        attention = 2 * hidden * (query + 2 * kv) + query * hidden
+        inputs = len(self.aux_layers) * target.hidden_size
+        return hidden * (inputs + 3 * layer.intermediate_size + self.draft_vocab_size) + attention

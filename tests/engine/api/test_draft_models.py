@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts of a draft model and of an EAGLE-3 head: the same outputs, in fewer steps where the drafts are right."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from support.draft_heads import (
+    AUX_LAYERS,
+    EPS,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    random_eagle3_head,
+    save_eagle3_head,
+    save_medusa_heads,
+)
 from support.tiny_checkpoints import BASE, VOCAB, write_checkpoint
 from torch.nn import functional
 from transformers import LlamaConfig
 
 from quire_engine import LLM, SamplingParams
+from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.speculation.model_proposer import ModelProposer
 from quire_spec.errors import ConfigError
 
 PROMPTS = ["abcabcab", "once upon a time once upon, it was a long prompt", "xyzzy", "once upon a time"]
-AUX_LAYERS, DRAFT_VOCAB, HIDDEN, HEADS, KV_HEADS, MLP, EPS = [0, 1, 1], 200, 64, 4, 2, 112, 1e-6
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.1, "logprobs": 1, "n": 2},
@@ -25,12 +33,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("adapter", [None, "a"])
-def test_a_draft_model_changes_no_output(models: Any, adapter: str | None) -> None:
+@pytest.mark.parametrize(("adapter", "swap_space"), [(None, 0), ("a", 0), (None, 0.001)])
+def test_a_draft_model_changes_no_output(
+    models: Any, adapter: str | None, swap_space: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The draft model is the model itself. So all its drafts are right without an adapter, after chunks of prompts,
-    preemptions and prefix hits as well: its keys are those that the model would compute."""
+    preemptions, swaps and prefix hits as well: its keys are those that the model would compute."""
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     speculation = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(models.model)}
-    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 20, "block_size": 8}
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 20, "block_size": 8, "swap_space": swap_space}
     blocks = 28 * 8 * 2 * 2 * 2 * 16 * 4  # about half of what the sequences need, so that some are preempted
     plain = models.load(**settings, kv_cache_memory_bytes=blocks)
     llm = models.load(**settings, kv_cache_memory_bytes=2 * blocks, speculative_config=speculation)
@@ -53,58 +64,17 @@ def test_a_draft_model_changes_no_output(models: Any, adapter: str | None) -> No
             assert planner.counts.num_accepted_tokens == planner.counts.num_draft_tokens > 0
             assert llm.engine.stats().num_steps < 0.5 * plain.engine.stats().num_steps
     assert llm.engine.stats().num_preemptions and plain.engine.stats().num_preemptions
+    assert bool(llm.engine.stats().num_swapped_in_blocks) == bool(swap_space)
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_eagle3_proposes_what_a_plain_computation_proposes(models: Any, tmp_path: Path, layout: str) -> None:
-    tensors = _random_head()
-    _save_head(tmp_path, tensors, layout)
+    tensors = random_eagle3_head()
+    save_eagle3_head(tmp_path, tensors, layout)
     speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
     seen = _check_outputs_and_record(models, speculation)
     for tokens, draft in seen:
         assert draft == _reference_draft(models.references[None], tensors, tokens, len(draft), layout)
-
-
-def _random_head() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator) * 0.3
-
-    layer = {
-        "hidden_norm": normal(HIDDEN) + 1,
-        "input_layernorm": normal(HIDDEN) + 1,
-        "post_attention_layernorm": normal(HIDDEN) + 1,
-        "self_attn.q_proj": normal(HIDDEN, 2 * HIDDEN),
-        "self_attn.k_proj": normal(HIDDEN // 2, 2 * HIDDEN),
-        "self_attn.v_proj": normal(HIDDEN // 2, 2 * HIDDEN),
-        "self_attn.o_proj": normal(HIDDEN, HIDDEN),
-        "mlp.gate_proj": normal(MLP, HIDDEN),
-        "mlp.up_proj": normal(MLP, HIDDEN),
-        "mlp.down_proj": normal(HIDDEN, MLP),
-    }
-    head = {"fc": normal(HIDDEN, 3 * HIDDEN), "norm": normal(HIDDEN) + 1, "lm_head": normal(DRAFT_VOCAB, HIDDEN)}
-    named = head | {f"midlayer.{name}": tensor for name, tensor in layer.items()}
-    tokens = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-    return {f"{name}.weight": tensor for name, tensor in named.items()} | {
-        "d2t": tokens - torch.arange(DRAFT_VOCAB),
-        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens, True),
-    }
-
-
-def _save_head(folder: Path, tensors: dict[str, torch.Tensor], layout: str) -> None:
-    layer = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS, "vocab_size": VOCAB}
-    layer |= {"num_key_value_heads": KV_HEADS, "max_position_embeddings": 512, "rms_norm_eps": EPS}
-    layer |= {"model_type": "llama", "num_hidden_layers": 1}
-    ids = {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}
-    if layout == "safeailab":
-        config = layer | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": ids}
-    else:
-        config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, **ids}
-        config |= {"norm_before_residual": True}
-        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": DRAFT_VOCAB}))
-    save_file(tensors, folder / "model.safetensors")
 
 
 @torch.inference_mode()
@@ -156,12 +126,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_medusa_heads_propose_what_a_plain_computation_proposes(models: Any, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = {f"{i}.1.weight": torch.randn(VOCAB, HIDDEN, generator=generator) for i in range(4)}
-    tensors |= {f"{i}.0.linear.weight": torch.randn(HIDDEN, HIDDEN, generator=generator) * 0.3 for i in range(4)}
-    tensors |= {f"{i}.0.linear.bias": torch.randn(HIDDEN, generator=generator) for i in range(4)}
-    save_file({f"medusa_head.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 1}))
+    tensors = save_medusa_heads(tmp_path)
     speculation = {"method": "medusa", "num_speculative_tokens": 3, "model": str(tmp_path)}
     seen = _check_outputs_and_record(models, speculation)
     target = models.references[None]
@@ -221,6 +186,6 @@ def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
         models.load(speculative_config=speculation)
     with pytest.raises(ConfigError, match=r"speculative_config.model: folder '/nowhere' does not exist"):
         models.load(speculative_config=speculation | {"model": "/nowhere"})
-    _save_head(tmp_path, {n: t for n, t in _random_head().items() if n != "fc.weight"}, "safeailab")
+    save_eagle3_head(tmp_path, {n: t for n, t in random_eagle3_head().items() if n != "fc.weight"}, "safeailab")
     with pytest.raises(ConfigError, match=r"speculative_config.model: not an EAGLE-3 head: fc.weight is missing"):
         models.load(speculative_config=speculation | {"method": "eagle3", "model": str(tmp_path)})

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from support.draft_heads import random_eagle3_head, save_eagle3_head, save_medusa_heads
 from support.engine_processes import wait_for
 from support.graph_captures import replace_captures
 from support.thread_workers import ThreadWorker, engine_with_thread_workers, tp_worker_processes
@@ -25,6 +26,7 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.step.plan import RunnerLost
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -140,6 +142,28 @@ def test_ranks_generate_the_tokens_of_one_rank(folders, name, size, ahead, repla
     gc.collect()
     # Graphs contain NCCL calls, so they must be released before the communicator.
     assert captured is None or not captured._graphs
+
+
+@pytest.mark.parametrize(("method", "size"), [("draft_model", 4), ("eagle3", 2), ("medusa", 2)])
+def test_ranks_with_drafts_generate_the_tokens_of_one_rank(folders, tmp_path, method, size):
+    """The draft model is the model itself, so its greedy drafts are right."""
+    expected = _generate(Engine.from_config(_config(folders["llama"], 1)))[0]
+    if method == "eagle3":
+        save_eagle3_head(tmp_path, random_eagle3_head(), "safeailab")
+    if method == "medusa":
+        save_medusa_heads(tmp_path)
+    drafts = SpeculativeConfig(method, 3, str(folders["llama"] if method == "draft_model" else tmp_path))
+    config = _config(folders["llama"], size, speculative_config=drafts)
+    # Blocks of rank 0 also contain the cache of the draft model, which has all heads.
+    factor = {"draft_model": 3, "eagle3": 2, "medusa": 1}[method]
+    config = dataclasses.replace(config, kv_cache_memory_bytes=factor * config.kv_cache_memory_bytes)
+    engine = engine_with_thread_workers(config)
+    assert engine.memory.num_blocks == NUM_BLOCKS
+    planner = engine._scheduler.draft_planner
+    planner._policy.draft_length = lambda *_: 3
+    assert _generate(engine)[0] == expected
+    assert planner.counts.num_draft_tokens > 50
+    assert method != "draft_model" or planner.counts.num_accepted_tokens > 50
 
 
 @pytest.mark.parametrize(("name", "size", "replayed"), [("llama", 4, False), ("phi3", 2, True)])

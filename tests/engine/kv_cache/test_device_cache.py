@@ -73,7 +73,7 @@ def test_copies_blocks(device):
 def test_swap_out_precedes_swap_in(device):
     kv_cache = random_cache(4, device)
     contents_before = contents(kv_cache)
-    host_swap = HostSwap(kv_cache, 3)
+    host_swap = HostSwap([kv_cache], 3)
     assert host_swap.num_bytes == 3 * kv_cache.num_bytes // 4
     host_swap.copy([SwapCopy(BlockId(1), BlockId(2))], [])
     # Block 3 is swapped out and then overwritten with the contents of block 1 from host memory.
@@ -105,6 +105,6 @@ def test_copies_use_a_small_temporary_buffer(blocks_per_copy, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_measures_seconds_per_block_and_per_token(device):
     calls = []
-    swap_costs = HostSwap(random_cache(4, device), 3).measure(lambda: calls.append(1) or 50)
+    swap_costs = HostSwap([random_cache(4, device)], 3).measure(lambda: calls.append(1) or 50)
     assert swap_costs.num_host_blocks == 3 and len(calls) == 4
     assert 0 < swap_costs.seconds_per_block < 1 and 0 < swap_costs.seconds_per_token < 1e-3

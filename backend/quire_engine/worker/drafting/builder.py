@@ -22,7 +22,9 @@ from quire_spec.errors import ConfigError
 def build_drafter(
     config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
 ) -> Drafter | None:
-    """Allocate the weights of a drafter; None if the method needs none.
+    """Allocate the weights of a drafter; None if the method needs none, or on a rank other than 0.
+
+    Rank 0 has all of it: it is small, rank 0 alone has the tokens of a step, and every rank has the hidden states.
 
     Raises:
         ConfigError: the weights cannot be found or do not fit the model; the message names the key of
@@ -31,14 +33,14 @@ def build_drafter(
     speculative = config.speculative_config
     if speculative is None or speculative.model is None:
         return None
-    if speculative.method != "draft_model" and not target.SUPPORTS_AUX_LAYERS:
-        raise ConfigError(
-            f"speculative_config.method: {speculative.method} does not support architecture "
-            f"{target.shape.architecture!r}; use suffix or ngram"
-        )
+    if factory.communicator is not None and factory.communicator.shard.rank > 0:
+        return None
+    speculative.check_architecture(target.shape.architecture)
     try:
-        folder = resolve_model(speculative.model, None, progress, config.download_dir)
-        return _build(config, speculative, folder, target, target_folder, replace(factory, quantization=None))
+        folder = resolve_model(speculative.model, speculative.revision, progress, config.download_dir)
+        return _build(
+            config, speculative, folder, target, target_folder, replace(factory, quantization=None, communicator=None)
+        )
     except ConfigError as error:
         message = str(error)
         if message.startswith("speculative_config"):
@@ -61,7 +63,7 @@ def _build(
         return MedusaDrafter(folder, target.shape, speculative.num_speculative_tokens, factory, normalize)
     model: DraftModel
     if speculative.method == "eagle3":
-        model = Eagle3DraftModel(folder, target, factory)
+        model = Eagle3DraftModel(folder, target, target_folder, factory)
     else:
         model = SmallDraftModel(folder, target.shape, target_folder, factory)
     return ChainDrafter(model, resolve_cache_dtype(config, factory.dtype), factory.device, config.block_size)

@@ -51,10 +51,10 @@ class ChainDrafter(Drafter):
         self.num_bytes = model.num_bytes
         self.block_bytes = block_bytes(model.shape, block_size, cache_dtype)
 
-    def allocate(self, num_blocks: int) -> int:
+    def allocate(self, num_blocks: int) -> KVCache:
         """See Drafter."""
         self._kv_cache = KVCache(self._model.shape, num_blocks, self._block_size, self._cache_dtype, self._device)
-        return self._kv_cache.num_bytes
+        return self._kv_cache
 
     def load(self) -> None:
         """See Drafter."""

@@ -17,7 +17,7 @@ from quire_engine.models.eagle3 import Eagle3Head
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
-from quire_engine.weights.loader import load_weights, read_tensors
+from quire_engine.weights.loader import load_weights, read_tensor, read_tensors
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import embedding
@@ -100,23 +100,26 @@ class Eagle3DraftModel(DraftModel):
 
     reads_hidden_states = True
 
-    def __init__(self, folder: Path, target: CausalLM, factory: ParamFactory) -> None:
+    def __init__(self, folder: Path, target: CausalLM, target_folder: Path, factory: ParamFactory) -> None:
         """Allocate the head in `folder`; raises ConfigError if it does not fit `target`."""
         config = Eagle3Config.load(folder, target.shape)
-        if config.layer.hidden_size != target.shape.embedding_size:
-            raise ConfigError(
-                f"speculative_config.model: hidden_size {config.layer.hidden_size} of the EAGLE-3 head differs from "
-                f"{target.shape.embedding_size} of the model; use a head that was trained for this model"
-            )
         self.shape = config.layer
         self._folder, self._target = folder, target
         self._head = Eagle3Head(config, target.shape.hidden_size, factory)
-        self.num_bytes = self._head.num_bytes
+        self._target_folder = target_folder
+        self._embedding: Tensor | None = None
+        """Copy of the whole embedding, if the model has a shard of it."""
+        if target.communicator is not None:
+            self._embedding = factory.empty(target.shape.vocab_size, target.shape.embedding_size)
+        self.num_bytes = self._head.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
         target.aux_hidden_state_layers = config.aux_layers
 
     def load(self) -> None:
         """See DraftModel."""
         self._head.load(read_tensors(self._folder), self._target.shape.vocab_size)
+        if self._embedding is not None:
+            name = next(name for name, _ in self._target.tensors() if name.endswith("embed_tokens.weight"))
+            self._embedding.copy_(read_tensor(self._target_folder, name))
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """See DraftModel."""
@@ -132,7 +135,9 @@ class Eagle3DraftModel(DraftModel):
         assert hidden is not None
         if hidden.shape[1] != self.shape.hidden_size:
             hidden = self._head.combine(hidden, batch)
-        embeddings = embedding(batch.token_ids, self._target.embed_tokens)
+        embeddings = embedding(
+            batch.token_ids, self._target.embed_tokens if self._embedding is None else self._embedding
+        )
         return self._head(embeddings, hidden, batch, kv_cache.layers[0])
 
 

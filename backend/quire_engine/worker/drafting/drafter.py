@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
 
 
@@ -22,8 +23,8 @@ class Drafter(ABC):
         """Load the weights. Raises ConfigError if the weights do not fit the model."""
 
     @abstractmethod
-    def allocate(self, num_blocks: int) -> int:
-        """Allocate the drafter's KV cache, with as many blocks as the model's cache; return its bytes."""
+    def allocate(self, num_blocks: int) -> KVCache | None:
+        """Allocate and return the drafter's KV cache, with as many blocks as the model's cache; None if it has none."""
 
     @abstractmethod
     def propose(

@@ -24,10 +24,8 @@ from quire_engine.worker.drafting.drafter import Drafter
 from quire_kernels import linear, to_device_async
 from quire_spec.dataclass_json import read_json
 from quire_spec.errors import ConfigError
-from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.medusa_config import MedusaConfig
 from quire_spec.model.model_config import ModelConfig
-
-_MAX_HEADS = 16
 
 
 class MedusaDrafter(Drafter):
@@ -55,14 +53,7 @@ class MedusaDrafter(Drafter):
         Raises:
             ConfigError: config.json is invalid, or there are fewer heads than `num_tokens`.
         """
-        config = HFConfigReader(read_json(folder / "config.json"))
-        num_heads = config.get_int("medusa_num_heads", maximum=_MAX_HEADS)
-        self._num_blocks = config.get_int("medusa_num_layers", 1, maximum=_MAX_HEADS, minimum=0)
-        if num_heads < num_tokens:
-            raise ConfigError(
-                f"speculative_config.num_speculative_tokens: must be at most medusa_num_heads {num_heads}, got "
-                f"{num_tokens}"
-            )
+        self._num_blocks = MedusaConfig.from_config(read_json(folder / "config.json"), num_tokens).num_blocks
         self._folder, self._device, self._normalize = folder, factory.device, normalize
         size = target.hidden_size
         self._blocks = [
@@ -73,9 +64,8 @@ class MedusaDrafter(Drafter):
         self._projections = [factory.empty(target.vocab_size, size) for _ in range(num_tokens)]
         self.num_bytes = sum(tensor.nbytes for tensor in self._parameters().values())
 
-    def allocate(self, num_blocks: int) -> int:
+    def allocate(self, num_blocks: int) -> None:
         """See Drafter."""
-        return 0
 
     @torch.inference_mode()
     def load(self) -> None:
