@@ -14,6 +14,7 @@ from nodocker_cluster.ports import free_ports
 from support.planning import llm_service
 from support.quire_serve import EXAMPLES, PORTS, QuireServeProcess
 
+from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.checkpoint_files import read_local_checkpoint
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.planner import make_plan
@@ -87,7 +88,7 @@ def _content(manifest) -> dict[str, str]:
 def test_rendered_pod_runs(tmp_path):
     ports = free_ports(4)
     service = llm_service(SPEC % tuple(ports), "rendered")
-    checkpoint = asyncio.run(read_local_checkpoint(EXAMPLES / "models/tiny"))
+    checkpoint = asyncio.run(read_local_checkpoint(EXAMPLES / "models/tiny", CheckpointInfo.from_files))
     plan = make_plan(PlannerInputs.from_service(service, checkpoint, None))
     manifests = render_objects(service, plan, RenderContext(admin_key=KEY)).manifests
     pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, ports, strict=True)))

@@ -42,6 +42,8 @@ ONE_ADAPTER = [ADAPTER]
 PINNED_ADAPTERS = [{**ADAPTER, "name": name, "pinned": True} for name in ("a", "b")]
 OPENAI_POOL = {"endpointPicker": {"name": "picker"}, "targetPort": "openai"}
 NGRAM = {"method": "ngram", "numSpeculativeTokens": 3}
+HUB_SOURCE = {"huggingFace": {"repo": "org/heads"}}
+MEDUSA = NGRAM | {"method": "medusa", "model": {"source": HUB_SOURCE}}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
@@ -86,13 +88,13 @@ CEL_RULE_CASES = [
         "spec.adapters",
     ),
     (
-        "cache.mode must be None for a model source of kind pvc or path",
+        "cache.mode must be None if the sources of the model",
         {"spec.cache.mode": "None", "spec.model.source": PVC_SOURCE},
         {"spec.cache.mode": "PVC", "spec.model.source": PVC_SOURCE},
         "spec.cache.mode",
     ),
     (
-        "cache.mode must be None for a model source of kind pvc or path",
+        "cache.mode must be None if the sources of the model",
         {"spec.cache.mode": "EmptyDir"},
         {"spec.cache.mode": "None"},
         "spec.cache.mode",
@@ -193,6 +195,18 @@ CEL_RULE_CASES = [
         {"spec.runtime.expose": []},
         {"spec.runtime.expose": [], "spec.openai.enabled": False},
         "spec.runtime.expose",
+    ),
+    (
+        "model must be set with method draft_model, eagle3 and medusa",
+        {"spec.engine.speculativeConfig": MEDUSA},
+        {"spec.engine.speculativeConfig": NGRAM | {"model": {"source": HUB_SOURCE}}},
+        "spec.engine.speculativeConfig.model",
+    ),
+    (
+        "cache.mode must be None if the sources of the model",
+        {"spec.cache.mode": "EmptyDir", "spec.engine.speculativeConfig": MEDUSA, "spec.model.source": PVC_SOURCE},
+        {"spec.cache.mode": "None", "spec.engine.speculativeConfig": MEDUSA, "spec.model.source": PVC_SOURCE},
+        "spec.cache.mode",
     ),
     (
         "promptLookupMax must be at least promptLookupMin",

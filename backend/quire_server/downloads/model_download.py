@@ -60,24 +60,29 @@ _MAX_RETRY_AFTER_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Download a model; returns the exit code."""
+    """Download a model, and its draft model if there is one; returns the exit code. The report has the commit of the
+    first."""
     args = _parser().parse_args(argv)
     configure_logging()
-    target = Path(os.path.abspath(args.into))
+    targets = [Path(os.path.abspath(into)) for into in args.into]
+    options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
+    revisions: list[str | None] = []
     try:
-        if not target.name:
-            raise ConfigError(f"--into {str(target)!r}: is the root folder; give a folder below it")
-        source = _parse_source(args.source)
-        options = SourceOptions(args.secrets_dir, hub_endpoint=args.hub_endpoint)
-        revision = asyncio.run(download(source, target, options, args.progress_port))
+        if len(args.source) != len(targets):
+            raise ConfigError(f"--into: {len(targets)} folders for {len(args.source)} --source; give one for each")
+        for text, target in zip(args.source, targets, strict=True):
+            if not target.name:
+                raise ConfigError(f"--into {str(target)!r}: is the root folder; give a folder below it")
+            revisions.append(asyncio.run(download(_parse_source(text), target, options, args.progress_port)))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr, flush=True)
-        size = _folder_bytes(_partial_download(target).folder) if target.name else 0
+        size = sum(_folder_bytes(folder) for t in targets if t.name for folder in (t, _partial_download(t).folder))
         _write_report(args.report, DownloadResult(_reason_for(error), size, None, str(error)))
         return EXIT_RETRY if isinstance(error, Unavailable) else EXIT_PERMANENT_FAILURE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    _write_report(args.report, DownloadResult(DownloadReason.DOWNLOADED, _folder_bytes(target), revision))
+    size = sum(map(_folder_bytes, targets))
+    _write_report(args.report, DownloadResult(DownloadReason.DOWNLOADED, size, revisions[0]))
     return EXIT_DONE
 
 
@@ -377,9 +382,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Download a model's weights, configuration and tokenizer into a folder, once; resume after a cut",
         epilog="exit codes: 0 the model is complete, 1 run the command again, 2 the source or its Secret is wrong",
     )
-    parser.add_argument("--source", required=True, metavar="JSON", help="spec.model.source, as JSON")
     parser.add_argument(
-        "--into", type=Path, required=True, metavar="DIR", help="folder of the model, created when it is complete"
+        "--source",
+        required=True,
+        action="append",
+        metavar="JSON",
+        help="spec.model.source, as JSON; give it and --into again for a draft model",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="DIR",
+        help="folder of the model, created when it is complete",
     )
     parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="folder of Secrets, as DIR/<secret>/<key>")
     parser.add_argument(

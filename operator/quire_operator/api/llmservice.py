@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any, Self
 
+from quire_operator.api.validation_errors import FieldPath
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import (
@@ -22,6 +23,9 @@ from quire_spec.documents.adapter_catalog import (
     SecretRef,
     Source,
 )
+
+MODEL_SOURCE: FieldPath = ("spec", "model", "source")
+DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "source")
 
 
 class Device(StrEnum):
@@ -50,11 +54,19 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeModelSpec:
+    """spec.engine.speculativeConfig.model"""
+
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculativeConfigSpec:
     """spec.engine.speculativeConfig"""
 
     method: str
     numSpeculativeTokens: int
+    model: SpeculativeModelSpec | None = None
     promptLookupMin: int | None = None
     promptLookupMax: int | None = None
     suffixDecodingMaxTreeDepth: int | None = None
@@ -371,11 +383,27 @@ class LLMService:
 
     def build_catalog(self) -> AdapterCatalog:
         """Return the adapter catalog for pods. Hub adapters without a tokenSecretRef get the model's tokenSecretRef."""
-        return AdapterCatalog(self.generation, tuple(self._with_model_token(adapter) for adapter in self.spec.adapters))
+        adapters = (replace(adapter, source=self._with_model_token(adapter.source)) for adapter in self.spec.adapters)
+        return AdapterCatalog(self.generation, tuple(adapters))
 
-    def _with_model_token(self, adapter: AdapterSpec) -> AdapterSpec:
-        model_hub, adapter_hub = self.spec.model.source.huggingFace, adapter.source.huggingFace
-        if model_hub is None or adapter_hub is None or adapter_hub.tokenSecretRef is not None:
-            return adapter
-        hub: HuggingFaceSource = replace(adapter_hub, tokenSecretRef=model_hub.tokenSecretRef)
-        return replace(adapter, source=replace(adapter.source, huggingFace=hub))
+    @property
+    def draft_source(self) -> Source | None:
+        """Source of the draft model or of its heads. On the hub without a token, it gets the token of the model."""
+        speculative = self.spec.engine.speculativeConfig
+        if speculative is None or speculative.model is None:
+            return None
+        return self._with_model_token(speculative.model.source)
+
+    @property
+    def model_sources(self) -> dict[FieldPath, Source]:
+        """Sources of the weights that pods load before they serve, by their path in the resource."""
+        draft = self.draft_source
+        sources: dict[FieldPath, Source] = {MODEL_SOURCE: self.spec.model.source}
+        return sources if draft is None else {**sources, DRAFT_SOURCE: draft}
+
+    def _with_model_token(self, source: Source) -> Source:
+        model_hub, hub = self.spec.model.source.huggingFace, source.huggingFace
+        if model_hub is None or hub is None or hub.tokenSecretRef is not None:
+            return source
+        with_token: HuggingFaceSource = replace(hub, tokenSecretRef=model_hub.tokenSecretRef)
+        return replace(source, huggingFace=with_token)

@@ -12,15 +12,17 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quire_operator.api import crd
-from quire_operator.api.llmservice import Device, LLMService
-from quire_operator.api.validation_errors import InvalidService, Problem
+from quire_operator.api.llmservice import DRAFT_SOURCE, MODEL_SOURCE, Device, LLMService
+from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import LocalSources
 from quire_operator.plan.checkpoint import CONFIG_FILE, CheckpointInfo
-from quire_operator.plan.checkpoint_files import read_local_checkpoint, read_source_checkpoint
+from quire_operator.plan.checkpoint_files import Parser, T, read_local_checkpoint, read_source_checkpoint
+from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, node_labels, resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
@@ -34,13 +36,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
-    model, plan = plan_from_args(args, manifest, service)
+    inputs, plan = plan_from_args(args, manifest, service)
     if args.output == "json":
         print(json.dumps(plan.to_json(), indent=2))
         return 0
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((100, 24)).columns
-    print(*render_lines(service, model, plan, width, tty and not os.environ.get("NO_COLOR")), sep="\n")
+    use_color = tty and not os.environ.get("NO_COLOR")
+    print(*render_lines(service, inputs.model, plan, width, use_color, inputs.draft), sep="\n")
     return 0
 
 
@@ -49,8 +52,8 @@ def plan_from_args(
     manifest: Manifest,
     service: LLMService,
     images: Mapping[str, str] = DEFAULT_IMAGES,
-) -> tuple[CheckpointInfo, Plan]:
-    """Return the model and its plan.
+) -> tuple[PlannerInputs, Plan]:
+    """Return the inputs of the plan, and the plan.
 
     Raises:
         ConfigError: the file, an option or the model is invalid, or the model does not fit.
@@ -58,10 +61,10 @@ def plan_from_args(
     """
     gpu = _resolve_gpu(args, service)
     model = _read_model(args, manifest, service)
-    inputs = PlannerInputs.from_service(service, model, gpu)
+    inputs = PlannerInputs.from_service(service, model, gpu, _read_draft(args, manifest, service, model))
     if args.count is not None and gpu is not None:
         inputs = replace(inputs, max_gpus=args.count)
-    return model, make_plan(inputs, images)
+    return inputs, make_plan(inputs, images)
 
 
 def _resolve_gpu(args: argparse.Namespace, service: LLMService) -> GpuInfo | None:
@@ -92,19 +95,38 @@ def _read_model(args: argparse.Namespace, manifest: Manifest, service: LLMServic
         path: Path = args.model_config
         if not path.exists():
             raise ConfigError(f"--model-config {path}: does not exist; give a model's folder, or its {CONFIG_FILE}")
-        return asyncio.run(read_local_checkpoint(path))
-    local_sources = LocalSources(manifest.folder, dict(args.volumes), args.secrets_dir)
-    source, source_path = service.spec.model.source, ("spec", "model", "source")
-    if problems := list(local_sources.iter_problems(source, source_path, (CONFIG_FILE,))):
-        raise InvalidService([_with_model_config_hint(problem) for problem in problems], manifest.location)
+        return asyncio.run(read_local_checkpoint(path, CheckpointInfo.from_files))
     try:
-        if (folder := local_sources.resolve(source)) is not None:
-            return asyncio.run(read_local_checkpoint(folder))
-        return asyncio.run(read_source_checkpoint(local_sources.localize(source), local_sources.read_secret))
+        return _read_source(args, manifest, service, MODEL_SOURCE, CheckpointInfo.from_files)
+    except InvalidService as error:
+        raise InvalidService(list(map(_with_model_config_hint, error.problems)), manifest.location) from error
     except Unavailable as error:
         raise Unavailable(
             f"{error}; if this machine cannot reach the source, give the path of config.json: --model-config PATH"
         ) from error
+
+
+def _read_draft(
+    args: argparse.Namespace, manifest: Manifest, service: LLMService, model: CheckpointInfo
+) -> DraftInfo | None:
+    speculative = service.spec.engine.speculativeConfig
+    if speculative is None or speculative.model is None:
+        return None
+    parse = partial(DraftInfo.from_files, speculative, model.shape)
+    return _read_source(args, manifest, service, DRAFT_SOURCE, parse)
+
+
+def _read_source(
+    args: argparse.Namespace, manifest: Manifest, service: LLMService, path: FieldPath, parse: Parser[T]
+) -> T:
+    """Read the source at `path`; raises InvalidService if this machine cannot."""
+    local_sources = LocalSources(manifest.folder, dict(args.volumes), args.secrets_dir)
+    source = service.model_sources[path]
+    if problems := list(local_sources.iter_problems(source, path, (CONFIG_FILE,))):
+        raise InvalidService(problems, manifest.location)
+    if (folder := local_sources.resolve(source)) is not None:
+        return asyncio.run(read_local_checkpoint(folder, parse))
+    return asyncio.run(read_source_checkpoint(local_sources.localize(source), local_sources.read_secret, parse))
 
 
 def _with_model_config_hint(problem: Problem) -> Problem:

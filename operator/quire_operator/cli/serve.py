@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_operator.api.llmservice import Device, LLMService
-from quire_operator.api.validation_errors import InvalidService, Problem
+from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
-from quire_operator.render.engine_config import UnsupportedByEngine, engine_config
+from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_config
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.openai_arguments import openai_arguments
 from quire_spec import constants
@@ -140,7 +140,6 @@ def prepare(
     if problems := list(_iter_problems(service, options, local_sources, dev_dir)):
         raise InvalidService(problems, manifest.location)
     options = _with_spec_models(service, options, local_sources)
-    model = local_sources.localize(service.spec.model.source)
     run_dir = options.run_dir or default_run_dir(service.name, environment)
     catalog, template = service.build_catalog(), service.spec.openai.chatTemplate
     local_adapters = tuple(
@@ -148,7 +147,7 @@ def prepare(
     )
     return LaunchPlan(
         engine=replace(
-            _build_engine_config(manifest, service, local_sources, model),
+            _build_engine_config(manifest, service, local_sources),
             **_engine_overrides(service, options, run_dir),
         ),
         catalog=replace(catalog, adapters=local_adapters),
@@ -157,7 +156,7 @@ def prepare(
         argv=tuple(_supervisor_argv(service, options, run_dir, options.cache_dir or default_cache_dir(environment))),
         environment=dict(environment)
         | {e.name: e.value for e in service.spec.runtime.env}
-        | _hub_token_env(local_sources, model),
+        | _hub_token_env(local_sources, service),
     )
 
 
@@ -245,18 +244,27 @@ def _iter_problems(
             f"this machine has no NVIDIA GPU (none of {', '.join(GPU_DEVICE_NODES)} exists)",
             "use a machine with a GPU, or set spec.device to CPU and remove spec.gpu",
         )
-    model_path = ("spec", "model", "source")
-    hub = service.spec.model.source.huggingFace
-    if hub is not None and Path(hub.repo).is_dir():
-        # A local folder takes precedence over a hub repository of the same name, as in vLLM and transformers.
+    for path, source in service.model_sources.items():
+        hub = source.huggingFace
+        if hub is not None and Path(hub.repo).is_dir():
+            # A local folder takes precedence over a hub repository of the same name, as in vLLM and transformers.
+            yield Problem(
+                (*path, "huggingFace", "repo"),
+                hub.repo,
+                f"the folder {Path(hub.repo).absolute()} would be served instead of the hub's model",
+                "give that folder as path, or start in another folder",
+            )
+        yield from unsupported_sources(source, path)
+        yield from local_sources.iter_problems(source, path, MODEL_FILES)
+    refs = _hub_token_refs(service)
+    if options.secrets_dir is not None and len({*refs.values()}) > 1:
+        path, ref = list(refs.items())[-1]
         yield Problem(
-            (*model_path, "huggingFace", "repo"),
-            hub.repo,
-            f"the folder {Path(hub.repo).absolute()} would be served instead of the hub's model",
-            "give that folder as path, or start in another folder",
+            (*path, "huggingFace", "tokenSecretRef", "name"),
+            ref.name,
+            "quire serve downloads the model and the draft model with one token",
+            "name the Secret of the model, with a token that can read both",
         )
-    yield from unsupported_sources(service.spec.model.source, model_path)
-    yield from local_sources.iter_problems(service.spec.model.source, model_path, MODEL_FILES)
     for i, adapter in enumerate(service.spec.adapters):
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
     if service.spec.runtime.models is not None and options.model_repository is None:
@@ -274,16 +282,17 @@ def _iter_problems(
         )
 
 
-def _build_engine_config(
-    manifest: Manifest, service: LLMService, local_sources: LocalSources, model: Source
-) -> EngineConfig:
-    hub = model.huggingFace
+def _build_engine_config(manifest: Manifest, service: LLMService, local_sources: LocalSources) -> EngineConfig:
+    model, *draft = [_locate(source, local_sources) for source in service.model_sources.values()]
     try:
-        return engine_config(
-            service, hub.repo if hub else str(local_sources.resolve(model)), hub.revision if hub else None
-        )
+        return engine_config(service, model, draft=draft[0] if draft else None)
     except UnsupportedByEngine as error:
         raise InvalidService([error.problem], manifest.location) from error
+
+
+def _locate(source: Source, local_sources: LocalSources) -> ModelLocation:
+    hub = source.huggingFace
+    return ModelLocation(hub.repo, hub.revision) if hub else ModelLocation(str(local_sources.resolve(source)))
 
 
 def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path) -> dict[str, Any]:
@@ -351,11 +360,17 @@ def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> str | None:
     return None if ref is None or options.secrets_dir is None else str((options.secrets_dir / ref.name).absolute())
 
 
-def _hub_token_env(local_sources: LocalSources, model: Source) -> dict[str, str]:
+def _hub_token_refs(service: LLMService) -> dict[FieldPath, SecretRef]:
+    """Return the Secrets with tokens for the model and the draft model, by their path in the resource."""
+    hubs = {path: source.huggingFace for path, source in service.model_sources.items()}
+    return {path: hub.tokenSecretRef for path, hub in hubs.items() if hub is not None and hub.tokenSecretRef}
+
+
+def _hub_token_env(local_sources: LocalSources, service: LLMService) -> dict[str, str]:
     """Return the hub token of the model's Secret as HF_TOKEN, so that the token is in no argument and no file."""
-    if model.huggingFace is None or model.huggingFace.tokenSecretRef is None or local_sources.secrets_dir is None:
+    ref = next(iter(_hub_token_refs(service).values()), None)
+    if ref is None or local_sources.secrets_dir is None:
         return {}
-    ref = model.huggingFace.tokenSecretRef
     path = local_sources.secrets_dir / ref.name / (ref.key or "token")
     try:
         return {"HF_TOKEN": path.read_text().strip()}

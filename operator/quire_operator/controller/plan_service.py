@@ -80,7 +80,8 @@ class PlanService:
         image = service.spec.runtime.image or self._images["CPU" if gpu is None else "GPU"]
         try:
             checkpoint = await self._checkpoints.get(service, desired.uid, secrets, image)
-            inputs = PlannerInputs.from_service(service, checkpoint, gpu)
+            draft = await self._checkpoints.get_draft(service, desired.uid, secrets, image, checkpoint)
+            inputs = PlannerInputs.from_service(service, checkpoint, gpu, draft)
             return PlanningResult(plan=reuse_or_make_plan(previous_plan, inputs, _may_replan(service), self._images))
         except NotReadYet as error:
             return PlanningResult(plan=previous_plan, waiting_for=str(error))

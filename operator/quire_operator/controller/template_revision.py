@@ -99,7 +99,7 @@ def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     """
     fields = crd.load_schema()["properties"]["spec"]
     spec = openapi_schema.without_defaults(fields, body["spec"])
-    sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
+    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
     pod_fields = {name: spec[name] for name in _POD_FIELDS if name in spec}
     pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in ("mode", "size")}
     pod_fields["drainSeconds"] = spec.get("rollout", {}).get("drainSeconds")

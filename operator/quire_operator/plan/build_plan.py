@@ -54,7 +54,7 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
         hostBytes=_host_memory(inputs, count, device_memory, candidate.tp),
         sharedMemory=_planned_value(shm, to_quantity(shared_memory(count)), "1Gi for each GPU, at least 1Gi"),
         image=_planned_value(inputs.image, default_image, "image of the release that made the plan"),
-        modelBytes=round_up_mib(inputs.model.weights_bytes),
+        modelBytes=round_up_mib(inputs.model.weights_bytes + (inputs.draft.file_bytes if inputs.draft else 0)),
         kvTokens=candidate.kv_tokens,
         fit=fit,
         advice=text,
@@ -68,8 +68,9 @@ def _planned_value(pinned: T | None, value: T, reason: str) -> PlannedValue[T]:
 
 
 def _device_memory(inputs: PlannerInputs, candidate: Candidate) -> DeviceMemory:
-    weights, activations, non_torch, lora = map(round_up_mib, astuple(candidate.costs))
-    used = DeviceMemory(weights, activations, non_torch, lora, round_down_mib(candidate.kv_bytes), reserve=0)
+    weights, activations, non_torch, lora, draft = map(round_up_mib, astuple(candidate.costs))
+    kv = round_down_mib(candidate.kv_bytes)
+    used = DeviceMemory(weights, activations, non_torch, lora, kv, reserve=0, draft=draft)
     reserve = 0 if inputs.gpu is None else round_down_mib(inputs.gpu.visible_bytes) - used.total
     return replace(used, reserve=reserve)
 

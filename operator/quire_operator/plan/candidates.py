@@ -86,6 +86,7 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
         activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp),
         non_torch=device_memory.non_torch_bytes(tp) if inputs.gpu else 0,
         lora=device_memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.maxRank, dtype_bytes),
+        draft=limits.draft_bytes(inputs, tp),
     )
     utilization = _utilization(inputs, tp)
     per_token = limits.kv_bytes_per_token(inputs, tp)

@@ -6,10 +6,11 @@ operator.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from quire_operator.plan.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, CheckpointInfo
+from quire_operator.plan.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from quire_sources.credentials import SecretValues
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader, read_range
@@ -18,33 +19,37 @@ from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
+T = TypeVar("T")
+Parser: TypeAlias = Callable[[object, object, object], T]
+"""`CheckpointInfo.from_files`, or the same for a draft model: takes config.json, and the index or the header."""
+
 MAX_JSON_BYTES = 64 * 2**20
 """Maximum size of config.json or an index; the largest indexes have about 10 MB."""
 
 
-async def read_source_checkpoint(source: Source, read_secret: SecretValues) -> CheckpointInfo:
+async def read_source_checkpoint(source: Source, read_secret: SecretValues, parse: Parser[T]) -> T:
     """Read the checkpoint of a remote source; raises ConfigError, Unavailable and NotFound."""
     async with SourceFactory(SourceOptions(), read_secret) as sources:
-        return await read_checkpoint(sources.open_reader(source))
+        return await read_checkpoint(sources.open_reader(source), parse)
 
 
-async def read_local_checkpoint(path: Path) -> CheckpointInfo:
+async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
     """Read a model's folder, or a single config.json. The size of the weights is then estimated from config.json.
 
     Raises:
         ConfigError, Unavailable: see `read_checkpoint`.
     """
     if path.is_dir():
-        return await read_checkpoint(FolderReader.unrestricted(path))
+        return await read_checkpoint(FolderReader.unrestricted(path), parse)
     config = await _read_json(FolderReader.unrestricted(path.parent), path.name)
     try:
-        return CheckpointInfo.from_files(config)
+        return parse(config, None, None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-async def read_checkpoint(reader: SourceReader) -> CheckpointInfo:
-    """Read config.json and the size of the weights.
+async def read_checkpoint(reader: SourceReader, parse: Parser[T]) -> T:
+    """Read what a plan needs of the model, and return the result of `parse`.
 
     Raises:
         ConfigError: config.json does not exist, or a file has invalid content.
@@ -57,7 +62,7 @@ async def read_checkpoint(reader: SourceReader) -> CheckpointInfo:
     index = await _read_json(reader, INDEX_FILE)
     header = await _read_header(reader) if index is None else None
     try:
-        return CheckpointInfo.from_files(config, index, header)
+        return parse(config, index, header)
     except ConfigError as error:
         raise ConfigError(f"{reader.display_name('').rstrip('/')}: {error}") from error
 

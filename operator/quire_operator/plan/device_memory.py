@@ -40,6 +40,8 @@ class DeviceCosts:
     non_torch: int
     lora: int
     """Memory of all adapter slots."""
+    draft: int = 0
+    """Weights of the draft model or of its heads."""
 
     @property
     def total(self) -> int:

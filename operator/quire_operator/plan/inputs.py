@@ -14,6 +14,7 @@ from typing import Any, Self
 from quire_operator.api.llmservice import Device, EngineSpec, LLMService, LoraSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.checkpoint import CheckpointInfo
+from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.gpu import GpuInfo
 from quire_spec.dataclass_json import drop_nulls, to_json
 
@@ -43,9 +44,13 @@ class PlannerInputs:
     """Image of the pods; None: the image of this release. An upgrade of the operator does not change a plan's image."""
     num_openai_fronts: int = 1
     """Number of processes that serve the OpenAI API; 0: the API is turned off."""
+    draft: DraftInfo | None = None
+    """The draft model or the heads of spec.engine.speculativeConfig; None: the method has none."""
 
     @classmethod
-    def from_service(cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None) -> Self:
+    def from_service(
+        cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None, draft: DraftInfo | None = None
+    ) -> Self:
         """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
         spec = service.spec
         cpu = spec.device is Device.CPU
@@ -61,6 +66,7 @@ class PlannerInputs:
             shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
+            draft=draft,
         )
 
     @property
@@ -78,6 +84,12 @@ class PlannerInputs:
             "memoryLimit": self.memory_limit,
             "sharedMemory": self.shared_memory,
             "image": self.image,
+            "draft": self.draft
+            and {
+                "method": self.draft.method,
+                "config": self.draft.config_digest,
+                "weightsBytes": self.draft.file_bytes,
+            },
             # Absent for the default, as below.
             "openai": None if self.num_openai_fronts == 1 else self.num_openai_fronts,
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},

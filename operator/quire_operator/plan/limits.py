@@ -4,12 +4,15 @@
 Called by planner.py, candidates.py and advice.py.
 """
 
+from dataclasses import replace
+
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory
 from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo
 from quire_operator.plan.inputs import PlannerInputs
+from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.quantization import resolve_quantization
@@ -116,6 +119,26 @@ def check_context(inputs: PlannerInputs) -> None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {pinned}: {fix}")
 
 
+def check_speculation(inputs: PlannerInputs) -> None:
+    """Check that the engine can use spec.engine.speculativeConfig with this model.
+
+    Raises:
+        Unplannable: it cannot.
+    """
+    speculative, shape = inputs.engine.speculativeConfig, inputs.model.shape
+    if speculative is None:
+        return
+    field = "spec.engine.speculativeConfig"
+    if shape.long_rope_threshold is not None:
+        message = f"{field}: a model with a long-rope threshold has no speculation; remove it"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
+    try:
+        SpeculativeConfig(speculative.method, speculative.numSpeculativeTokens).check_architecture(shape.architecture)
+    except ConfigError as error:
+        message = f"{field}.{str(error).removeprefix('speculative_config.')}"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message) from error
+
+
 def check_quantization(inputs: PlannerInputs) -> None:
     """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize this model.
 
@@ -161,9 +184,31 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
-    """Return the KV bytes of one token on each of `tp` devices."""
+    """Return the KV bytes of one token on each of `tp` devices, or on the first, which has those of a draft model."""
     scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
-    return device_memory.kv_bytes_per_token(inputs.model.shape, kv_element_bytes(inputs), tp, scale_bytes)
+    element, draft = kv_element_bytes(inputs), inputs.draft
+    model_bytes = device_memory.kv_bytes_per_token(inputs.model.shape, element, tp, scale_bytes)
+    if draft is None or draft.kv_shape is None:
+        return model_bytes
+    return model_bytes + device_memory.kv_bytes_per_token(draft.kv_shape, element, 1, scale_bytes)
+
+
+def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
+    """Return the bytes of the draft model or of its heads. With tensor parallelism, the first rank has all of them."""
+    draft = inputs.draft
+    if draft is None:
+        return 0
+    if draft.checkpoint is None:
+        # A head reads the whole embedding, of which each of several ranks has a shard.
+        shape = inputs.model.shape
+        embedding = shape.vocab_size * shape.embedding_size if draft.kv_shape is not None and tp > 1 else 0
+        return device_memory.weights_bytes((draft.num_elements + embedding) * element_bytes(inputs), 1)
+    engine = replace(inputs.engine, quantization=None)
+    if inputs.gpu is not None:
+        # A draft model is computed in the dtype of the model.
+        engine = replace(engine, dtype=inputs.engine.dtype or inputs.model.dtype)
+    loaded = loaded_weights_bytes(replace(inputs, model=draft.checkpoint, engine=engine), 1)
+    return device_memory.weights_bytes(loaded, 1)
 
 
 def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:

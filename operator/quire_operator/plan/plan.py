@@ -74,6 +74,8 @@ class DeviceMemory:
     kv: int
     reserve: int
     """Memory for CUDA graphs, the server and fragmentation; only on a GPU."""
+    draft: int = 0
+    """Weights of the draft model or of its heads. Their KV cache is a part of kv."""
 
     @property
     def total(self) -> int:
@@ -127,7 +129,7 @@ class Plan:
     image: PlannedValue[str]
     """Image of the pods. The plan contains the image, so that an upgrade of the operator does not change it."""
     modelBytes: int
-    """Size of the weights' files, in whole MiB."""
+    """Size of the weights' files, in whole MiB, with those of a draft model."""
     kvTokens: int
     fit: FitReason
     advice: str
@@ -207,9 +209,9 @@ _OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
 
 
 def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:
-    # Swap space is rarely used, and plans of older releases do not contain it.
+    # Swap space and draft models are rarely used, and plans of older releases do not contain them.
     quantities = {name: to_quantity(getattr(sizes, name)) for name in sizes.__slots__}
-    return {name: size for name, size in quantities.items() if (name, size) != ("swap", "0")}
+    return {name: size for name, size in quantities.items() if name not in ("swap", "draft") or size != "0"}
 
 
 def _from_quantities(sizes: Mapping[str, str]) -> dict[str, int]:

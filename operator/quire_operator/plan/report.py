@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
 from quire_operator.plan.device_memory import GIB
+from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.gpu import MemorySource
 from quire_operator.plan.plan import FitReason, Plan, PlannedValue
 
@@ -39,7 +40,14 @@ class MemoryRow:
     note: str = ""
 
 
-def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: int, use_color: bool) -> Iterator[str]:
+def render_lines(
+    service: LLMService,
+    model: CheckpointInfo,
+    plan: Plan,
+    width: int,
+    use_color: bool,
+    draft: DraftInfo | None = None,
+) -> Iterator[str]:
     """Yield the lines of the report. A line has at most `width` columns, unless it contains a longer word.
 
     With `use_color`, the bar contains ANSI escapes.
@@ -48,6 +56,8 @@ def render_lines(service: LLMService, model: CheckpointInfo, plan: Plan, width: 
     yield from _wrap(_headline(service, plan), width)
     weights = f"{model.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(model)}"
     yield from _wrap(f"model: {model.shape.architecture}, {weights}", width)
+    if draft is not None:
+        yield from _wrap(f"draft model: {_describe_draft(draft)}", width)
     yield ""
     rows = _host_rows(plan) if plan.gpu is None else _gpu_rows(service, plan)
     title = "memory of the pod" if plan.gpu is None else "memory of each GPU"
@@ -89,6 +99,14 @@ def _headline(service: LLMService, plan: Plan) -> str:
     return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each replica ({size})"
 
 
+def _describe_draft(draft: DraftInfo) -> str:
+    origin = "from spec.engine.speculativeConfig"
+    if draft.checkpoint is None:
+        return f"{draft.method}, {draft.num_elements / 1e6:.1f} million weights, {origin}"
+    size = f"{draft.checkpoint.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(draft.checkpoint)}"
+    return f"{draft.checkpoint.shape.architecture}, {size}, {origin}"
+
+
 def _size_source_text(model: CheckpointInfo) -> str:
     if model.size_source is SizeSource.SHAPE:
         return "estimated from config.json alone"
@@ -108,6 +126,7 @@ def _model_rows(plan: Plan, lora_note: str = "") -> list[MemoryRow]:
     kv_note = f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
     return [
         MemoryRow("W", "44", "weights", sizes.weights),
+        MemoryRow("d", "106", "draft model", sizes.draft, "its KV cache is part of the KV cache below"),
         MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
         MemoryRow("o", "100", "other libraries", sizes.nonTorch),
         MemoryRow("A", "43", "adapters", sizes.lora, lora_note),

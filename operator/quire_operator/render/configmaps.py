@@ -73,7 +73,8 @@ def service_account(service: LLMService) -> Manifest:
 
 def secret_refs(service: LLMService) -> list[SecretRef]:
     """Return the SecretRef of every source; its key is None if the source uses all keys of the Secret."""
-    sources = (service.spec.model.source, *(adapter.source for adapter in service.build_catalog().adapters))
+    adapters = service.build_catalog().adapters
+    sources = (*service.model_sources.values(), *(adapter.source for adapter in adapters))
     return [ref for source in sources for ref in _source_secret_refs(source)]
 
 

@@ -49,4 +49,4 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
 
 def download_target(service: LLMService) -> str:
     """Return the value of the label DOWNLOAD_TARGET_LABEL for Jobs that download the service's model."""
-    return object_names.digest([object_names.model_claim(service.name), model_storage.folder(service)])
+    return object_names.digest([object_names.model_claim(service.name), *model_storage.download_folders(service)])

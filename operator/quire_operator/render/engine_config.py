@@ -5,6 +5,7 @@ Pure; called by cli/serve.py and objects.py. Fields that neither the spec nor th
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire_operator.api.llmservice import Device, LLMService, SpeculativeConfigSpec
@@ -43,6 +44,21 @@ _SPEC_PATHS: Mapping[str, FieldPath] = {
 """Path in the spec of each field of EngineConfig, for error messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """Where the engine finds weights."""
+
+    model: str
+    """Folder or hub ID."""
+    revision: str | None = None
+    """Of a hub ID."""
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Return the fields of engine.json or of its speculative_config."""
+        return {"model": self.model, **({} if self.revision is None else {"revision": self.revision})}
+
+
 class UnsupportedByEngine(Exception):
     """The engine does not support a value of the spec. `problem` names the field of the spec."""
 
@@ -52,40 +68,49 @@ class UnsupportedByEngine(Exception):
 
 
 def engine_config(
-    service: LLMService, model: str, revision: str | None = None, plan: Plan | None = None
+    service: LLMService, model: ModelLocation, plan: Plan | None = None, draft: ModelLocation | None = None
 ) -> EngineConfig:
     """Return the engine's configuration without a chat template; see `engine_arguments` for the parameters."""
-    return EngineConfig.from_json(engine_arguments(service, model, revision, plan))
+    return EngineConfig.from_json(engine_arguments(service, model, plan, draft=draft))
 
 
 def engine_arguments(
     service: LLMService,
-    model: str,
-    revision: str | None = None,
+    model: ModelLocation,
     plan: Plan | None = None,
     chat_template: str | None = None,
+    draft: ModelLocation | None = None,
 ) -> dict[str, Any]:
-    """Return the content of engine.json. `model` is a folder or a hub ID. The plan sets fields that the spec omits.
+    """Return the content of engine.json. The plan sets fields that the spec omits.
 
     `chat_template` is the file with the template of spec.openai.chatTemplate; None if the spec sets no template.
+    `draft` is the location of spec.engine.speculativeConfig.model.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
-    hub = {"revision": revision} if revision is not None else {}
     chat = {"chat_template": chat_template} if chat_template is not None else {}
-    arguments = {"model": model, **hub, **chat, **_spec_arguments(service), **_plan_arguments(plan)}
+    arguments = {**model.arguments, **chat, **_spec_arguments(service, draft), **_plan_arguments(plan)}
     try:
         EngineConfig.from_json(arguments)
     except ConfigError as error:
         name, _, reason = str(error).partition(": ")
-        path = ("spec", *_SPEC_PATHS.get(name, ("engine",)))
+        path = ("spec", *_spec_path(name))
         fix = "change the field or omit it"
         raise UnsupportedByEngine(Problem(path, ABSENT, f"the engine rejects the value: {reason}", fix)) from error
     return arguments
 
 
-def _spec_arguments(service: LLMService) -> dict[str, Any]:
+def _spec_path(name: str) -> FieldPath:
+    """Return the path in the spec of a field of EngineConfig, or of a field of its speculative_config."""
+    section, _, field = name.partition(".")
+    if section == "speculative_config" and field:
+        first, *words = field.split("_")
+        return ("engine", "speculativeConfig", first + "".join(map(str.title, words)))
+    return _SPEC_PATHS.get(name, ("engine",))
+
+
+def _spec_arguments(service: LLMService, draft: ModelLocation | None) -> dict[str, Any]:
     """Return the fields that the spec or the device sets."""
     spec, lora, openai = service.spec.engine, service.spec.lora, service.spec.openai
     cpu = service.spec.device is Device.CPU
@@ -105,7 +130,7 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
         "swap_space": None if spec.swapSpace is None else to_bytes(spec.swapSpace) / GIB,
         "tensor_parallel_size": spec.tensorParallelSize,
         "quantization": None if spec.quantization == "None" else spec.quantization,
-        "speculative_config": None if spec.speculativeConfig is None else _speculative_config(spec.speculativeConfig),
+        "speculative_config": _speculative_config(spec.speculativeConfig, draft),
         "tool_call_parser": None if openai.toolCallParser == "auto" else openai.toolCallParser,
         "reasoning_parser": None if openai.reasoningParser == "auto" else openai.reasoningParser,
         "max_loras": lora.maxLoaded or None,
@@ -121,8 +146,11 @@ def _spec_arguments(service: LLMService) -> dict[str, Any]:
     }
 
 
-def _speculative_config(spec: SpeculativeConfigSpec) -> dict[str, Any]:
+def _speculative_config(spec: SpeculativeConfigSpec | None, draft: ModelLocation | None) -> dict[str, Any] | None:
+    if spec is None:
+        return None
     values = {
+        **({} if draft is None else draft.arguments),
         "method": spec.method,
         "num_speculative_tokens": spec.numSpeculativeTokens,
         "prompt_lookup_min": spec.promptLookupMin,

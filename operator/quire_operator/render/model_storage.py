@@ -33,16 +33,24 @@ interrupted download."""
 
 def cache_mode(service: LLMService) -> str:
     """Return spec.cache.mode; its default if the spec omits it."""
-    local = service.spec.model.source.pvc is not None
-    return service.spec.cache.mode or ("None" if local else "PVC")
+    return service.spec.cache.mode or ("PVC" if downloaded_sources(service) else "None")
 
 
-def folder(service: LLMService) -> str:
-    """Return the folder of the model in a pod."""
-    source = service.spec.model.source
+def downloaded_sources(service: LLMService) -> list[Source]:
+    """Return the sources of the model and the draft model that are downloaded before a pod serves."""
+    return [source for source in service.model_sources.values() if source.pvc is None]
+
+
+def folder(source: Source) -> str:
+    """Return the folder of the model or the draft model in a pod."""
     if source.pvc is not None:
         return f"{object_names.CLAIMS_DIR}/{source.pvc.claimName}/{source.pvc.path}".rstrip("/")
     return f"{object_names.MODEL_DIR}/{object_names.digest(_source_fields(source))}"
+
+
+def download_folders(service: LLMService) -> list[str]:
+    """Return the folders of the sources that are downloaded."""
+    return [folder(source) for source in downloaded_sources(service)]
 
 
 def validate(service: LLMService) -> None:
@@ -51,7 +59,7 @@ def validate(service: LLMService) -> None:
     Raises:
         ConfigError: a source is a local folder, or the claim's access mode does not allow several pods.
     """
-    sources = [("spec.model.source", service.spec.model.source)]
+    sources = [(".".join(map(str, path)), source) for path, source in service.model_sources.items()]
     sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
     for field, source in sources:
         if source.path is not None:
@@ -91,20 +99,27 @@ def volume(service: LLMService, plan: Plan) -> Manifest:
 
 
 def download_container(service: LLMService, image: str, security: Manifest) -> Manifest:
-    """Return the container that downloads the model. If all files exist, the container does nothing.
+    """Return the container that downloads the model and the draft model. If all files exist, the container does
+    nothing.
 
     The container serves its progress on the health port. The server container uses this port only after all init
     containers have ended. Environment variables and files that spec.podTemplate gives to the server container, such as
     those of a proxy, are also given to this container.
     """
-    source = json.dumps(_source_fields(service.spec.model.source), sort_keys=True)
+    arguments = [
+        argument
+        for source in downloaded_sources(service)
+        for argument in (
+            f"--source={json.dumps(_source_fields(source), sort_keys=True)}",
+            f"--into={folder(source)}",
+        )
+    ]
     container = {
         "name": DOWNLOAD_CONTAINER,
         "image": image,
         "command": ["tini", "--", "python3", "-m", "quire_server.download"],
         "args": [
-            f"--source={source}",
-            f"--into={folder(service)}",
+            *arguments,
             f"--secrets-dir={object_names.SECRETS_DIR}",
             f"--report={_TERMINATION_LOG}",
         ],

@@ -47,7 +47,7 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     ]
     sources = [adapter.source for adapter in service.spec.adapters]
     if pods_download := model_storage.pods_download(service):
-        sources.append(service.spec.model.source)
+        sources += model_storage.downloaded_sources(service)
     egress_ports = source_ports(service, sources) if pods_download or service.spec.lora.maxLoaded else []
     return _network_policy(service, service.name, object_names.SERVER, ingress, egress_ports)
 
@@ -56,7 +56,7 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
     """Return the NetworkPolicy of the download pods. Only the operator can connect to them; it reads the progress."""
     name, health_ports = f"{service.name}-{object_names.DOWNLOAD}", _tcp_ports(service.spec.runtime.ports.health)
     ingress = [{"from": [peer], "ports": health_ports} for peer in _operator_peers(context)]
-    egress_ports = source_ports(service, [service.spec.model.source])
+    egress_ports = source_ports(service, model_storage.downloaded_sources(service))
     return _network_policy(service, name, object_names.DOWNLOAD, ingress, egress_ports)
 
 

@@ -212,8 +212,8 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
 
 
 def _claim_names(service: LLMService) -> list[str]:
-    """Return the names of the claims of spec.model, of the adapters and of spec.runtime.models."""
-    sources = [service.spec.model.source, *(adapter.source for adapter in service.spec.adapters)]
+    """Return the names of the claims of the model, the draft model, the adapters and further models."""
+    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
     if service.spec.runtime.models is not None:
         sources.append(service.spec.runtime.models.source)
     return sorted({source.pvc.claimName for source in sources if source.pvc is not None})

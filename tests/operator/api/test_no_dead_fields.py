@@ -128,6 +128,9 @@ def bases():
         yield body(COMMON + GPU, sources[0], autoscaling=autoscaling)
     yield body(COMMON, sources[0], device="CPU", openai={"chatTemplate": {"text": "{{ messages }}"}})
     yield body(GPU, sources[0], cache={"mode": "PVC"}, rollout={"maxUnavailable": 1, "updatePolicy": "OnSpecChange"})
+    for source in sources:
+        drafts = {"method": "eagle3", "numSpeculativeTokens": 3, "model": {"source": source}}
+        yield body(GPU, sources[0], engine={"speculativeConfig": drafts})
     # Without an endpoint picker, which needs HTTP here.
     yield body(GPU, sources[0], runtime={"expose": ["http"], "models": {"path": "/opt/models"}})
 

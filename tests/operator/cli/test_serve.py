@@ -239,6 +239,23 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
     )
 
 
+def test_the_source_of_a_draft_model_reaches_the_engine_config(folder):
+    spec = """
+  device: CPU
+  model: {source: {path: models/tiny}}
+  engine: {speculativeConfig: {method: draft_model, numSpeculativeTokens: 3, model: {source: SOURCE}}}
+"""
+    drafts = [
+        launch(folder, spec.replace("SOURCE", source)).engine.speculative_config
+        for source in ("{path: models/tiny}", "{huggingFace: {repo: o/small, revision: v2}}")
+    ]
+    assert [(d.model, d.revision) for d in drafts] == [(str(folder / "models/tiny"), None), ("o/small", "v2")]
+    (problem,) = problems(folder, spec.replace("SOURCE", "{path: models/none}"))
+    assert 'spec.engine.speculativeConfig.model.source.path: "models/none"' in problem
+    (problem,) = problems(folder, spec.replace("SOURCE", "{s3: {uri: s3://bucket/m}}"))
+    assert "spec.engine.speculativeConfig.model.source.s3: quire serve reads models only from" in problem
+
+
 def test_volume_option_maps_claims_to_folders(folder):
     spec = """
   device: CPU

@@ -11,12 +11,13 @@ from support.fake_sources import FakeHttpServer, FakeHub, start_server
 from support.planning import LLAMA_8B
 
 from quire_operator.plan import checkpoint_files
-from quire_operator.plan.checkpoint import SizeSource
+from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
 from quire_operator.plan.checkpoint_files import read_checkpoint, read_local_checkpoint, read_source_checkpoint
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound
 
+PARSE = CheckpointInfo.from_files
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "data_offsets": [0, 5_000_000]}}).encode()
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + b"\0" * 5_000_000
@@ -38,7 +39,7 @@ def at(prefix, content):
 
 async def load(source, **options):
     async with SourceFactory(SourceOptions(**options), lambda ref: SECRETS[ref.name]) as sources:
-        return await read_checkpoint(sources.open_reader(source))
+        return await read_checkpoint(sources.open_reader(source), PARSE)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def http(url):
 
 
 async def test_reads_the_header_and_not_the_weights_over_http(web):
-    checkpoint = await read_source_checkpoint(http(f"{web.url}/models/llama/"), lambda ref: SECRETS[ref.name])
+    checkpoint = await read_source_checkpoint(http(f"{web.url}/models/llama/"), lambda ref: SECRETS[ref.name], PARSE)
     assert (checkpoint.weights_bytes, checkpoint.size_source) == (5_000_000, SizeSource.HEADER)
     assert web.ranges()[-2:] == HEADER_RANGES
     assert {request.headers["X-Key"] for request in web.requests} == {"s3cr3t"}
@@ -103,13 +104,13 @@ def folder(path, content):
 
 
 async def test_reads_a_local_folder_or_config_file(tmp_path):
-    assert (await read_local_checkpoint(folder(tmp_path, SINGLE))).size_source is SizeSource.HEADER
-    assert (await read_local_checkpoint(tmp_path / "config.json")).size_source is SizeSource.SHAPE
-    assert (await read_local_checkpoint(folder(tmp_path, SHARDED))).size_source is SizeSource.INDEX
+    assert (await read_local_checkpoint(folder(tmp_path, SINGLE), PARSE)).size_source is SizeSource.HEADER
+    assert (await read_local_checkpoint(tmp_path / "config.json", PARSE)).size_source is SizeSource.SHAPE
+    assert (await read_local_checkpoint(folder(tmp_path, SHARDED), PARSE)).size_source is SizeSource.INDEX
     # As in huggingface_hub's cache, where a snapshot consists of links to ../../blobs.
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot/config.json").symlink_to("../config.json")
-    assert (await read_local_checkpoint(tmp_path / "snapshot")).size_source is SizeSource.SHAPE
+    assert (await read_local_checkpoint(tmp_path / "snapshot", PARSE)).size_source is SizeSource.SHAPE
 
 
 @pytest.mark.parametrize(
@@ -126,11 +127,11 @@ async def test_reads_a_local_folder_or_config_file(tmp_path):
 )
 async def test_rejects_invalid_files(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message) as error:
-        await read_local_checkpoint(folder(tmp_path / "m", content))
+        await read_local_checkpoint(folder(tmp_path / "m", content), PARSE)
     assert str(error.value).count(str(tmp_path / "m")) == 1
 
 
 async def test_rejects_a_file_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "MAX_JSON_BYTES", 100)
     with pytest.raises(ConfigError, match="is larger than 100 bytes, so it is not a valid config"):
-        await read_local_checkpoint(folder(tmp_path, SINGLE))
+        await read_local_checkpoint(folder(tmp_path, SINGLE), PARSE)

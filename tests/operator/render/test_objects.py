@@ -36,6 +36,7 @@ from quire_operator.api.llmservice import Device
 from quire_operator.cli.render import dump_yaml
 from quire_operator.render import pod_template
 from quire_operator.render.context import OPTIONAL_KINDS
+from quire_operator.render.object_names import CLAIMS_DIR
 from quire_operator.render.objects import render_objects
 from quire_server.downloads import model_download
 from quire_spec.documents.adapter_catalog import AdapterCatalog
@@ -297,12 +298,50 @@ def test_download_parses_the_arguments_of_the_job(monkeypatch):
     monkeypatch.setenv(port["name"], port["value"])
     args = model_download._parser().parse_args(container["args"])
     assert [p["containerPort"] for p in container["ports"] if p["name"] == "health"] == [args.progress_port]
-    assert model_download._parse_source(args.source) == service.spec.model.source
+    assert [model_download._parse_source(source) for source in args.source] == [service.spec.model.source]
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
-    assert mounts[str(args.into.parent)] is False
+    assert mounts[str(args.into[0].parent)] is False
     assert mounts[str(args.secrets_dir)] is True
     failing = only_of_kind(rendered_objects(service), "Job")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]
     assert failing["values"] == [model_download.EXIT_PERMANENT_FAILURE]
+
+
+HEADS = """
+speculativeConfig: {method: eagle3, numSpeculativeTokens: 3, model: {source: SOURCE}}
+"""
+
+
+@pytest.mark.parametrize("model", ["huggingFace: {repo: o/m, tokenSecretRef: {name: hub}}", "pvc: {claimName: m}"])
+@pytest.mark.parametrize(
+    "heads", ["huggingFace: {repo: o/heads}", "s3: {uri: s3://bucket/heads}", "pvc: {claimName: heads, path: eagle}"]
+)
+def test_heads_are_downloaded_with_the_model_and_read_from_the_same_folder(model, heads):
+    engine = HEADS.strip().replace("SOURCE", f"{{{heads}}}")
+    service = llm_service(f"{GPU}model: {{source: {{{model}}}}}\nengine: {{{engine}}}")
+    manifests = rendered_objects(service).values()
+    configmaps = [m["data"] for m in manifests if m["kind"] == "ConfigMap"]
+    (config,) = (json.loads(data["engine.json"]) for data in configmaps if "engine.json" in data)
+    folders = [config["model"], config["speculative_config"]["model"]]
+    jobs = [m for m in manifests if m["kind"] == "Job"]
+    downloaded = [f for f in folders if not f.startswith(CLAIMS_DIR)]
+    assert len(jobs) == bool(downloaded)
+    for job in jobs:
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        args = model_download._parser().parse_args(container["args"])
+        assert list(map(str, args.into)) == downloaded
+        sources = [model_download._parse_source(source) for source in args.source]
+        assert sources == [source for source in service.model_sources.values() if source.pvc is None]
+    (deployment,) = (m for m in manifests if m["kind"] == "Deployment")
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in deployment["spec"]["template"]["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    expected = {source.pvc.claimName for source in service.model_sources.values() if source.pvc}
+    assert claims == expected | ({"s-models"} if downloaded else set())
+    if "o/m" in model and "o/heads" in heads:
+        # Like an adapter, heads get the token of the model.
+        assert service.draft_source.huggingFace.tokenSecretRef.name == "hub"
 
 
 def test_the_text_of_a_chat_template_is_beside_engine_json():

@@ -9,9 +9,12 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from quire_operator.api.llmservice import LLMService
+from quire_operator.api.llmservice import DRAFT_SOURCE, MODEL_SOURCE, LLMService
+from quire_operator.api.validation_errors import FieldPath
 from quire_operator.controller.compressed_json import decompress
 from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey, controller_uid
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S, PodWarnings
@@ -22,18 +25,19 @@ from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import WriteConflict
 from quire_operator.kube.resources import Resource
 from quire_operator.plan.checkpoint import CheckpointInfo
-from quire_operator.plan.checkpoint_files import read_source_checkpoint
+from quire_operator.plan.checkpoint_files import Parser, T, read_source_checkpoint
+from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.render import model_reader_job, object_names
 from quire_operator.render.manifests import owner_reference
 from quire_spec.dataclass_json import drop_nulls, to_json
-from quire_spec.documents.adapter_catalog import PvcSource, SecretRef
+from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 SecretValues = Mapping[str, Mapping[str, str]]
 """Values of Secrets by name and key."""
 
-SourceKey = tuple[str, str]
-"""Namespace of a service, and its model source as JSON."""
+SourceKey = tuple[str, ...]
+"""Namespace of a service, a source as JSON and, for a draft model, the settings that its facts depend on."""
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
@@ -44,6 +48,23 @@ _MAX_RETRY_AFTER_S = 300.0
 """Maximum seconds of a source's Retry-After; a longer delay is cut to this value, also in the download of a model."""
 _JOB_POLL_S = 5.0
 """Seconds to wait until the cache contains a Job that another service started."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A source of a service, and what reading it needs."""
+
+    service: LLMService
+    uid: str
+    secrets: SecretValues
+    image: str
+    """Image of a Job that reads a claim."""
+    path: FieldPath
+    """Of the source, in the resource."""
+
+    @property
+    def source(self) -> Source:
+        return self.service.model_sources[self.path]
 
 
 class NotReadYet(Exception):
@@ -64,7 +85,7 @@ class CheckpointStore:
         """`requeue` adds a service to the queue after a number of seconds; `record_write` is called for each write."""
         self._client, self._cache, self._requeue, self._record_write = client, cache, requeue, record_write
         self._pod_warnings = pod_warnings
-        self._checkpoints: OrderedDict[SourceKey, CheckpointInfo] = OrderedDict()
+        self._checkpoints: OrderedDict[SourceKey, CheckpointInfo | DraftInfo] = OrderedDict()
         self._backoff: dict[SourceKey, tuple[float, ConfigError | Unavailable]] = {}
         """By source that is backing off: the time of the next read, and the error of the last read."""
         self._waiting_services: dict[SourceKey, set[ServiceKey]] = {}
@@ -79,14 +100,33 @@ class CheckpointStore:
             Unavailable, NotFound: the source does not respond, denies access, or does not exist.
             ApiError: the API server rejected a Job.
         """
-        source, namespace = service.spec.model.source, service.namespace or ""
-        source_key = (namespace, json.dumps(drop_nulls(to_json(source)), sort_keys=True))
+        request = _Request(service, uid, secrets, image, MODEL_SOURCE)
+        checkpoint: CheckpointInfo = await self._get(request, (), CheckpointInfo.from_files)
+        return checkpoint
+
+    async def get_draft(
+        self, service: LLMService, uid: str, secrets: SecretValues, image: str, model: CheckpointInfo
+    ) -> DraftInfo | None:
+        """Return the facts of a service's draft model, None if it has none; arguments and errors as `get`."""
+        speculative = service.spec.engine.speculativeConfig
+        if speculative is None or speculative.model is None:
+            return None
+        request = _Request(service, uid, secrets, image, DRAFT_SOURCE)
+        variant = (speculative.method, str(speculative.numSpeculativeTokens), model.config_digest)
+        draft: DraftInfo = await self._get(request, variant, partial(DraftInfo.from_files, speculative, model.shape))
+        return draft
+
+    async def _get(self, request: _Request, variant: tuple[str, ...], parse: Parser[Any]) -> Any:
+        """Return the facts of a source that `parse` returns; `variant` is what they depend on besides."""
+        source, service = request.source, request.service
+        namespace = service.namespace or ""
+        source_key = (namespace, json.dumps(drop_nulls(to_json(source)), sort_keys=True), *variant)
         if source_key not in self._checkpoints:
             self._raise_if_backing_off(source_key, (namespace, service.name))
             if source.pvc is not None:
-                checkpoint = await self._read_from_claim(source_key, service, uid, source.pvc, image)
+                checkpoint = await self._read_from_claim(source_key, request, source.pvc, parse)
             else:
-                checkpoint = await self._read_remote(source_key, service, secrets)
+                checkpoint = await self._read_remote(source_key, request, parse)
             self._checkpoints[source_key] = checkpoint
             while len(self._checkpoints) > _MAX_CHECKPOINTS:
                 self._checkpoints.popitem(last=False)
@@ -106,28 +146,30 @@ class CheckpointStore:
         # A copy: the error itself references the frames of its traceback.
         self._backoff[source_key] = asyncio.get_running_loop().time() + seconds, type(error)(str(error))
 
-    async def _read_remote(self, source_key: SourceKey, service: LLMService, secrets: SecretValues) -> CheckpointInfo:
+    async def _read_remote(self, source_key: SourceKey, request: _Request, parse: Parser[T]) -> T:
         async with self._read_semaphore:
             try:
-                return await _read_from_source(service, secrets)
+                return await _read_from_source(request, parse)
             except Unavailable as error:
                 if error.retry_after_s:
                     self._back_off(source_key, min(error.retry_after_s, _MAX_RETRY_AFTER_S), error)
                 raise
 
     async def _read_from_claim(
-        self, source_key: SourceKey, service: LLMService, uid: str, source: PvcSource, image: str
-    ) -> CheckpointInfo:
+        self, source_key: SourceKey, request: _Request, source: PvcSource, parse: Parser[T]
+    ) -> T:
+        service, field = request.service, ".".join(map(str, request.path))
         key = (service.namespace or "", service.name)
-        manifest = model_reader_job.job(service, source, image)
+        manifest = model_reader_job.job(service, source, request.image)
         name, namespace = manifest["metadata"]["name"], key[0]
         self._waiting_services.setdefault(source_key, set()).add(key)
         entry = self._cache.get(resources.JOB, namespace, name)
         if entry is None:
-            await self._start_reader_job(manifest, service, uid)
+            await self._start_reader_job(manifest, service, request.uid)
             raise NotReadYet(f"Job {name} was created to read config.json from claim {source.claimName}")
         try:
-            checkpoint = _read_result(entry.body(), await self._termination_messages(entry, name), source)
+            source_field = f"{field}.pvc: claim {source.claimName!r}, path {source.path!r}"
+            checkpoint = _read_result(entry.body(), await self._termination_messages(entry, name), source_field, parse)
         except (ConfigError, Unavailable) as error:
             if isinstance(error, ConfigError):
                 self._back_off(source_key, _FAILED_JOB_RETRY_S, error)
@@ -200,7 +242,9 @@ def _termination_messages(pods: Iterable[Mapping[str, Any]]) -> list[tuple[int, 
     return [(state.get("exitCode", 1), state.get("message", "")) for state in states]
 
 
-def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source: PvcSource) -> CheckpointInfo | None:
+def _read_result(
+    job: Mapping[str, Any], messages: list[tuple[int, str]], source_field: str, parse: Parser[T]
+) -> T | None:
     """Return the result of a Job; None if the Job is running.
 
     Raises:
@@ -209,8 +253,7 @@ def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source
     """
     for code, message in messages:
         if code == 0 and message:
-            return _parse_checkpoint(message)
-    source_field = f"spec.model.source.pvc: claim {source.claimName!r}, path {source.path!r}"
+            return _parse_checkpoint(message, parse)
     for code, message in messages:
         if code == 2:
             raise ConfigError(f"{source_field}: {message}")
@@ -228,20 +271,21 @@ def _read_result(job: Mapping[str, Any], messages: list[tuple[int, str]], source
     return None
 
 
-def _parse_checkpoint(message: str) -> CheckpointInfo:
+def _parse_checkpoint(message: str, parse: Parser[T]) -> T:
     try:
         document = decompress(message)
         config, index, header = document["config"], document["index"], document["header"]
     except (ValueError, KeyError, TypeError) as error:
         text = f"the Job that reads config.json returned {message[:80]!r}"
         raise ConfigError(f"{text}; check that the image is a Quire image") from error
-    return CheckpointInfo.from_files(config, index, header)
+    return parse(config, index, header)
 
 
-async def _read_from_source(service: LLMService, secrets: SecretValues) -> CheckpointInfo:
+async def _read_from_source(request: _Request, parse: Parser[T]) -> T:
     def secret_values(ref: SecretRef) -> Mapping[str, str]:
-        if ref.name not in secrets:
-            raise AccessDenied(f"Secret {ref.name!r}: does not exist in namespace {service.namespace!r}; create it")
-        return secrets[ref.name]
+        if ref.name not in request.secrets:
+            namespace = request.service.namespace
+            raise AccessDenied(f"Secret {ref.name!r}: does not exist in namespace {namespace!r}; create it")
+        return request.secrets[ref.name]
 
-    return await read_source_checkpoint(service.spec.model.source, secret_values)
+    return await read_source_checkpoint(request.source, secret_values, parse)

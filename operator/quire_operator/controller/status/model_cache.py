@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.validation_errors import FieldPath
 from quire_operator.controller.object_cache import CachedObject
 from quire_operator.controller.status import download_progress
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
@@ -44,15 +45,16 @@ def evaluate_model_cache(
         return _evaluate_job_download(service, observed, previous_cache, progress_fields)
     if mode == "EmptyDir":
         # The other Jobs belong to an earlier spec.
-        pods = [pod for pod in observed.pods if pod.download_folder == model_storage.folder(service)]
+        folders = tuple(model_storage.download_folders(service))
+        pods = [pod for pod in observed.pods if pod.download_folders == folders]
         return _evaluate_pod_downloads(
             service, pods, download_progress.to_fields(_current_progress(pods), planned_bytes, previous_cache, now)
         )
-    claim = service.spec.model.source.pvc
-    if claim and not is_planned:
-        message = f"unknown for claim {claim.claimName!r} until there is a plan, see Planned"
+    claims = " and ".join(repr(source.pvc.claimName) for source in service.model_sources.values() if source.pvc)
+    if claims and not is_planned:
+        message = f"unknown for claim {claims} until there is a plan, see Planned"
         return Condition(ConditionType.MODEL_CACHED, None, Reason.ON_CLAIM, message), {"state": "Pending"}
-    location = f"the files are on claim {claim.claimName!r}" if claim else "nothing is downloaded"
+    location = f"the files are on claim {claims}" if claims else "nothing is downloaded"
     return _condition(True, Reason.ON_CLAIM, location), {"state": "Ready"}
 
 
@@ -107,9 +109,7 @@ def _evaluate_job_download(
     if running := [pod for pod in pods if pod.phase == "Running" and not pod.deleting]:
         last_error = f"; the previous try failed: {last_result.message}" if last_result and last_result.message else ""
         progress_text = f": {description}" if (description := download_progress.describe(progress_fields)) else ""
-        message = (
-            f"pod {running[-1].name} downloads {_describe_source(service.spec.model.source)}{progress_text}{last_error}"
-        )
+        message = f"pod {running[-1].name} downloads {_describe_sources(service)}{progress_text}{last_error}"
         return _condition(False, Reason.DOWNLOADING, message), _cache_fields(
             "Downloading", last_result
         ) | progress_fields
@@ -163,14 +163,15 @@ def _explain_failure(
             if terminated
             else "no pod of it is left"
         )
-        return Reason.DOWNLOAD_FAILED, f"{_describe_source(service.spec.model.source)}: {details}"
+        return Reason.DOWNLOAD_FAILED, f"{_describe_sources(service)}: {details}"
     return _explain_result(service, last_result.result, last_result.message)
 
 
 def _explain_result(service: LLMService, result: DownloadReason, message: str) -> tuple[Reason, str]:
     reason = Reason(result.value)
     if result is DownloadReason.AUTH_FAILED:
-        return reason, f"{message}; {_secret_hint(service.spec.model.source)}"
+        hints = [_secret_hint(path, source) for path, source in service.model_sources.items() if source.pvc is None]
+        return reason, "; ".join([message, *hints])
     return reason, message
 
 
@@ -215,6 +216,11 @@ def _describe_cache(cache: Mapping[str, Any]) -> str:
     return ", ".join([*phrases, *([f"revision {cache['revision']}"] if cache.get("revision") else [])])
 
 
+def _describe_sources(service: LLMService) -> str:
+    """Return a short description of what is downloaded."""
+    return " and ".join(map(_describe_source, model_storage.downloaded_sources(service)))
+
+
 def _describe_source(source: Source) -> str:
     """Return a short description of a source."""
     if source.huggingFace is not None:
@@ -222,10 +228,10 @@ def _describe_source(source: Source) -> str:
         return f"Hugging Face repository {source.huggingFace.repo}{revision}"
     if source.s3 is not None:
         return source.s3.uri
-    return "the files under spec.model.source.http.url" if source.http is not None else "the model"
+    return "the files under http.url" if source.http is not None else "the model"
 
 
-def _secret_hint(source: Source) -> str:
+def _secret_hint(path: FieldPath, source: Source) -> str:
     """Return a fix that names the Secret, or the field for a Secret if the source has none."""
     for source_field, secret_field in (
         ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
@@ -234,7 +240,7 @@ def _secret_hint(source: Source) -> str:
         if source_spec is not None:
             ref = getattr(source_spec, secret_field)
             if ref is None:
-                return f"no Secret is named; set spec.model.source.{source_field}.{secret_field}"
+                return f"no Secret is named; set {'.'.join(map(str, path))}.{source_field}.{secret_field}"
             return f"check Secret {ref.name!r}" + (f", key {ref.key!r}" if ref.key else "")
     return "check the claim's permissions"
 

@@ -67,9 +67,9 @@ class PodState:
     report: PodStatus | None = None
     """Response to GET /status; None if it was not read or the pod did not respond."""
     report_error: str = ""
-    """Reason why there is no report, or why the pod rejected the catalog; it never contains the admin key."""
-    download_folder: str = ""
-    """Folder to which the download container downloads the model; the folder's name depends on the source."""
+    """Why there is no report, or why the pod rejected the catalog; never contains the key."""
+    download_folders: tuple[str, ...] = ()
+    """Folders to which a container downloads weights before the pod serves; their names depend on the sources."""
     downloading: bool = False
     """Whether the download container of the pod is running."""
     progress: DownloadProgress | None = None
@@ -158,7 +158,7 @@ def parse_pod(body: Body) -> PodState:
         waiting=next(_waiting_messages(state), ""),
         creating="deletionTimestamp" not in meta and _is_creating(state),
         terminated=next(_terminated_containers(state), None),
-        download_folder=next(_download_folders(spec), ""),
+        download_folders=tuple(_download_folders(spec)),
         downloading=any(
             c["name"] == model_storage.DOWNLOAD_CONTAINER and c.get("state", {}).get("running")
             for c in _container_statuses(state)

@@ -172,7 +172,7 @@ IN_PODS = "replicas: 2\nlora: {maxLoaded: 0}\ngpu: {product: NVIDIA-L4}\ncache: 
 
 def test_a_model_that_each_pod_downloads():
     service = desired_service(IN_PODS)
-    of_it = {"phase": "Pending", "download_folder": model_storage.folder(service)}
+    of_it = {"phase": "Pending", "download_folders": (model_storage.folder(service.spec.model.source),)}
     found = checked_status(healthy_state(service, job=None), service=service)
     assert conditions_by_type(found)["ModelCached"] == ("True", "InPods")
     said = DownloadResult(DownloadReason.NO_SPACE, 5, message="the disk is full").dump()

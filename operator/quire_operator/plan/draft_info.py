@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan needs of a draft model, an EAGLE-3 head or Medusa heads: their memory, and whether they fit the model.
+
+Pure; checkpoint_files.py reads the files.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Self
+
+from quire_operator.api.llmservice import SpeculativeConfigSpec
+from quire_operator.plan.checkpoint import CheckpointInfo
+from quire_spec.errors import ConfigError
+from quire_spec.model.eagle3_config import Eagle3Config
+from quire_spec.model.medusa_config import MedusaConfig
+from quire_spec.model.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """Weights that propose drafts."""
+
+    method: str
+    config_digest: str
+    """Digest of the content of config.json."""
+    checkpoint: CheckpointInfo | None
+    """The draft model; None for heads."""
+    num_elements: int
+    """Weights of the heads; 0 for a draft model."""
+    kv_shape: ModelConfig | None
+    """Shape of the KV cache; None: there is none."""
+
+    @classmethod
+    def from_files(
+        cls,
+        spec: SpeculativeConfigSpec,
+        target: ModelConfig,
+        config: object,
+        index: object = None,
+        header: object = None,
+    ) -> Self:
+        """Return the facts from the parsed files, as `CheckpointInfo.from_files`, for a model of shape `target`.
+
+        Raises:
+            ConfigError: a file is invalid, or the weights do not fit the model; the message names the key.
+        """
+        try:
+            return cls._from_files(spec, target, config, index, header)
+        except ConfigError as error:
+            message = str(error).replace("speculative_config.num_speculative_tokens", "numSpeculativeTokens")
+            raise ConfigError(f"spec.engine.speculativeConfig: {message}") from error
+
+    @classmethod
+    def _from_files(
+        cls, spec: SpeculativeConfigSpec, target: ModelConfig, config: object, index: object, header: object
+    ) -> Self:
+        digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
+        if spec.method == "eagle3":
+            head = Eagle3Config.from_config(config, target)
+            return cls(spec.method, digest, None, head.num_elements(target), head.layer)
+        if spec.method == "medusa":
+            num_tokens = spec.numSpeculativeTokens
+            heads = MedusaConfig.from_config(config, num_tokens)
+            return cls(spec.method, digest, None, heads.num_elements(target, num_tokens), None)
+        checkpoint = CheckpointInfo.from_files(config, index, header)
+        vocab_size = checkpoint.shape.vocab_size
+        if vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"config.json: vocab_size {vocab_size} of the draft model differs from {target.vocab_size} of the "
+                "model; use a draft model with the same vocabulary"
+            )
+        return cls(spec.method, digest, checkpoint, 0, checkpoint.shape)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files; those of heads are estimated with 2 bytes for each weight."""
+        return self.checkpoint.weights_bytes if self.checkpoint is not None else 2 * self.num_elements
