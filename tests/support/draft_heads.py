@@ -40,18 +40,19 @@ def random_eagle3_head() -> dict[str, torch.Tensor]:
 
 
 def save_eagle3_head(folder: Path, tensors: dict[str, torch.Tensor], layout: str) -> None:
-    """Save a head in the layout "safeailab" or "speculators"."""
+    """Save a head in the layout "safeailab", "speculators", or "whole", which is the first without draft_vocab_size."""
     layer = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS, "vocab_size": VOCAB}
     layer |= {"num_key_value_heads": KV_HEADS, "max_position_embeddings": 512, "rms_norm_eps": EPS}
     layer |= {"model_type": "llama", "num_hidden_layers": 1}
     ids = {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}
-    if layout == "safeailab":
+    if layout != "speculators":
         config = layer | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": ids}
     else:
         config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, **ids}
         config |= {"norm_before_residual": True}
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": DRAFT_VOCAB}))
+    size = {} if layout == "whole" else {"draft_vocab_size": DRAFT_VOCAB}
+    (folder / "config.json").write_text(json.dumps(config | size))
     save_file(tensors, folder / "model.safetensors")
 
 

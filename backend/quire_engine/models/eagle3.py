@@ -24,8 +24,10 @@ from quire_kernels import HugePageArena
 from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 
-_UNUSED_TENSORS = ("t2d", "embed_tokens.weight")
-"""Tensors that are not read: the mask of the tokens in d2t, and a copy of the target's embedding."""
+EMBEDDING = "embed_tokens.weight"
+"""An embedding in the checkpoint; the draft model reads it."""
+_UNUSED_TENSORS = ("t2d", EMBEDDING)
+"""Tensors that are not parameters of the head: the mask of the tokens in d2t, and the embedding."""
 
 
 class Eagle3Layer(Module):

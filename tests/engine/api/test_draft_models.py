@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts of a draft model and of an EAGLE-3 head: the same outputs, in fewer steps where the drafts are right."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,34 @@ def test_a_draft_model_changes_no_output(
     assert bool(llm.engine.stats().num_swapped_in_blocks) == bool(swap_space)
 
 
-@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
-def test_eagle3_proposes_what_a_plain_computation_proposes(models: Any, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["safeailab", "speculators", "whole"])
+@pytest.mark.parametrize("has_embedding", [False, True])
+def test_eagle3_proposes_what_a_plain_computation_proposes(
+    models: Any, tmp_path: Path, layout: str, has_embedding: bool
+) -> None:
     tensors = random_eagle3_head()
+    generator = torch.Generator().manual_seed(2)
+    if layout == "whole":
+        # All tokens of the model, so there is no d2t.
+        del tensors["d2t"], tensors["t2d"]
+        tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator)
+    if has_embedding:
+        name = "model.embed_tokens.weight" if layout == "whole" else "embed_tokens.weight"
+        tensors[name] = torch.randn(VOCAB, HIDDEN, generator=generator)
     save_eagle3_head(tmp_path, tensors, layout)
     speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
     seen = _check_outputs_and_record(models, speculation)
     for tokens, draft in seen:
         assert draft == _reference_draft(models.references[None], tensors, tokens, len(draft), layout)
+
+
+def test_an_embedding_that_equals_the_models_takes_no_memory(models: Any, tmp_path: Path) -> None:
+    sizes = []
+    for embedding in ({}, {"embed_tokens.weight": models.references[None].get_input_embeddings().weight.detach()}):
+        save_eagle3_head(tmp_path, random_eagle3_head() | embedding, "safeailab")
+        speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
+        sizes.append(models.load(speculative_config=speculation).engine.memory.weights_bytes)
+    assert sizes[0] == sizes[1]
 
 
 @torch.inference_mode()
@@ -86,15 +107,17 @@ def _reference_draft(
     states = target(input_ids=ids[:, :-1], output_hidden_states=True).hidden_states
     aux = torch.cat([states[layer][0] for layer in AUX_LAYERS], dim=-1)
     hidden = functional.linear(aux, tensors["fc.weight"])
-    embeddings = target.get_input_embeddings()(ids[0, 1:])
+    own = next((tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")), None)
+    table = target.get_input_embeddings().weight if own is None else own
+    embeddings = table[ids[0, 1:]]
     draft: list[int] = []
     for _ in range(num_tokens):
         out = _reference_layer(tensors, embeddings, hidden, layout)
         logits = functional.linear(_norm(out[-1], tensors["norm.weight"]), tensors["lm_head.weight"])
         token = int(logits.argmax())
-        draft.append(token + int(tensors["d2t"][token]))
+        draft.append(token + (int(tensors["d2t"][token]) if "d2t" in tensors else 0))
         hidden = torch.cat((hidden, out[-1:]))
-        embeddings = torch.cat((embeddings, target.get_input_embeddings()(torch.tensor(draft[-1:]))))
+        embeddings = torch.cat((embeddings, table[draft[-1:]]))
     return draft
 
 
@@ -186,6 +209,22 @@ def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
         models.load(speculative_config=speculation)
     with pytest.raises(ConfigError, match=r"speculative_config.model: folder '/nowhere' does not exist"):
         models.load(speculative_config=speculation | {"model": "/nowhere"})
+    head = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
+    for layout, key, value in (
+        ("safeailab", "hidden_size", 128),
+        ("safeailab", "vocab_size", VOCAB - 1),
+        ("speculators", "fc_norm", True),
+        ("speculators", "norm_before_fc", True),
+        ("safeailab", "eagle_aux_hidden_state_layer_ids", [0, 9]),
+    ):
+        save_eagle3_head(tmp_path, random_eagle3_head(), layout)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ConfigError, match=f"speculative_config.model: .*{key}"):
+            models.load(speculative_config=head)
+    save_eagle3_head(tmp_path, random_eagle3_head() | {"embed_tokens.weight": torch.zeros(VOCAB, 32)}, "safeailab")
+    with pytest.raises(ConfigError, match=rf"embed_tokens.weight has shape \({VOCAB}, 32\); the model implies"):
+        models.load(speculative_config=head)
     save_eagle3_head(tmp_path, {n: t for n, t in random_eagle3_head().items() if n != "fc.weight"}, "safeailab")
     with pytest.raises(ConfigError, match=r"speculative_config.model: not an EAGLE-3 head: fc.weight is missing"):
         models.load(speculative_config=speculation | {"method": "eagle3", "model": str(tmp_path)})

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.base import CausalLM
-from quire_engine.models.eagle3 import Eagle3Head
+from quire_engine.models.eagle3 import EMBEDDING, Eagle3Head
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
-from quire_engine.weights.loader import load_weights, read_tensor, read_tensors
+from quire_engine.weights.loader import equals_checkpoint, load_weights, read_tensor, read_tensors
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import embedding
@@ -106,20 +106,41 @@ class Eagle3DraftModel(DraftModel):
         self.shape = config.layer
         self._folder, self._target = folder, target
         self._head = Eagle3Head(config, target.shape.hidden_size, factory)
-        self._target_folder = target_folder
+        self._embedding_source = self._find_embedding(target_folder)
         self._embedding: Tensor | None = None
-        """Copy of the whole embedding, if the model has a shard of it."""
-        if target.communicator is not None:
+        """None: the head reads the embedding of the model."""
+        if self._embedding_source is not None:
             self._embedding = factory.empty(target.shape.vocab_size, target.shape.embedding_size)
         self.num_bytes = self._head.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
         target.aux_hidden_state_layers = config.aux_layers
+
+    def _find_embedding(self, target_folder: Path) -> tuple[Path, str] | None:
+        """Return folder and name of an embedding to load; None if that of the model is the right one, and whole.
+
+        Raises:
+            ConfigError: the embedding of the head has another shape.
+        """
+        shape = self._target.shape
+        target_name = next(name for name, _ in self._target.tensors() if name.endswith(EMBEDDING))
+        for name in TensorFiles(self._folder).file_by_tensor:
+            if name.removeprefix("model.") == EMBEDDING:
+                own = read_tensor(self._folder, name)
+                if own.shape != (shape.vocab_size, shape.embedding_size):
+                    raise ConfigError(
+                        f"speculative_config.model: {name} has shape {tuple(own.shape)}; the model implies "
+                        f"{(shape.vocab_size, shape.embedding_size)}"
+                    )
+                # In most heads it is a copy of the model's.
+                if not equals_checkpoint(target_folder, target_name, own):
+                    return self._folder, name
+        return None if self._target.communicator is None else (target_folder, target_name)
 
     def load(self) -> None:
         """See DraftModel."""
         self._head.load(read_tensors(self._folder), self._target.shape.vocab_size)
         if self._embedding is not None:
-            name = next(name for name, _ in self._target.tensors() if name.endswith("embed_tokens.weight"))
-            self._embedding.copy_(read_tensor(self._target_folder, name))
+            assert self._embedding_source is not None
+            self._embedding.copy_(read_tensor(*self._embedding_source))
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """See DraftModel."""
