@@ -73,8 +73,16 @@ def test_the_elements_of_a_head_are_those_of_its_tensors():
             {"vocab_size": 1000},
             "vocab_size 1000 of the draft model differs from 128256 of the model; use",
         ),
-        ("eagle3", {"vocab_size": 1000}, "vocab_size 1000 of the EAGLE-3 head differs from 128256 of the model; use"),
-        ("eagle3", {"hidden_size": 2048}, "hidden_size 2048 of the EAGLE-3 head differs from 4096 of the model; use"),
+        (
+            "eagle3",
+            {"vocab_size": 1000},
+            "vocab_size of the EAGLE-3 head is 1000, but that of the model is 128256; use",
+        ),
+        (
+            "eagle3",
+            {"hidden_size": 2048},
+            "hidden_size of the EAGLE-3 head is 2048, but that of the model is 4096; use",
+        ),
         ("eagle3", {"fc_norm": True}, "fc_norm"),
         ("medusa", {"medusa_num_heads": 2}, "numSpeculativeTokens: must be at most medusa_num_heads 2, got 3"),
     ],
