@@ -123,10 +123,13 @@ class Sequence:
     num_computed_tokens: int = 0
     """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Without the latest step in flight."""
     block_table: list[BlockId] = field(default_factory=list)
-    """Block i contains tokens [i * block_size, (i + 1) * block_size)."""
-    num_freed_blocks: int = 0
-    """First blocks of the table that have left the sliding window. They belong to the pool again, but their entries
-    stay, so that the table on the device stays valid; attention ignores what it reads there."""
+    """With one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size); with several groups,
+    the blocks of each group for these tokens are side by side, see KVLayout."""
+    num_freed_entries: int = 0
+    """First entries of the table whose blocks have left the sliding window. The blocks belong to the pool again, but
+    the entries stay, so that the table on the device stays valid; attention ignores what it reads there."""
+    kept_blocks: list[BlockId] = field(default_factory=list)
+    """The blocks of these entries that the sequence keeps, because they belong to layers without a window."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Content hashes of its full blocks, as far as they are computed."""
     num_cached_tokens: int | None = None
@@ -161,7 +164,7 @@ class Sequence:
     @property
     def held_blocks(self) -> list[BlockId]:
         """The blocks of its table that the sequence has a reference to."""
-        return self.block_table[self.num_freed_blocks :]
+        return self.kept_blocks + self.block_table[self.num_freed_entries :]
 
     @property
     def num_prefill_tokens(self) -> int:

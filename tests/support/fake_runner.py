@@ -6,22 +6,27 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.scheduling.beam_search import BeamSearch, Continuation, num_candidates
 from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence
 from quire_engine.step.plan import BeamCandidate, ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.model.kv_layout import KVLayout
 
 VOCAB = 997
+
+Cell: TypeAlias = tuple[int, int, str | None, int]
 
 
 class TokenEchoRunner:
     """Fake of a ModelRunner for tests of policy: real keys and values cannot be compared with tokens.
 
-    Each cell of a block contains the (token, position, adapter) that was written to it. The next token is a hash of all
-    cells in the block table, which must contain exactly the tokens of the sequence. So aliased, stale, unloaded or
-    overwritten blocks and slots fail the test in the step where they occur.
+    Each cell of a block contains the (token, position, adapter, layer group) that was written to it. The next token is
+    a hash of all cells in the block table, which must contain exactly the tokens of the sequence; of a group with a
+    window, the tokens in the window. So aliased, stale, unloaded or overwritten blocks and slots fail the test in the
+    step where they occur.
     """
 
     def __init__(
@@ -31,13 +36,15 @@ class TokenEchoRunner:
         *,
         failure_rng: random.Random | None = None,
         swap_costs: SwapCosts | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
+        self.layout = layout or KVLayout()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.memory = MeasuredMemory(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
-        self.cells: list[list[tuple[int, int, str | None] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.swap_costs = swap_costs or SwapCosts()
-        self.host_cells: dict[int, list[tuple[int, int, str | None] | None]] = {}
+        self.host_cells: dict[int, list[Cell | None]] = {}
         self.host_adapters: dict[str, object] = {}
         self.digest_by_adapter_slot: dict[int, str] = {}
         self.num_computed = 0
@@ -121,8 +128,11 @@ class TokenEchoRunner:
         self.num_computed += span.length
         size = self.block_size
         tokens = [*self._tokens(sequence, span.start, span.end - len(span.draft_token_ids)), *span.draft_token_ids]
-        for position, token in enumerate(tokens, span.start):
-            self.cells[sequence.block_table[position // size]][position % size] = (token, position, adapter_digest)
+        for group in range(self.layout.num_groups):
+            table = sequence.block_table[group :: self.layout.num_groups]
+            for position, token in enumerate(tokens, span.start):
+                self.cells[table[position // size]][position % size] = (token, position, adapter_digest, group)
+        self._check_cells(span, self._tokens(sequence, 0, span.start) + tokens)
 
     def _output(self, span: ScheduledSpan) -> SpanOutput:
         """Return the sampled tokens of a span, or the candidates of a beam that was computed completely."""
@@ -138,13 +148,22 @@ class TokenEchoRunner:
         sequence, sampled = span.sequence, list[int]()
         for num_drafts in range(span.num_sampled_rows):
             tokens = self._tokens(sequence, 0, sequence.num_tokens) + list(span.draft_token_ids[:num_drafts])
-            visible = [cell for block in sequence.block_table for cell in self.cells[block]][: len(tokens)]
-            expected = [(token, i, sequence.adapter_digest) for i, token in enumerate(tokens)]
-            assert visible == expected, f"sequence {sequence.id}: its blocks contain other tokens"
+            self._check_cells(span, tokens)
             sampled.append(next_token(tokens, sequence.adapter_digest))
             if sampled[-1:] != list(span.draft_token_ids[num_drafts : num_drafts + 1]):
                 break
         return sampled
+
+    def _check_cells(self, span: ScheduledSpan, tokens: list[int]) -> None:
+        """Check what the tokens of a span read: `tokens`, the sequence up to the last of them."""
+        sequence, layout = span.sequence, self.layout
+        for group in range(layout.num_groups):
+            table = sequence.block_table[group :: layout.num_groups]
+            is_full = layout.window is None or group < layout.num_full_groups
+            first = 0 if is_full else max(span.start - layout.window + 1, 0)
+            visible = [cell for block in table for cell in self.cells[block]][first : len(tokens)]
+            expected = [(token, i, sequence.adapter_digest, group) for i, token in enumerate(tokens)][first:]
+            assert visible == expected, f"sequence {sequence.id}: its blocks contain other tokens"
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Return the tokens of a span, with the placeholder replaced by its token."""

@@ -17,9 +17,11 @@ from quire_engine.sequence import Sequence
 from quire_engine.step.plan import InFlightStep, StepPlan
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.model.kv_layout import KVLayout
 
 CONFIG = EngineConfig("m", block_size=8, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
 
+ONE_GROUP = KVLayout()
 NEVER_SWAP = SwapCosts()
 ALWAYS_SWAP = SwapCosts(64, seconds_per_block=0.0, seconds_per_token=1.0)
 
@@ -36,6 +38,7 @@ class SchedulerHarness:
     swap_costs: SwapCosts = NEVER_SWAP
     lookahead: bool = False
     """Launch each step, where possible, while the previous one is in flight."""
+    layout: KVLayout = ONE_GROUP
     now: float = 0.0
     next_id: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
@@ -43,13 +46,15 @@ class SchedulerHarness:
     def __post_init__(self) -> None:
         self.block_pool = BlockPool(self.num_blocks)
         self.registry = AdapterRegistry(self.max_loras, 4 * self.max_loras)
-        self.runner = TokenEchoRunner(self.num_blocks, self.config.block_size, swap_costs=self.swap_costs)
+        self.runner = TokenEchoRunner(
+            self.num_blocks, self.config.block_size, swap_costs=self.swap_costs, layout=self.layout
+        )
         for digest in self.adapter_digests:
             self.registry.add(digest, Path(digest), False)
             self.runner.store_adapter(digest, digest)
         block_hasher = BlockHasher("m", "float32", self.config.block_size)
         self.scheduler = Scheduler(
-            self.config, self.block_pool, self.registry, block_hasher, self.max_model_len, self.swap_costs
+            self.config, self.block_pool, self.registry, block_hasher, self.max_model_len, self.swap_costs, self.layout
         )
         if self.scheduler.draft_planner is not None:
             self.scheduler.draft_planner._proposer = ScriptedProposer(

@@ -17,6 +17,7 @@ from typing import Any, Self
 from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
 from quire_engine.scheduling.scheduler import Scheduler
@@ -79,8 +80,13 @@ class Engine:
         self._block_pool = BlockPool(memory.num_blocks)
         self._adapter_registry = _create_adapter_registry(config, checkpoint.shape, memory)
         kv_dtype = memory.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        layout = choose_layout(config, checkpoint.shape)
         block_hasher = BlockHasher(
-            checkpoint.fingerprint, kv_dtype, config.block_size, checkpoint.shape.long_rope_threshold
+            checkpoint.fingerprint,
+            kv_dtype,
+            config.block_size,
+            checkpoint.shape.long_rope_threshold,
+            layout.groups if layout.num_groups > 1 else (),
         )
         self._scheduler = Scheduler(
             config,
@@ -89,10 +95,7 @@ class Engine:
             block_hasher,
             self.max_model_len,
             runner.swap_costs,
-            # A draft model uses the same blocks, and may have no window.
-            None
-            if config.speculative_config and config.speculative_config.model
-            else checkpoint.shape.max_sliding_window,
+            layout,
         )
         self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Runs the copy of an adapter into a slot, by default immediately. An owner with threads can run the copy in

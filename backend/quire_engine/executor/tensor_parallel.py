@@ -13,6 +13,7 @@ from pathlib import Path
 from quire_engine.distributed.communicator import TIMEOUT_S
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
+from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.step.input import max_elements
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
@@ -141,7 +142,13 @@ def create_runner(
         blocks_per_seq = -(-runner.memory.max_model_len // config.block_size)
         num_moves = 2 * runner.swap_costs.num_host_blocks
         worker_group.start_serving(
-            max_elements(config.max_num_seqs, config.max_num_batched_tokens, blocks_per_seq, num_moves)
+            max_elements(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                blocks_per_seq,
+                num_moves,
+                choose_layout(config, shape).num_groups,
+            )
         )
     except Exception as error:
         worker_group.close()

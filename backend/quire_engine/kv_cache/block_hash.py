@@ -32,6 +32,8 @@ class BlockHasher:
     """Sequences with more tokens than this use the rotary embedding of long sequences, see ModelConfig; None: no
     limit.
     """
+    layer_groups: tuple[int, ...] = ()
+    """The group of each layer if there are several, see KVLayout. A group's blocks have the hash and its number."""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Return whether a sequence of `num_tokens` tokens uses the rotary embedding of long sequences."""
@@ -47,6 +49,8 @@ class BlockHasher:
         if long_rope:
             # These bytes are part of the hash, so they must not change.
             fields.append("beyond switch")
+        if self.layer_groups:
+            fields.append(",".join(map(str, self.layer_groups)))
         return hashlib.sha256(b"".join(_encode_field(field) for field in fields)).digest()
 
     def extend(self, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:

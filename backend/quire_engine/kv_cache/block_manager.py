@@ -14,6 +14,7 @@ from quire_engine.sequence import BlockId, Sequence
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
 from quire_spec.errors import Internal
+from quire_spec.model.kv_layout import KVLayout
 
 
 class BlockManager:
@@ -23,17 +24,15 @@ class BlockManager:
     cached block is never written: if the shared prefix of a sequence ends within a block, the sequence gets a copy of
     that block.
 
-    If all layers of a model have a sliding window, blocks outside the widest window are freed while a sequence runs. A
-    block contains the keys and values of all layers, so one layer without a window keeps all blocks.
+    Blocks of layers with a sliding window that have left it are freed while a sequence runs. Blocks of several groups
+    of layers (see KVLayout) are allocated together, one of each group.
     """
 
-    def __init__(
-        self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts, sliding_window: int | None = None
-    ) -> None:
-        """`sliding_window`: see ModelConfig.max_sliding_window."""
+    def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts, layout: KVLayout) -> None:
         self._block_pool = block_pool
-        self._sliding_window = sliding_window
+        self._layout = layout
         self._block_size = block_size
+        self._num_groups = layout.num_groups
         self._swap_costs = swap_costs
         self._host_pool = BlockPool(swap_costs.num_host_blocks)
         # Host blocks that the step in flight reads or writes. A step that is planned ahead reads and writes no host
@@ -43,6 +42,11 @@ class BlockManager:
         self.num_block_copies = 0
         self.num_swapped_out_blocks = 0
         self.num_swapped_in_blocks = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks that a sequence gets at a time, see KVLayout."""
+        return self._num_groups
 
     @property
     def num_host_blocks(self) -> int:
@@ -56,14 +60,14 @@ class BlockManager:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks that `num_tokens` tokens need."""
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self._block_size) * self._num_groups
 
     def num_blocks_needed(self, sequence: Sequence, prefix: PrefixHit) -> int:
         """Return how many free blocks `allocate` would take."""
         num_new_blocks = self.num_blocks(sequence.num_tokens) - len(prefix.blocks)
         return (
             num_new_blocks
-            + self._block_pool.num_evictable(prefix.blocks)
+            + self._block_pool.num_evictable(prefix.held_blocks)
             + self._block_pool.num_evictable(prefix.copy_sources)
         )
 
@@ -71,14 +75,15 @@ class BlockManager:
         """Give a sequence blocks for all its tokens, and plan the copies that fill them from shared and host blocks."""
         # Shared blocks are acquired first, because the allocation below could evict them. Copy sources stay acquired
         # until the step is complete.
-        self._block_pool.acquire(prefix.blocks + prefix.copy_sources)
+        self._block_pool.acquire(prefix.held_blocks + prefix.copy_sources)
         new_blocks = self._block_pool.allocate(self.num_blocks(sequence.num_tokens) - len(prefix.blocks))
-        sequence.block_table, sequence.num_freed_blocks = prefix.blocks + new_blocks, 0
+        sequence.block_table = prefix.blocks + new_blocks
+        sequence.num_freed_entries, sequence.kept_blocks = prefix.num_freed_entries, list(prefix.kept_blocks)
         sequence.num_computed_tokens = prefix.num_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_tokens
-        sequence.num_cached_blocks = len(prefix.blocks)
-        builder.copies += [BlockCopy(source, new_blocks[0]) for source in prefix.copy_sources]
+        sequence.num_cached_blocks = len(prefix.blocks) // self._num_groups
+        builder.copies += map(BlockCopy, prefix.copy_sources, new_blocks)
         builder.swap_ins += [SwapCopy(block, host) for block, host in zip(new_blocks, prefix.host_blocks, strict=False)]
         self.num_block_copies += len(prefix.copy_sources)
         self.num_swapped_in_blocks += len(prefix.host_blocks)
@@ -88,14 +93,14 @@ class BlockManager:
 
     def needs_block(self, sequence: Sequence) -> bool:
         """Return whether the sequence lacks a block for its next token."""
-        return sequence.num_computed_tokens == len(sequence.block_table) * self._block_size
+        return sequence.num_computed_tokens * self._num_groups == len(sequence.block_table) * self._block_size
 
     def append_block(self, sequence: Sequence) -> bool:
         """Ensure that the sequence has a block for its next token. Return False if no block is free."""
         if self.needs_block(sequence):
-            if self._block_pool.num_free == 0:
+            if self._block_pool.num_free < self._num_groups:
                 return False
-            sequence.block_table += self._block_pool.allocate(1)
+            sequence.block_table += self._block_pool.allocate(self._num_groups)
         return True
 
     def append_blocks(self, beams: abc.Sequence[Sequence], builder: StepPlanBuilder) -> bool:
@@ -104,6 +109,7 @@ class BlockManager:
         Beams share all blocks with the beam from which they continue. So if several beams would write one block, all
         beams except one get a copy of it (copy-on-write).
         """
+        num_groups = self._num_groups
         lacking, copying = [], []
         written_blocks: set[BlockId] = set()
         for beam in beams:
@@ -113,28 +119,28 @@ class BlockManager:
                 copying.append(beam)
             else:
                 written_blocks.add(beam.block_table[-1])
-        if len(lacking) + len(copying) > self._block_pool.num_free:
+        if (len(lacking) + len(copying)) * num_groups > self._block_pool.num_free:
             return False
         for beam in lacking:
-            beam.block_table += self._block_pool.allocate(1)
+            beam.block_table += self._block_pool.allocate(num_groups)
         for beam in copying:
             # The copy takes over the beam's reference to the source block until the step is complete. The table is a
             # new list, because a runner sends only the new end of a list that it knows.
-            [block] = self._block_pool.allocate(1)
-            builder.copies.append(BlockCopy(beam.block_table[-1], block))
-            beam.block_table = [*beam.block_table[:-1], block]
-        self.num_block_copies += len(copying)
+            blocks = self._block_pool.allocate(num_groups)
+            builder.copies += map(BlockCopy, beam.block_table[-num_groups:], blocks)
+            beam.block_table = beam.block_table[:-num_groups] + blocks
+        self.num_block_copies += len(copying) * num_groups
         return True
 
     def cancel_copy(self, beam: Sequence, builder: StepPlanBuilder) -> None:
         """Undo the copy that `append_blocks` planned for a beam, if any."""
-        for index, copy in enumerate(builder.copies):
-            if beam.block_table and copy.destination == beam.block_table[-1]:
-                beam.block_table = [*beam.block_table[:-1], copy.source]
-                self._block_pool.free([copy.destination])
-                del builder.copies[index]
-                self.num_block_copies -= 1
-                return
+        written_blocks = beam.block_table[-self._num_groups :]
+        cancelled = [copy for copy in builder.copies if copy.destination in written_blocks]
+        if cancelled:
+            beam.block_table = beam.block_table[: -self._num_groups] + [copy.source for copy in cancelled]
+            self._block_pool.free([copy.destination for copy in cancelled])
+            builder.copies = [copy for copy in builder.copies if copy.destination not in written_blocks]
+            self.num_block_copies -= len(cancelled)
 
     def share(self, sequence: Sequence) -> None:
         """Take a further reference to the blocks of a sequence, for a beam that forks from it."""
@@ -152,20 +158,23 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence."""
         self._block_pool.free(sequence.held_blocks)
-        sequence.block_table, sequence.num_freed_blocks = [], 0
+        sequence.block_table, sequence.num_freed_entries, sequence.kept_blocks = [], 0, []
         sequence.num_computed_tokens = 0
 
     def free_outside_window(self, sequence: Sequence) -> None:
-        """Free the blocks that no later step reads, if all layers have a sliding window.
+        """Free the blocks that no later step reads, because their layers have a sliding window.
 
         A step in flight does not read these blocks either, because its tokens follow the computed tokens.
         """
-        if self._sliding_window is None:
+        layout, first = self._layout, sequence.num_freed_entries
+        end = layout.num_outside_window(sequence.num_computed_tokens, self._block_size) * self._num_groups
+        if end <= first:
             return
-        first_key = sequence.num_computed_tokens - self._sliding_window + 1
-        num_outside = max(first_key // self._block_size, sequence.num_freed_blocks)
-        self._block_pool.free(sequence.block_table[sequence.num_freed_blocks : num_outside])
-        sequence.num_freed_blocks = num_outside
+        kept_blocks, freed_blocks = layout.split_entries(sequence.block_table[first:end])
+        self._block_pool.free(freed_blocks)
+        sequence.kept_blocks += kept_blocks
+        sequence.block_table[first:end] = layout.without_freed(sequence.block_table[first:end])
+        sequence.num_freed_entries = end
 
     def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
         """Plan copies of a sequence's computed blocks to host memory, if copies are cheaper than computing and fit.
@@ -179,7 +188,7 @@ class BlockManager:
         blocks_to_swap = computed_blocks[num_shared_blocks:]
         num_tokens = sequence.num_computed_tokens - num_shared_blocks * self._block_size
         if (
-            sequence.num_freed_blocks
+            sequence.num_freed_entries
             or len(blocks_to_swap) > self._host_pool.num_free
             or sequence.needs_prompt_logprobs
             or not self._swap_costs.is_worthwhile(len(blocks_to_swap), num_tokens)
@@ -240,10 +249,11 @@ class BlockManager:
             self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.held_blocks))
 
     def _check_writes(self, spans: list[ScheduledSpan], ref_counts: Counter[BlockId]) -> None:
-        """Raise Internal if a span writes a block that is shared or cached."""
+        """Raise Internal if a span writes a block that is shared, cached or free."""
         for span in spans:
-            written_blocks = span.sequence.block_table[span.start // self._block_size : self.num_blocks(span.end)]
+            first = span.start // self._block_size * self._num_groups
+            written_blocks = span.sequence.block_table[first : self.num_blocks(span.end)]
             if shared_blocks := [
-                b for b in written_blocks if ref_counts[b] > 1 or self._block_pool.get_hash(b) is not None
+                b for b in written_blocks if ref_counts[b] != 1 or self._block_pool.get_hash(b) is not None
             ]:
                 raise Internal(f"block tables: sequence {span.sequence.id} writes the shared blocks {shared_blocks}")

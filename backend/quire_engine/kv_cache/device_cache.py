@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, row_size, to_device_async
+from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -18,9 +19,10 @@ _MAX_COPY_BYTES = 32 * 2**20
 """Maximum bytes of the temporary buffer of a block copy: the KV cache leaves little memory of a GPU free."""
 
 
-def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers."""
-    return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype))
+def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype, layout: KVLayout | None = None) -> int:
+    """Return the bytes of one block of a layout, by default over all layers."""
+    num_layers = shape.num_layers if layout is None else layout.num_layers
+    return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype)) // shape.num_layers * num_layers
 
 
 class KVCache:
@@ -39,19 +41,25 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_spare_blocks: int = 0,
+        layout: KVLayout | None = None,
     ) -> None:
-        """Allocate `num_blocks` blocks and after them `num_spare_blocks` more, which no sequence gets."""
+        """Allocate `num_blocks` blocks and after them `num_spare_blocks` more, which no sequence gets.
+
+        `layout`: by default, a block belongs to all layers.
+        """
+        self.layout = layout = layout or KVLayout.uniform(shape.num_layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         # The memory is not zeroed here: on a CPU, pages use memory only after the first write.
         row = row_size(shape.head_dim, dtype)
-        size = (shape.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, row)
+        size = (layout.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, row)
         on_cpu = device.type == "cpu"
         typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         # A view of the same memory as an indexable dtype: torch cannot index 8-bit floats on any device.
         self._data = as_indexable(typed_data)
-        self.layers: tuple[Tensor, ...] = tuple(typed_data)
-        """Per layer [2, num_blocks, block_size, num_kv_heads, row_size]: keys at 0, values at 1; see `write_kv`."""
+        self.layers: tuple[Tensor, ...] = tuple(typed_data[row] for row in layout.rows)
+        """Per layer [2, num_blocks, block_size, num_kv_heads, row_size]: keys at 0, values at 1; see `write_kv`. Layers
+        of different groups share a tensor, but no block of it."""
         # With an int8 cache, only bfloat16 queries have a kernel that reads no unwritten tokens, and their dtype is
         # not known here.
         self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads) or dtype == torch.int8
@@ -67,30 +75,34 @@ class KVCache:
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
 
     def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return block tables [num_spans, max_blocks], int64 on the CPU, padded with a block of the same row.
+        """Return the block tables of each group, [num_groups, num_spans, max_blocks], int64 on the CPU, padded with a
+        block of the same row.
 
         Args:
-            blocks: [num_blocks] int64 on the CPU, the tables of all sequences concatenated.
+            blocks: [num_blocks] int64 on the CPU, the tables of all sequences concatenated, see Sequence.block_table.
             lengths: number of tokens in the blocks of each sequence.
         """
         block_counts = [-(-length // self.block_size) for length in lengths]
         num_blocks = torch.tensor(block_counts)
         columns = torch.arange(max(block_counts))
         column_indices = torch.where(columns < num_blocks[:, None], columns, 0)
-        return blocks[(num_blocks.cumsum(0) - num_blocks)[:, None] + column_indices]
+        rows = (num_blocks.cumsum(0) - num_blocks)[:, None] + column_indices
+        if self.layout.num_groups == 1:
+            return blocks[rows][None]
+        return blocks.view(-1, self.layout.num_groups).T[:, rows]
 
     def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the addresses of tokens: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.
 
         Args:
-            tables: result of `pad_tables`.
+            tables: one group's result of `pad_tables`.
             rows: [num_tokens], the row of each token in `tables`.
             positions: [num_tokens], the position of each token in its sequence.
         """
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks in all layers. No block can be both a destination and a source."""
+        """Copy blocks in all their layers. No block can be both a destination and a source."""
         for source_ids, batch_destinations in self._batches(sources, destinations):
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.sequence import BlockId, Sequence
+from quire_spec.model.kv_layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +19,32 @@ class PrefixHit:
 
     num_tokens: int
     blocks: list[BlockId]
-    """Blocks that the prefix fills completely, in order. The sequence shares them."""
+    """Entries of the block table that the prefix fills completely, in order. The sequence shares their blocks."""
     copy_sources: list[BlockId]
-    """The block in which the prefix ends, if it ends within one. The sequence continues in a copy of it."""
+    """The blocks in which the prefix ends, if it ends within them. The sequence continues in copies of them."""
+    num_freed_entries: int = 0
+    """See Sequence, also for `kept_blocks`."""
+    kept_blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[BlockId] = field(default_factory=list)
     """Host blocks with the tokens after `blocks`; only for a swapped-out sequence, which has no `copy_sources`."""
 
+    @property
+    def held_blocks(self) -> list[BlockId]:
+        """The blocks of `blocks` that the sequence takes a reference to."""
+        return self.kept_blocks + self.blocks[self.num_freed_entries :]
+
 
 class PrefixCache:
-    """Shares blocks between sequences with the same first tokens, adapter and salt."""
+    """Shares blocks between sequences with the same first tokens, adapter and salt.
 
-    def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, enabled: bool) -> None:
+    With several groups of layers, each group has blocks of its own, and those of layers with a window are evicted
+    alone. A prefix then ends where the blocks of its last window are cached.
+    """
+
+    def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, layout: KVLayout, enabled: bool) -> None:
         """Create the cache. Even a disabled cache lets a fork share the blocks of its parent."""
         self._block_pool = block_pool
+        self._layout = layout
         self._block_hasher = block_hasher
         self._enabled = enabled
         self.num_queries = 0
@@ -48,14 +62,14 @@ class PrefixCache:
             return PrefixHit(0, [], [])
         parent, block_size = sequence.parent, self._block_hasher.block_size
         if parent is not None and (
-            parent.num_freed_blocks or self._uses_long_rope(parent) != self._uses_long_rope(sequence)
+            parent.num_freed_entries or self._uses_long_rope(parent) != self._uses_long_rope(sequence)
         ):
             parent = None
         if parent is not None and not sequence.block_hashes:
             sequence.block_hashes = parent.block_hashes[: len(sequence.prompt_token_ids) // block_size]
-        cached_blocks = self._cached_blocks(sequence) if self._enabled else []
         max_tokens = sequence.num_prefill_tokens - 1
-        num_cached_tokens = min(len(cached_blocks) * block_size, max_tokens)
+        cached_blocks = self._cached_blocks(sequence, max_tokens) if self._enabled else []
+        num_cached_tokens = min(len(cached_blocks) // self._layout.num_groups * block_size, max_tokens)
         num_parent_tokens = 0
         if parent is not None:
             num_parent_tokens = min(parent.num_computed_tokens, len(sequence.prompt_token_ids), max_tokens)
@@ -67,7 +81,8 @@ class PrefixCache:
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
         """Return the part of `hit` in full blocks, which needs no copy of a block."""
-        return self._make_hit(hit.blocks, len(hit.blocks) * self._block_hasher.block_size)
+        num_rows = len(hit.blocks) // self._layout.num_groups
+        return self._make_hit(hit.blocks, num_rows * self._block_hasher.block_size)
 
     def invalidate_if_rope_switched(self, sequence: Sequence) -> bool:
         """Drop the block hashes of a sequence if its last token crossed the long-rope threshold; return whether it did.
@@ -86,23 +101,40 @@ class PrefixCache:
         self.num_hits += hit.num_tokens
         # Forks are not counted: outputs of one request share a prompt, which predicts nothing about other requests.
         if sequence.parent_id is None:
-            self._block_pool.protect(hit.blocks + hit.copy_sources)
+            self._block_pool.protect(hit.held_blocks + hit.copy_sources)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Cache the blocks that the computed tokens of a sequence fill."""
         num_full = sequence.num_computed_tokens // self._block_hasher.block_size
         if self._enabled and num_full > sequence.num_cached_blocks:
+            num_groups = self._layout.num_groups
             for index in range(sequence.num_cached_blocks, num_full):
-                self._block_pool.cache_block(sequence.block_table[index], self._block_hash(sequence, index))
+                entries = sequence.block_table[index * num_groups : (index + 1) * num_groups]
+                for block, key in zip(entries, self._keys(sequence, index), strict=True):
+                    self._block_pool.cache_block(block, key)
             sequence.num_cached_blocks = num_full
 
     def _make_hit(self, blocks: list[BlockId], num_tokens: int) -> PrefixHit:
+        """Return the hit of the first `num_tokens` tokens of a block table, or of a part of one."""
+        num_groups = self._layout.num_groups
         num_full_blocks, num_partial_tokens = divmod(num_tokens, self._block_hasher.block_size)
-        return PrefixHit(
-            num_tokens,
-            blocks[:num_full_blocks],
-            blocks[num_full_blocks : num_full_blocks + 1] if num_partial_tokens else [],
-        )
+        end = num_full_blocks * num_groups
+        copy_sources = blocks[end : end + num_groups] if num_partial_tokens else []
+        if num_groups == 1:
+            return PrefixHit(num_tokens, blocks[:end], copy_sources)
+        first = self._num_unread(num_full_blocks) * num_groups
+        kept_blocks, _ = self._layout.split_entries(blocks[:first])
+        entries = self._layout.without_freed(blocks[:first]) + blocks[first:end]
+        return PrefixHit(num_tokens, entries, copy_sources, first, kept_blocks)
+
+    def _num_unread(self, num_blocks: int) -> int:
+        """Return how many blocks of layers with a window a sequence does not read after a prefix.
+
+        `num_blocks`: full blocks of the prefix. Tokens after them do not count, so that the prefix without them reads
+        the same blocks.
+        """
+        block_size = self._block_hasher.block_size
+        return self._layout.num_outside_window(num_blocks * block_size, block_size)
 
     def _extend_with_swapped(self, sequence: Sequence, hit: PrefixHit) -> PrefixHit:
         """Extend `hit` by the host blocks of a swapped sequence, if the blocks before them are still cached."""
@@ -113,18 +145,36 @@ class PrefixCache:
             min(sequence.num_swapped_tokens, sequence.num_prefill_tokens - 1),
             hit.blocks,
             [],
-            sequence.host_blocks[num_matched_blocks - num_shared_blocks :],
+            host_blocks=sequence.host_blocks[num_matched_blocks - num_shared_blocks :],
         )
 
-    def _cached_blocks(self, sequence: Sequence) -> list[BlockId]:
-        """Return the cached full blocks from the start of a sequence up to the first block that is not cached."""
+    def _cached_blocks(self, sequence: Sequence, max_tokens: int) -> list[BlockId]:
+        """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
+
+        With several groups, the first block of a row stands for blocks that are not cached. The rows end where a
+        sequence that uses at most `max_tokens` tokens reads none of these.
+        """
+        block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []
-        for index in range(sequence.num_tokens // self._block_hasher.block_size):
-            block = self._block_pool.lookup(self._block_hash(sequence, index))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        num_usable_rows = first_complete_row = 0
+        for index in range(sequence.num_tokens // block_size):
+            row = [self._block_pool.lookup(key) for key in self._keys(sequence, index)]
+            found = [block for block in row if block is not None]
+            if len(found) == num_groups:
+                blocks += found
+            else:
+                if None in row[: max(self._layout.num_full_groups, 1)]:
+                    break
+                first_complete_row = index + 1
+                blocks += [found[0] if block is None else block for block in row]
+            if first_complete_row <= self._num_unread(min((index + 1) * block_size, max_tokens) // block_size):
+                num_usable_rows = index + 1
+        return blocks[: num_usable_rows * num_groups]
+
+    def _keys(self, sequence: Sequence, index: int) -> list[bytes]:
+        """Return the hashes of the blocks of each group that full block `index` of a sequence has."""
+        block_hash = self._block_hash(sequence, index)
+        return [block_hash, *(block_hash + bytes([group]) for group in range(1, self._layout.num_groups))]
 
     def _uses_long_rope(self, sequence: Sequence) -> bool:
         return self._block_hasher.uses_long_rope(sequence.num_tokens)

@@ -45,6 +45,8 @@ class ForwardBatch:
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 without an adapter; empty if no span has an adapter."""
+    groups: tuple["ForwardBatch", ...] = ()
+    """For each group of layers (see KVLayout), the batch with its addresses and attention. Empty if there is one."""
 
     def for_logit_rows(self, rows: slice) -> "ForwardBatch":
         """Return the batch of the output projection for `rows`, a slice of the tokens that need logits."""
@@ -62,17 +64,19 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
     )
     rows, positions = _positions(starts, lengths)
-    addresses = kv_cache.addresses(block_tables, rows, positions)
-    kv_cache.zero_new_blocks(addresses)
+    addresses = torch.stack([kv_cache.addresses(table, rows, positions) for table in block_tables])
+    kv_cache.zero_new_blocks(addresses.flatten())
+    group_addresses = to_device_async(addresses, device).unbind()
+    attentions = [build_attention_metadata(starts, lengths, t, kv_cache.layers[0], device) for t in block_tables]
     segments = _adapter_segments(step_input.adapter_slots, step_input.lengths)
     long_rope = torch.tensor(step_input.long_rope, dtype=torch.bool)[rows] if step_input.long_rope else None
     all_rows = step_input.logit_rows == list(range(num_tokens))
-    return ForwardBatch(
+    batch = ForwardBatch(
         token_ids=to_device_async(step_input.token_ids, device),
         positions=to_device_async(positions, device),
         long_rope=None if long_rope is None else to_device_async(long_rope, device),
-        addresses=to_device_async(addresses, device),
-        attention=build_attention_metadata(starts, lengths, block_tables, kv_cache.layers[0], device),
+        addresses=group_addresses[0],
+        attention=attentions[0],
         adapters=build_lora_batch(segments, num_tokens, device) if segments else None,
         logit_rows=None if all_rows else to_device_async(step_input.logit_rows, device),
         num_logits=len(step_input.logit_rows),
@@ -80,6 +84,10 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
         if segments
         else (),
     )
+    if len(attentions) == 1:
+        return batch
+    groups = [replace(batch, addresses=a, attention=m) for a, m in zip(group_addresses, attentions, strict=True)]
+    return replace(batch, groups=tuple(groups))
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -107,22 +107,25 @@ class LlamaForCausalLM(CausalLM):
         }
         ropes = [angles[rope] for rope in self.shape.ropes]
         aux_layers = self.aux_hidden_state_layers
-        if not aux_layers and self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
+        # They compute all layers with one block table.
+        has_decoder = not aux_layers and not batch.groups
+        if has_decoder and self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
             caches = kv_cache.layers
             return self.fused_decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
         if (
-            not aux_layers
+            has_decoder
             and self.small_batch_decoder is not None
             and len(hidden) <= SMALL_BATCH_TOKENS
             and batch.adapters is None
         ):
             return self.small_batch_decoder(hidden, ropes[0], kv_cache.layers, batch.addresses, batch.attention)
         inputs: dict[int, Tensor] = {}
+        batches = [batch.groups[g] for g in kv_cache.layout.groups] if batch.groups else [batch] * len(self.layers)
         for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, kv_cache.layers, strict=True)):
             if index in aux_layers:
                 # The layer updates the residual stream in place.
                 inputs[index] = hidden.clone()
-            hidden = layer(hidden, rope, layer_cache, batch)
+            hidden = layer(hidden, rope, layer_cache, batches[index])
         if aux_layers:
             inputs[len(self.layers)] = hidden
             self.aux_hidden_states = torch.cat([inputs[index] for index in aux_layers], dim=-1)

@@ -62,7 +62,8 @@ class BeamScheduler:
                 "use fewer, or raise max_num_seqs"
             )
         # Blocks that all beams share. A beam that resumes computes at least one token, also of the prompt, again.
-        num_prompt_blocks = (len(sequence.prompt_token_ids) - 1) // self._block_size
+        num_prompt_tokens = (len(sequence.prompt_token_ids) - 1) // self._block_size * self._block_size
+        num_prompt_blocks = self._block_manager.num_blocks(num_prompt_tokens)
         num_tokens = len(sequence.prompt_token_ids) + sequence.max_output_tokens
         num_needed = num_prompt_blocks + width * (self._block_manager.num_blocks(num_tokens) - num_prompt_blocks)
         if num_needed > self._num_blocks:
@@ -151,6 +152,7 @@ class BeamScheduler:
             output_token_ids=list(beam.output_token_ids),
             output_logprobs=list(beam.output_logprobs),
             block_table=list(beam.block_table),
+            kept_blocks=list(beam.kept_blocks),
             block_hashes=list(beam.block_hashes),
         )
 
@@ -170,6 +172,7 @@ def _to_outputs(group: BeamGroup, search: BeamSearch) -> list[tuple[Sequence, Sp
                 finish_reason=output.finish_reason,
                 output_token_ids=output.token_ids,
                 block_table=[],
+                kept_blocks=[],
             ),
             SpanOutput(output.token_ids, output.logprobs, cumulative_logprob=output.cumulative_logprob),
         )

@@ -15,7 +15,7 @@ from quire_engine.step.builder import StepPlanBuilder
 
 
 class CapacityCheck:
-    """Limits of a step: `max_num_seqs`, and free blocks minus a reserve of one block per running sequence."""
+    """Limits of a step: `max_num_seqs`, and free blocks minus a reserve of one block per group and running sequence."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class CapacityCheck:
         """Return whether a sequence can start if `preempted` running ones stop and free `num_freed_blocks`."""
         num_places = self._num_places(builder, preempted)
         num_reserved = num_places + 1 if num_places and not sequence.resumes_beam_group else 0
-        num_needed = self._block_manager.num_blocks_needed(sequence, prefix) + num_reserved
+        num_needed = self._block_manager.num_blocks_needed(sequence, prefix)
+        num_needed += num_reserved * self._block_manager.num_groups
         return (
             self.has_free_seq(sequence, builder, preempted)
             and num_needed <= self._block_pool.num_free + num_freed_blocks

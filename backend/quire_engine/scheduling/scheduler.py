@@ -35,6 +35,7 @@ from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
+from quire_spec.model.kv_layout import KVLayout
 
 
 class Scheduler:
@@ -91,14 +92,14 @@ class Scheduler:
         block_hasher: BlockHasher,
         max_model_len: int,
         swap_costs: SwapCosts,
-        sliding_window: int | None = None,
+        layout: KVLayout,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
-        self.prefix_cache = PrefixCache(block_pool, block_hasher, config.enable_prefix_caching)
-        self.block_manager = BlockManager(block_pool, config.block_size, swap_costs, sliding_window)
+        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, config.enable_prefix_caching)
+        self.block_manager = BlockManager(block_pool, config.block_size, swap_costs, layout)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
         self._num_arrivals = 0
@@ -124,7 +125,7 @@ class Scheduler:
             raise ConfigError(
                 f"max_model_len: {max_model_len} tokens need {self.block_manager.num_blocks(max_model_len)} KV blocks "
                 f"of {config.block_size} tokens, but the cache has {block_pool.num_blocks} "
-                f"({block_pool.num_blocks * config.block_size} tokens); "
+                f"({block_pool.num_blocks // layout.num_groups * config.block_size} tokens); "
                 "lower max_model_len or raise kv_cache_memory_bytes or gpu_memory_utilization"
             )
 
@@ -215,7 +216,8 @@ class Scheduler:
         apply_placeholders(step_in_flight)
         self._placeholder_plan = step_in_flight
         sequences = [sequence for sequence in self._running if not reaches_max_tokens(sequence)]
-        if sum(map(self.block_manager.needs_block, sequences)) > self._block_pool.num_free:
+        num_lacking = sum(map(self.block_manager.needs_block, sequences))
+        if num_lacking * self.block_manager.num_groups > self._block_pool.num_free:
             return None
         self._planning_async = True
         plan = self._plan_step(sequences, now)

@@ -34,7 +34,7 @@ class StepInput:
     token_ids: Tensor
     """[num_tokens] int64 on the CPU."""
     block_ids: Tensor
-    """[num_blocks] int64 on the CPU: per span, the blocks with its tokens and all tokens before them."""
+    """[num_blocks] int64 on the CPU: per span, the entries of its block table for its tokens and all before them."""
     logit_rows: list[int]
     """Tokens whose logits are computed: first the tokens that sample, then the tokens that need prompt log
     probabilities."""
@@ -95,6 +95,7 @@ def build_step_input(
     block_size: int,
     long_rope_threshold: int | None = None,
     plan: StepPlan | None = None,
+    num_groups: int = 1,
 ) -> StepInput:
     """Flatten sorted spans.
 
@@ -103,13 +104,14 @@ def build_step_input(
         block_size: tokens of a block.
         long_rope_threshold: the model's, see ModelConfig.
         plan: the step of the spans; its copies become part of the input.
+        num_groups: entries of a block table for each `block_size` tokens, see KVLayout.
     """
     token_ids: list[int] = []
     block_ids: list[int] = []
     for span in spans:
         token_ids += span.sequence.tokens(span.start, span.end - len(span.draft_token_ids))
         token_ids += span.draft_token_ids
-        block_ids += span.sequence.block_table[: -(-span.end // block_size)]
+        block_ids += span.sequence.block_table[: -(-span.end // block_size) * num_groups]
     sampled_rows: list[int] = []
     prompt_logprob_rows: list[int] = []
     end = 0
@@ -136,10 +138,14 @@ def build_step_input(
     )
 
 
-def max_elements(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_swaps: int) -> int:
-    """Return the elements of the largest row: at most `num_swaps` blocks are swapped, and one copied per span."""
-    num_elements = max_num_seqs * (7 + max_blocks_per_seq) + 2 * max_num_tokens
-    num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) + 6 * max(max_num_seqs, max_num_tokens)
+def max_elements(
+    max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_swaps: int, num_groups: int = 1
+) -> int:
+    """Return the elements of the largest row: at most `num_swaps` blocks are swapped, and one (of each group) copied
+    per span. `max_blocks_per_seq`: of each group."""
+    num_elements = max_num_seqs * (5 + (2 + max_blocks_per_seq) * num_groups) + 2 * max_num_tokens
+    num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
+    num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
 
 

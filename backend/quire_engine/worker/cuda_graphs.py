@@ -19,6 +19,7 @@ block tables (`DeviceBlockTables`) and chooses the graph; all ranks run the grap
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -87,13 +88,18 @@ class CudaGraphRunner:
         # reassigned.
         self._num_rows = 2 * max_num_seqs
         self._block_tables = DeviceBlockTables(self._num_rows)
-        self._state = SequenceState.empty(self._num_rows + 1, max_blocks, self._device)
+        num_groups, self._max_blocks = kv_cache.layout.num_groups, max_blocks
+        # The tables of all groups of layers are side by side.
+        self._state = SequenceState.empty(self._num_rows + 1, num_groups * max_blocks, self._device)
         self._state.tables[self._num_rows] = kv_cache.num_blocks
         self._inputs = torch.zeros((5, max_tokens), dtype=torch.int64, device=self._device)
         """[5, max_tokens] int64, see `GraphStepInput.inputs`."""
         self._inputs[_ROWS], self._inputs[_SLOTS] = self._num_rows, -1
         # Sized for the largest step. Smaller steps use the first rows, because no two steps run at the same time.
-        self._step_inputs = StepInputs.empty(max_tokens, max_spans, max_blocks, self._device)
+        self._step_inputs = [
+            StepInputs.empty(max_tokens, max_spans, max_blocks, self._device) for _ in range(num_groups)
+        ]
+        """By group of layers."""
         self._decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
         self._hidden: Tensor | None = None
         """[max_tokens, hidden_size]: hidden states of the last step; allocated by the first one."""
@@ -191,7 +197,9 @@ class CudaGraphRunner:
             Logits of the tokens that sample, [num_logits, vocab_size]; None if no token does.
         """
         if graph_input.table_updates.numel():
-            row, column, block = to_device_async(graph_input.table_updates, self._device)
+            row, entry, block = to_device_async(graph_input.table_updates, self._device)
+            num_groups = len(self._step_inputs)
+            column = entry if num_groups == 1 else entry % num_groups * self._max_blocks + entry // num_groups
             self._state.tables.index_put_((row, column), block)
         num_inputs, size = graph_input.inputs.shape
         self._inputs[:num_inputs, :size].copy_(to_device_async(graph_input.inputs, self._device))
@@ -234,14 +242,17 @@ class CudaGraphRunner:
             query_starts = torch.full((num_spans + 1,), size, dtype=torch.int32, device=self._device)
             # Short and long spans are both computed, because only the device knows the lengths.
             lengths = (1, size)
-        inputs = self._step_inputs.first(size, num_spans)
+        inputs = [each.first(size, num_spans) for each in self._step_inputs]
+        tables = torch.split(self._state.tables, self._max_blocks, dim=1)
+        states = [SequenceState(self._state.lengths, table) for table in tables]
         routing = TokenRouting.empty(size, self._num_adapter_slots, self._device) if shape.has_adapters else None
 
         def step() -> None:
             self._state.lengths.index_copy_(0, rows, starts.to(torch.int32))
             if shape.is_mixed:
                 query_starts[:num_spans].copy_(self._inputs[_QUERY_STARTS, :num_spans])
-            prepare_inputs(rows, query_starts, self._state, self._kv_cache.block_size, inputs)
+            for state, out in zip(states, inputs, strict=True):
+                prepare_inputs(rows, query_starts, state, self._kv_cache.block_size, out)
             adapters = None if routing is None else build_routed_lora_batch(slots, routing)
             # Created in each run, because the attention plan that it caches is valid for this run only.
             batch = self._build_batch(size, query_starts, lengths, adapters)
@@ -256,18 +267,23 @@ class CudaGraphRunner:
     def _build_batch(
         self, num_tokens: int, query_starts: Tensor, lengths: tuple[int, ...], adapters: LoRABatch | None
     ) -> ForwardBatch:
-        inputs = self._step_inputs.first(num_tokens, len(query_starts) - 1)
-        tables = inputs.context_lengths, inputs.block_tables
-        return ForwardBatch(
-            token_ids=self._inputs[_TOKENS, :num_tokens],
-            positions=inputs.positions,
-            long_rope=None,
-            addresses=inputs.addresses,
-            attention=AttentionMetadata(query_starts, *tables, _reject_uncapturable_attention, lengths=lengths),
-            adapters=adapters,
-            logit_rows=None,
-            num_logits=num_tokens,
-        )
+        batches = []
+        for group_inputs in self._step_inputs:
+            inputs = group_inputs.first(num_tokens, len(query_starts) - 1)
+            tables = inputs.context_lengths, inputs.block_tables
+            batches.append(
+                ForwardBatch(
+                    token_ids=self._inputs[_TOKENS, :num_tokens],
+                    positions=inputs.positions,
+                    long_rope=None,
+                    addresses=inputs.addresses,
+                    attention=AttentionMetadata(query_starts, *tables, _reject_uncapturable_attention, lengths=lengths),
+                    adapters=adapters,
+                    logit_rows=None,
+                    num_logits=num_tokens,
+                )
+            )
+        return batches[0] if len(batches) == 1 else replace(batches[0], groups=tuple(batches))
 
     def _reserved_bytes(self) -> int:
         """Return the bytes that PyTorch has reserved, and reset the peak of this number."""

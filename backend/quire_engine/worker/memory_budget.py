@@ -38,7 +38,9 @@ class MemoryBudget:
         return self.total - self.weights - self.lora - self.activations - self.graphs
 
 
-def num_kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, budget: MemoryBudget) -> int:
+def num_kv_blocks(
+    config: EngineConfig, max_model_len: int, block_bytes: int, budget: MemoryBudget, num_groups: int = 1
+) -> int:
     """Return the number of blocks of the KV cache.
 
     The number follows from `kv_cache_memory_bytes` if that is set. Otherwise a GPU uses all remaining memory. A CPU
@@ -49,7 +51,7 @@ def num_kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, bu
         ConfigError: one sequence of max_model_len tokens does not fit, or a CPU machine has less memory than
             configured; the message contains the bytes and the settings.
     """
-    blocks_per_sequence = -(-max_model_len // config.block_size)
+    blocks_per_sequence = -(-max_model_len // config.block_size) * num_groups
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
         # Linux would grant the allocation and kill a process when the memory is used.

@@ -173,7 +173,8 @@ class DeviceModelRunner(ModelRunner):
             return graph_input, list(range(len(plan.spans)))
         order = sort_spans(plan.spans)
         spans = [plan.spans[i] for i in order]
-        return build_step_input(spans, self._kv_cache.block_size, self._model.shape.long_rope_threshold, plan), order
+        num_groups, threshold = self._kv_cache.layout.num_groups, self._model.shape.long_rope_threshold
+        return build_step_input(spans, self._kv_cache.block_size, threshold, plan, num_groups), order
 
     def _broadcast_step(self, step_input: StepInput | GraphStepInput) -> AbstractContextManager[None]:
         """Send the step to the other ranks, if any. The other ranks compute the step while the context is active."""

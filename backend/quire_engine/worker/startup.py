@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from quire_engine.kv_cache import layout_choice
 from quire_engine.kv_cache.device_cache import KVCache, block_bytes
 from quire_engine.kv_cache.host_swap import HostSwap
 from quire_engine.kv_cache.swap_policy import SwapCosts
@@ -84,6 +85,7 @@ class RunnerStartup:
         self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
         has_drafter = config.speculative_config is not None and config.speculative_config.model is not None
         should_capture = graph_capture.should_capture(factory.device) and not has_drafter
+        self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
         self._has_compiled = False
@@ -112,11 +114,11 @@ class RunnerStartup:
     def allocate(self) -> RunnerMemory:
         """Measure the free memory, then allocate the KV cache, the CUDA graphs and the swap space."""
         config, shape = self._config, self._model.shape
-        bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype)
+        bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype, self._layout)
         if self._drafter is not None:
             bytes_per_block += self._drafter.block_bytes
         budget = self._measure_memory()
-        num_blocks = num_kv_blocks(config, self._max_model_len, bytes_per_block, budget)
+        num_blocks = num_kv_blocks(config, self._max_model_len, bytes_per_block, budget, self._layout.num_groups)
         if self._communicator is not None:
             num_blocks = self._communicator.all_reduce_min(num_blocks)
         with naming_setting_on_oom("kv_cache_memory_bytes"):
@@ -128,7 +130,7 @@ class RunnerStartup:
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
-        num_host_blocks = int(config.swap_space * 2**30) // bytes_per_block
+        num_host_blocks = layout_choice.num_host_blocks(config, self._layout, bytes_per_block)
         with naming_setting_on_oom("swap_space"):
             host_swap = HostSwap(kv_caches, num_host_blocks) if num_host_blocks else None
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
@@ -153,7 +155,10 @@ class RunnerStartup:
         copies = [BlockCopy(BlockId(0), BlockId(0))] * kv_cache.max_blocks_per_copy
         for spans in steps:
             plan = StepPlan(spans, copies=copies)
-            step_input = build_step_input(spans, kv_cache.block_size, self._model.shape.long_rope_threshold, plan)
+            threshold, num_groups = self._model.shape.long_rope_threshold, self._layout.num_groups
+            for span in spans:
+                span.sequence.block_table *= num_groups
+            step_input = build_step_input(spans, kv_cache.block_size, threshold, plan, num_groups)
             self._run_step(step_input, spans, kv_cache)
 
     @property
@@ -261,7 +266,8 @@ class RunnerStartup:
 
     def _create_cache(self, num_blocks: int) -> KVCache:
         block_size, num_spare_blocks = self._config.block_size, self._num_spare_blocks
-        return KVCache(self._model.shape, num_blocks, block_size, self._cache_dtype, self._device, num_spare_blocks)
+        dtype, device = self._cache_dtype, self._device
+        return KVCache(self._model.shape, num_blocks, block_size, dtype, device, num_spare_blocks, self._layout)
 
 
 def _compiles_kernels(device: torch.device) -> bool:

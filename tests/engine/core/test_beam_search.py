@@ -56,15 +56,27 @@ def _search(oracle: Any, prompt: list[int], **arguments: Any) -> tuple[list[list
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
-    """A checkpoint with an adapter: all parameters on the base model, and some requests with the adapter."""
-    root, rng = tmp_path_factory.mktemp("beams"), random.Random(2)
-    folder = make_checkpoint(root / "model", "llama")
+    """All parameters on the base model, and some requests with an adapter."""
+    suite = _make_suite(tmp_path_factory.mktemp("beams"), "llama", GRID)
+    assert len({len(output) for case in suite.cases for output in case.outputs}) > 5
+    return suite
+
+
+@pytest.fixture(scope="module")
+def gemma_suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """Some parameters on a model that has a window in some layers."""
+    return _make_suite(tmp_path_factory.mktemp("gemma-beams"), "gemma3", GRID[2::6])
+
+
+def _make_suite(root: Path, name: str, grid: list[tuple[int, float, bool | str]]) -> Suite:
+    rng = random.Random(2)
+    folder = make_checkpoint(root / "model", name)
     adapters = {"a": make_adapter(folder, root / "a", seed=1)}
     oracles = {None: load_oracle(folder), "a": load_adapted_oracle(folder, adapters["a"])}
     stem = [rng.randrange(1, VOCAB) for _ in range(21)]
     cases = []
-    for index, (width, length_penalty, early_stopping) in enumerate([*GRID, *GRID[::9]]):
-        adapter = None if index < len(GRID) else "a"
+    for index, (width, length_penalty, early_stopping) in enumerate([*grid, *grid[::9]]):
+        adapter = None if index < len(grid) else "a"
         prompt = stem[: rng.randint(1, 21)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))]
         arguments = {"num_beams": width, "length_penalty": length_penalty, "early_stopping": early_stopping}
         first, _ = _search(oracles[adapter], prompt, num_beams=width, num_return_sequences=width)
@@ -76,7 +88,6 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
         params = {"use_beam_search": True, "n": width, "max_tokens": NUM_TOKENS, "stop_token_ids": stop_ids}
         params |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
         cases.append(Case(prompt, params, adapter, outputs, scores))
-    assert len({len(output) for case in cases for output in case.outputs}) > 5
     return Suite(folder, adapters, cases)
 
 
@@ -142,6 +153,17 @@ def test_searches_and_other_sequences_equal_transformers(
     assert (stats.num_preemptions > 0) == ("preempted" in scenario)
     assert (stats.num_swapped_in_blocks > 0) == ("swapped" in scenario)
     assert stats.num_block_copies > 0 and stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("scenario", ["one step ahead", "in chunks, nothing cached", "preempted"])
+def test_searches_equal_transformers_with_windows_in_some_layers(gemma_suite: Suite, scenario: str) -> None:
+    engine = _engine(gemma_suite, **SCENARIOS[scenario])
+    cases = dict(enumerate(gemma_suite.cases))
+    requests = [SequenceRequest(i * IDS_PER_REQUEST, c.prompt, c.params, c.adapter) for i, c in cases.items()]
+    outputs = _run(engine, requests)
+    for i, case in cases.items():
+        assert [outputs[i * IDS_PER_REQUEST + beam] for beam in range(len(case.outputs))] == case.outputs
+    assert engine.stats().num_block_copies > 0 and engine.stats().num_used_blocks == 0
 
 
 def test_scores_n_and_logprobs(suite: Suite) -> None:

@@ -23,6 +23,7 @@ from transformers import Mxfp4Config
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
+from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
@@ -183,7 +184,7 @@ def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
     _check(_generate(engine, case.prompts, arrival_ratio=0.2), case.references)
     # Sequences that free the blocks outside their window may have enough of them, and are not swapped without them.
-    if ModelConfig.load(case.folder).max_sliding_window is None:
+    if set(ModelConfig.load(case.folder).sliding_windows) == {None}:
         assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
         assert (engine.stats().num_swapped_in_blocks > 0) == ("swapped" in scenario)
 
@@ -277,8 +278,52 @@ def test_blocks_that_have_left_the_window_of_all_layers_are_freed(cases, changes
     assert (engine.stats().num_preemptions > 0) == preempting
 
 
-def test_one_layer_without_a_window_keeps_all_blocks(cases):
-    assert [ModelConfig.load(cases(name).folder).max_sliding_window for name in ("mistral", "gemma2")] == [24, None]
+@pytest.mark.parametrize(
+    "changes", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}], ids=str
+)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
+def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, changes):
+    """A sequence has three blocks for the window of 16 tokens, and all blocks of the other layers."""
+    case, num_tokens = cases(name), MAX_MODEL_LEN - 40
+    prompt = [random.Random(4).randrange(VOCAB) for _ in range(40)]
+    layout = KVLayout.from_model(ModelConfig.load(case.folder), MAX_MODEL_LEN)
+    num_windowed = layout.num_groups - layout.num_full_groups
+    assert num_windowed > 0 < layout.num_full_groups
+    engine = Engine.from_config(_config(case.folder, block_size=8, **changes))
+    params = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+    outputs = []
+    for _ in range(2):  # the second time from the prefix cache
+        engine.add(SequenceRequest(0, prompt, params))
+        outputs.append([])
+        while engine.has_work:
+            result = engine.step()
+            outputs[-1] += [token for delta in result.results for token in delta.token_ids]
+            engine.check_integrity()
+            num_blocks = -(-(len(prompt) + len(outputs[-1]) + 1) // 8)
+            if outputs[-1]:
+                assert result.stats.num_used_blocks <= layout.num_full_groups * num_blocks + num_windowed * 4
+    assert engine.stats().prefix_cache_hits == 32 + 7
+    full = torch.tensor([prompt + outputs[0]])
+    with torch.inference_mode():
+        logits = load_oracle(case.folder)(full).logits[0, len(prompt) - 1 : -1]
+    assert outputs[0] == outputs[1] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
+def test_more_sequences_run_if_layers_with_a_window_have_their_own_blocks(cases, name, monkeypatch):
+    """In the memory of two sequences of the longest length."""
+    case = cases(name)
+    prompts, most_running = [[i] * 60 for i in range(8)], []
+    for _ in range(2):
+        engine = Engine.from_config(_config(case.folder, 2 * MAX_MODEL_LEN // 8, block_size=8))
+        for i, prompt in enumerate(prompts):
+            engine.add(SequenceRequest(i, prompt, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}))
+        num_running = []
+        while engine.has_work:
+            num_running.append(engine.step().stats.num_running)
+        most_running.append(sum(num_running) / len(num_running))
+        monkeypatch.setattr(KVLayout, "from_model", lambda shape, _: KVLayout.uniform(shape.num_layers))
+    assert most_running[0] > 1.2 * most_running[1], most_running
 
 
 @pytest.mark.parametrize("fork_at_start", [True, False])

@@ -9,15 +9,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fake_runner import VOCAB, expected_beam_outputs, expected_output
-from support.scheduler_harness import SchedulerHarness
+from support.scheduler_harness import NEVER_SWAP, ONE_GROUP, SchedulerHarness
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import BeamGroup, SequenceStatus
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import InvalidArgument
+from quire_spec.model.kv_layout import KVLayout
 
 STOPS = frozenset(range(0, VOCAB, 8))
+LAYOUTS = [
+    ONE_GROUP,
+    KVLayout.uniform(1, window=9),
+    # Layers by group, groups, groups without a window, window.
+    KVLayout(1, (0, 1), (0, 0), 2, 1, 5),
+    KVLayout(2, (0, 0, 1, 2, 1, 2, 2), (0, 1, 0, 0, 1, 1, 0), 3, 1, 16),
+    KVLayout(1, (0, 1, 2), (0, 0, 0), 3, 2, 20),
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -34,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap=st.builds(SwapCosts, st.integers(0, 12), st.sampled_from([0.0, 5.0]), st.just(1.0)),
         lookahead=st.booleans(),
         num_drafts=st.sampled_from([0, 0, 3]),
+        layout=st.sampled_from(LAYOUTS),
     )
     def start(
         self,
@@ -47,7 +57,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap: SwapCosts,
         lookahead: bool,
         num_drafts: int,
+        layout: KVLayout,
     ) -> None:
+        if layout.num_groups > 1:
+            swap = NEVER_SWAP
         config = EngineConfig(
             "m",
             block_size=block_size,
@@ -60,8 +73,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             device="cuda",
             speculative_config=SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
         )
+        num_blocks = 48 // block_size * layout.num_groups + num_spare_blocks
         self.harness = SchedulerHarness(
-            config, 48 // block_size + num_spare_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts
+            config, num_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts, layout
         )
         self.requests: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
         self.num_drafts = num_drafts
@@ -194,7 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.harness.scheduler.num_running <= self.harness.config.max_num_seqs
         for sequence in [*self.harness.sequences.values(), *beams]:
             # Each sequence wastes less than one block at any time, beside those of a rejected draft.
-            allocated = len(sequence.block_table) * self.harness.config.block_size
+            num_groups = self.harness.layout.num_groups
+            allocated = len(sequence.block_table) * self.harness.config.block_size / num_groups
             assert allocated < sequence.num_tokens + self.num_drafts + self.harness.config.block_size
 
     def teardown(self) -> None:

@@ -51,12 +51,12 @@ def _run(folder):
     """Run a prompt, then a step with its next token and another prompt; return tokens and prompt log probabilities."""
     runner = DeviceModelRunner(dataclasses.replace(CONFIG, model=str(folder)), ModelConfig.load(folder), folder)
     draw = torch.Generator().manual_seed(1)
-    sequences = []
+    sequences, num_blocks = [], 4 * runner._kv_cache.layout.num_groups
     for id, length in enumerate((21, 9)):
         prompt = torch.randint(VOCAB, (length,), generator=draw).tolist()
         params = SamplingParams(temperature=float(id), top_p=0.9, prompt_logprobs=0)
         sequences.append(Sequence(id, prompt, params, seed=3, max_output_tokens=9))
-        sequences[-1].block_table = list(range(8 * id, 8 * id + 4))
+        sequences[-1].block_table = list(range(num_blocks * id, num_blocks * (id + 1)))
     first, second = sequences
     results = runner.execute(StepPlan([ScheduledSpan(first, 0, 21, None)]))
     first.num_computed_prompt_logprobs = 20

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of the KV cache: which layers share a block, and which blocks a sequence needs no more.
+
+The engine and the planner use it. Pure arithmetic, like memory_sizing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from quire_spec.model.model_config import ModelConfig
+
+Block = TypeVar("Block")
+
+_MAX_GROUPS = 16
+"""Each group costs time in every step. One more is possible, because layers of two kinds share no group."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Groups of layers. A block contains `block_size` tokens of the layers of one group.
+
+    A model with layers of one kind has one group. Otherwise layers with a window and layers without one are in separate
+    groups of `num_layers` layers, so that all blocks have one size and come from one pool. A block table then has
+    `num_groups` entries for each `block_size` tokens, those of the groups without a window first.
+    """
+
+    num_layers: int = 1
+    """Layers in a block. In the last group of each kind, some may be unused."""
+    groups: tuple[int, ...] = (0,)
+    """For each layer of the model, its group."""
+    rows: tuple[int, ...] = (0,)
+    """For each layer of the model, its place in the blocks of its group."""
+    num_groups: int = 1
+    num_full_groups: int = 0
+    """Groups whose layers attend to all keys; with one group: 0, see `window`."""
+    window: int | None = None
+    """Number of keys, with its own, that a token attends to in the other groups; None: all."""
+
+    @classmethod
+    def uniform(cls, num_layers: int, window: int | None = None) -> Self:
+        """Return the layout with one group. `window`: see ModelConfig.max_sliding_window."""
+        return cls(num_layers, (0,) * num_layers, tuple(range(num_layers)), window=window)
+
+    @classmethod
+    def from_model(cls, shape: ModelConfig, max_model_len: int) -> Self:
+        """Return the layout of a model whose sequences have at most `max_model_len` tokens.
+
+        A layer whose window is not shorter counts as one without a window.
+        """
+        windows = [window for window in shape.sliding_windows if window is not None and window < max_model_len]
+        num_windowed, num_full = len(windows), shape.num_layers - len(windows)
+        if not (num_windowed and num_full):
+            return cls.uniform(shape.num_layers, shape.max_sliding_window)
+        size = max(min(num_windowed, num_full), -(-shape.num_layers // _MAX_GROUPS))
+        num_full_groups, num_windowed_groups = -(-num_full // size), -(-num_windowed // size)
+        groups, rows, counts = [], [], {True: 0, False: 0}
+        for window in shape.sliding_windows:
+            is_full = window is None or window >= max_model_len
+            index, row = divmod(counts[is_full], size)
+            groups.append(index if is_full else num_full_groups + index)
+            rows.append(row)
+            counts[is_full] += 1
+        num_groups = num_full_groups + num_windowed_groups
+        return cls(size, tuple(groups), tuple(rows), num_groups, num_full_groups, max(windows))
+
+    def num_outside_window(self, num_tokens: int, block_size: int) -> int:
+        """Return how many first block_size tokens no token after the first `num_tokens` reads in a layer with a window.
+
+        In blocks; 0 if layers without a window are in the same group.
+        """
+        return 0 if self.window is None else max(num_tokens - self.window + 1, 0) // block_size
+
+    def split_entries(self, entries: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+        """Split entries of a block table, the first one of group 0, into blocks without a window and with one."""
+        size = self.num_groups
+        full = [block for i, block in enumerate(entries) if i % size < self.num_full_groups]
+        return full, [block for i, block in enumerate(entries) if i % size >= self.num_full_groups]
+
+    def without_freed(self, entries: Sequence[Block]) -> list[Block]:
+        """Return entries of which those of freed blocks are replaced by a block of the same sequence, if it has one.
+
+        Attention ignores the contents, but it may read them, and NaN of another sequence would spread.
+        """
+        size = self.num_groups
+        return [entries[i - i % size] if i % size >= self.num_full_groups else entries[i] for i in range(len(entries))]

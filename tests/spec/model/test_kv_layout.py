@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of layers that share KV blocks, for any pattern of windows."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire_spec.model.kv_layout import KVLayout
+
+
+def make_layout(windows, max_model_len=100):
+    is_uniform = None not in windows
+    shape = SimpleNamespace(
+        sliding_windows=tuple(windows),
+        num_layers=len(windows),
+        max_sliding_window=max(windows) if is_uniform else None,
+    )
+    return KVLayout.from_model(shape, max_model_len)
+
+
+@given(st.lists(st.sampled_from([None, 16, 40, 100]), min_size=1, max_size=40))
+def test_each_layer_has_a_place_of_its_own_beside_layers_of_its_kind(windows):
+    layout = make_layout(windows)
+    places = list(zip(layout.groups, layout.rows, strict=True))
+    assert len(set(places)) == len(windows)
+    assert set(layout.groups) == set(range(layout.num_groups))
+    assert set(layout.rows) == set(range(layout.num_layers))
+    needs_all_keys = [window is None or window >= 100 for window in windows]
+    if layout.num_groups == 1:
+        assert len(set(needs_all_keys)) == 1
+    else:
+        is_full = [group < layout.num_full_groups for group in layout.groups]
+        assert is_full == needs_all_keys
+        assert layout.window == max(w for w in windows if w is not None and w < 100)
+        assert layout.num_groups <= 17
+        # Fewer places are unused than a group of each kind has.
+        assert 0 <= layout.num_layers * layout.num_groups - len(windows) < 2 * layout.num_layers
+
+
+@pytest.mark.parametrize(("num_layers", "period", "expected"), [(26, 2, (13, 2)), (48, 6, (8, 6)), (26, 6, (4, 7))])
+def test_groups_of_published_models(num_layers, period, expected):
+    """Gemma 2 2B, Gemma 3 12B and 1B: every second or sixth layer has no window."""
+    layout = make_layout([None if i % period == period - 1 else 16 for i in range(num_layers)])
+    assert (layout.num_layers, layout.num_groups) == expected and layout.num_full_groups == 1
+
+
+@given(st.integers(0, 300), st.integers(1, 50), st.sampled_from([8, 16]))
+def test_blocks_outside_the_window(num_tokens, window, block_size):
+    """The next token has position num_tokens and attends to `window` keys, its own included."""
+    layout = make_layout([None, window])
+    outside = layout.num_outside_window(num_tokens, block_size)
+    first_key = max(num_tokens - window + 1, 0)
+    assert outside * block_size <= first_key < (outside + 1) * block_size
+
+
+def test_splits_the_entries_of_a_block_table():
+    layout = make_layout([None, 16, None, 16, 16, None, 16])
+    assert (layout.num_groups, layout.num_full_groups) == (3, 1)
+    assert layout.split_entries([1, 2, 3, 4, 5, 6]) == ([1, 4], [2, 3, 5, 6])
+    assert layout.without_freed([1, 2, 3, 4, 5, 6]) == [1, 1, 1, 4, 4, 4]
