@@ -68,6 +68,25 @@ QWEN3_30B_A3B = QWEN_7B | {
     "head_dim": 128,
     "vocab_size": 151936,
 }
+GEMMA3_12B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1000000.0,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "torch_dtype": "bfloat16",
+}
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 192,
@@ -97,6 +116,8 @@ MODELS = {
     "moe-fp8": checkpoint_info(QWEN3_30B_A3B | {"quantization_config": {"quant_method": "fp8"}}, 31 * GIB),
     "qwen-0.5b": checkpoint_info(QWEN_05B),
     "tiny": checkpoint_info(TINY),
+    "gemma": checkpoint_info(GEMMA3_12B),
+    "gemma-full": checkpoint_info(GEMMA3_12B | {"sliding_window": None}),
 }
 
 

@@ -17,6 +17,7 @@ from quire_engine.core.compute_thread import ComputeThread
 from quire_engine.core.engine import Engine
 from quire_engine.core.server import CoreServer
 from quire_engine.ipc import process
+from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_spec.constants import CORE_SOCKET
 from quire_spec.model import memory_sizing
 from quire_spec.model.capabilities import DTYPE_BYTES, KV_SCALE_BYTES
@@ -49,7 +50,11 @@ def log_memory(engine: Engine) -> None:
     weights = memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size
     lora = num_slots * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element_bytes)
     kv = memory.num_blocks * memory_sizing.kv_block_bytes(
-        shape, memory.block_size, kv_element_bytes, KV_SCALE_BYTES.get(config.kv_cache_dtype, 0)
+        shape,
+        memory.block_size,
+        kv_element_bytes,
+        KV_SCALE_BYTES.get(config.kv_cache_dtype, 0),
+        choose_layout(config, engine.shape).num_layers,
     )
     for part, planned_bytes, measured_bytes in (
         ("weights", weights, memory.weights_bytes),
@@ -61,7 +66,7 @@ def log_memory(engine: Engine) -> None:
         )
     logger.info(
         "kv cache num_blocks=%d block_size=%d tokens=%d max_model_len=%d device=%s dtype=%s",
-        *(memory.num_blocks, memory.block_size, memory.num_blocks * memory.block_size),
+        *(memory.num_blocks, memory.block_size, memory.kv_tokens),
         *(engine.max_model_len, memory.device, memory.dtype),
     )
 

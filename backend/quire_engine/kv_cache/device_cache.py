@@ -21,8 +21,8 @@ _MAX_COPY_BYTES = 32 * 2**20
 
 def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype, layout: KVLayout | None = None) -> int:
     """Return the bytes of one block of a layout, by default over all layers."""
-    num_layers = shape.num_layers if layout is None else layout.num_layers
-    return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype)) // shape.num_layers * num_layers
+    num_layers = None if layout is None else layout.num_layers
+    return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype), num_layers)
 
 
 class KVCache:

@@ -145,6 +145,9 @@ class RunnerStartup:
             device=config.device,
             swap_bytes=host_swap.num_bytes if host_swap is not None else 0,
             tensor_parallel_size=config.tensor_parallel_size,
+            kv_tokens=self._layout.num_tokens(
+                num_blocks // self._layout.num_groups * config.block_size, self._max_model_len, config.block_size
+            ),
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(measured, f)}" for f in MeasuredMemory.__slots__))
         return RunnerMemory(kv_cache, graphs, host_swap, swap_costs, measured)

@@ -82,6 +82,8 @@ class MeasuredMemory:
     """Bytes of KV swap space in host memory."""
     tensor_parallel_size: int = 1
     """Number of tensor-parallel ranks."""
+    kv_tokens: int = 0
+    """Tokens that fit in sequences of max_model_len tokens, see KVLayout.num_tokens; 0: from a version without it."""
 
 
 @dataclass(frozen=True, slots=True)

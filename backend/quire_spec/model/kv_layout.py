@@ -64,6 +64,31 @@ class KVLayout:
         num_groups = num_full_groups + num_windowed_groups
         return cls(size, tuple(groups), tuple(rows), num_groups, num_full_groups, max(windows))
 
+    @property
+    def total_layers(self) -> int:
+        """Layers of one block of each group, with unused places."""
+        return self.num_layers * self.num_groups
+
+    def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
+        """Return how many tokens fit, in sequences of `max_model_len` tokens, where `pool_tokens` fit in all layers.
+
+        One sequence has all its blocks, because a prompt has them when it starts; the others have left their windows.
+        """
+        if self.window is None or self.num_groups == 1 or pool_tokens <= max_model_len:
+            return pool_tokens
+        num_windowed = self.num_groups - self.num_full_groups
+        window = min(self.window + 2 * block_size, max_model_len)
+        per_sequence = self.num_full_groups * max_model_len + num_windowed * window
+        return max_model_len + (pool_tokens - max_model_len) * self.num_groups * max_model_len // per_sequence
+
+    def max_length(self, pool_tokens: int, num_seqs: int, block_size: int) -> int:
+        """Return the length of `num_seqs` sequences that fit where `pool_tokens` fit in all layers, see num_tokens."""
+        length = pool_tokens // num_seqs
+        if self.window is None or self.num_groups == 1 or length <= self.window + 2 * block_size:
+            return length
+        windowed = (num_seqs - 1) * (self.num_groups - self.num_full_groups) * (self.window + 2 * block_size)
+        return (pool_tokens * self.num_groups - windowed) // (self.num_groups + (num_seqs - 1) * self.num_full_groups)
+
     def num_outside_window(self, num_tokens: int, block_size: int) -> int:
         """Return how many first block_size tokens no token after the first `num_tokens` reads in a layer with a window.
 

@@ -7,13 +7,20 @@ The planner calls it before an engine exists, and the engine calls it to divide 
 from quire_spec.model.model_config import ModelConfig
 
 
-def kv_block_bytes(model_config: ModelConfig, block_size: int, element_bytes: int, scale_bytes: int = 0) -> int:
-    """Return the bytes of one KV block over all layers: keys and values of `block_size` tokens.
+def kv_block_bytes(
+    model_config: ModelConfig,
+    block_size: int,
+    element_bytes: int,
+    scale_bytes: int = 0,
+    num_layers: int | None = None,
+) -> int:
+    """Return the bytes of one KV block: keys and values of `block_size` tokens.
 
-    `scale_bytes` is the size of the scale of a key or value; 0 means that keys and values have no scales.
+    `scale_bytes` is the size of the scale of a key or value; 0 means that keys and values have no scales. `num_layers`:
+    layers in the block, by default all.
     """
     row_bytes = model_config.head_dim * element_bytes + scale_bytes
-    return 2 * model_config.num_layers * block_size * model_config.num_kv_heads * row_bytes
+    return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
 
 
 def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:

@@ -91,8 +91,13 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
     utilization = _utilization(inputs, tp)
     per_token = limits.kv_bytes_per_token(inputs, tp)
     kv_bytes = _kv_bytes(inputs, tp, costs, utilization, seqs, per_token)
-    kv_tokens = min(max(0, kv_bytes // per_token), MAX_KV_TOKENS)
-    return Candidate(tp, tokens, seqs, utilization, costs, kv_bytes, kv_tokens, _context_length(inputs, kv_tokens))
+    # In all layers. More fit if blocks leave a window.
+    pool_tokens = min(max(0, kv_bytes // per_token), MAX_KV_TOKENS)
+    length = _context_length(inputs, pool_tokens)
+    kv_tokens = pool_tokens
+    if length:
+        kv_tokens = min(limits.kv_layout(inputs).num_tokens(pool_tokens, length, MAX_BLOCK_SIZE), MAX_KV_TOKENS)
+    return Candidate(tp, tokens, seqs, utilization, costs, kv_bytes, kv_tokens, length)
 
 
 def choose_block_size(inputs: PlannerInputs, candidate: Candidate) -> int:
@@ -146,12 +151,13 @@ def round_up_to_blocks(num_tokens: int) -> int:
     return -(-num_tokens // MAX_BLOCK_SIZE) * MAX_BLOCK_SIZE
 
 
-def _context_length(inputs: PlannerInputs, kv_tokens: int) -> int:
-    block_tokens = kv_tokens // MAX_BLOCK_SIZE * MAX_BLOCK_SIZE
+def _context_length(inputs: PlannerInputs, pool_tokens: int) -> int:
+    block_tokens = pool_tokens // MAX_BLOCK_SIZE * MAX_BLOCK_SIZE
     if inputs.engine.maxModelLen is not None:
         return inputs.engine.maxModelLen if block_tokens >= inputs.engine.maxModelLen else 0
     limit = limits.max_context(inputs)
-    length = min(limit, block_tokens // inputs.engine.minConcurrency)
+    length = limits.kv_layout(inputs).max_length(block_tokens, inputs.engine.minConcurrency, MAX_BLOCK_SIZE)
+    length = min(limit, length)
     if length < limit:
         length = length // CONTEXT_STEP * CONTEXT_STEP
     return length if length >= limits.min_context(inputs) else 0

@@ -59,11 +59,15 @@ def round_up_mib(size: int) -> int:
     return -(-size // MIB) * MIB
 
 
-def kv_bytes_per_token(shape: ModelConfig, element_bytes: int, tp: int, scale_bytes: int = 0) -> int:
-    """Return the KV bytes of one token on each of `tp` devices. KV heads are replicated if there are fewer than
-    `tp`."""
+def kv_bytes_per_token(
+    shape: ModelConfig, element_bytes: int, tp: int, scale_bytes: int = 0, num_layers: int | None = None
+) -> int:
+    """Return the KV bytes of one token on each of `tp` devices. KV heads are replicated if there are fewer than `tp`.
+
+    `num_layers`: by default all layers.
+    """
     heads = max(1, shape.num_kv_heads // tp)
-    return memory_sizing.kv_block_bytes(shape, 1, element_bytes, scale_bytes) // shape.num_kv_heads * heads
+    return memory_sizing.kv_block_bytes(shape, 1, element_bytes, scale_bytes, num_layers) // shape.num_kv_heads * heads
 
 
 def weights_bytes(files_bytes: int, tp: int) -> int:

@@ -15,6 +15,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
+from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
 
@@ -183,11 +184,19 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
     return element_bytes(inputs) if inputs.engine.kvCacheDtype in (None, "auto") else 1
 
 
+def kv_layout(inputs: PlannerInputs) -> KVLayout:
+    """Return which layers share KV blocks, if the longest context is planned."""
+    if inputs.draft is not None:
+        return KVLayout.uniform(inputs.model.shape.num_layers)
+    return KVLayout.from_model(inputs.model.shape, max_context(inputs))
+
+
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
     """Return the KV bytes of one token on each of `tp` devices, or on the first, which has those of a draft model."""
     scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
     element, draft = kv_element_bytes(inputs), inputs.draft
-    model_bytes = device_memory.kv_bytes_per_token(inputs.model.shape, element, tp, scale_bytes)
+    num_layers = kv_layout(inputs).total_layers
+    model_bytes = device_memory.kv_bytes_per_token(inputs.model.shape, element, tp, scale_bytes, num_layers)
     if draft is None or draft.kv_shape is None:
         return model_bytes
     return model_bytes + device_memory.kv_bytes_per_token(draft.kv_shape, element, 1, scale_bytes)

@@ -263,6 +263,17 @@ def test_counts_the_scales_of_an_int8_kv_cache():
     assert kv_bytes_per_token(planner_inputs("qwen", None, NO_LORA), 1) == 28 * 2 * 4 * 128 * 4
 
 
+def test_counts_layers_with_a_window_up_to_their_window():
+    """In the memory of 32 requests of 8192 tokens, more fit if 40 of 48 layers keep 1024 tokens and two blocks."""
+    spec = NO_LORA + "\nengine: {maxModelLen: 8192, kvCacheMemory: 96Gi}"
+    plan, full = (plan_for(model, "NVIDIA-H200", spec) for model in ("gemma", "gemma-full"))
+    assert full.kvTokens == 32 * 8192 and full.concurrency == 32
+    assert plan.kvTokens == 8192 + 31 * 8192 * 6 * 8192 // (8192 + 5 * (1024 + 256))
+    spec = NO_LORA + "\nengine: {minConcurrency: 32}"
+    lengths = [plan_for(model, "NVIDIA-H200", spec).maxModelLen.value for model in ("gemma", "gemma-full")]
+    assert lengths[0] > 3 * lengths[1]
+
+
 def test_rejects_a_context_longer_than_the_model_supports():
     assert unplannable("qwen", H100, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 32769}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,

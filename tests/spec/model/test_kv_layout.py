@@ -60,3 +60,20 @@ def test_splits_the_entries_of_a_block_table():
     assert (layout.num_groups, layout.num_full_groups) == (3, 1)
     assert layout.split_entries([1, 2, 3, 4, 5, 6]) == ([1, 4], [2, 3, 5, 6])
     assert layout.without_freed([1, 2, 3, 4, 5, 6]) == [1, 1, 1, 4, 4, 4]
+
+
+@given(
+    st.lists(st.sampled_from([None, 16, 40]), min_size=1, max_size=12),
+    st.integers(100, 10_000),
+    st.integers(1, 40),
+)
+def test_capacity_of_sequences_that_have_left_their_windows(windows, pool_tokens, num_seqs):
+    layout = make_layout(windows, max_model_len=10_000)
+    length = layout.max_length(pool_tokens, num_seqs, 8)
+    num_windowed = 0 if layout.num_groups == 1 else layout.num_groups - layout.num_full_groups
+    kept = layout.num_groups * length - num_windowed * max(length - (layout.window or 0) - 16, 0)
+    used = layout.num_groups * length + (num_seqs - 1) * kept
+    one_more = (layout.num_groups - num_windowed) * (num_seqs - 1) + layout.num_groups * num_seqs
+    assert used <= pool_tokens * layout.num_groups < used + one_more
+    if length:
+        assert layout.num_tokens(pool_tokens, length, 8) >= num_seqs * length

@@ -254,7 +254,7 @@ def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
     """Return the measurements of the pod with the fewest KV tokens."""
     memories = [(p.report.memory, p.report.core_started_at) for p in ready_pods(observed) if p.report]
     measurements = [
-        (memory.num_blocks * memory.block_size, memory.num_blocks, _format_time(started_at))
+        (memory.kv_tokens or memory.num_blocks * memory.block_size, memory.num_blocks, _format_time(started_at))
         for memory, started_at in memories
         if memory and 0 < memory.num_blocks < _MAX_KV_VALUE and 0 < memory.block_size < _MAX_KV_VALUE
     ]
