@@ -14,7 +14,16 @@ from quire_kernels.attention import (
     reads_whole_blocks,
 )
 from quire_kernels.dispatch import Op
-from quire_kernels.experts import ExpertActivation, ExpertWeights, SwiGLU, fused_experts, pack_experts, topk_softmax
+from quire_kernels.experts import (
+    ExpertActivation,
+    ExpertWeights,
+    SwiGLU,
+    fused_experts,
+    has_experts_kernel,
+    pack_experts,
+    quantize_experts,
+    topk_softmax,
+)
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
@@ -43,14 +52,16 @@ from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedA
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
 from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.prefill_attention import prepare_chunk_attention, select_prefill_attention
-from quire_kernels.quantization import GROUP_SIZE, quantize_fp8, quantize_int4, quantize_int8
+from quire_kernels.quantization import GROUP_SIZE, e2m1_codebook, quantize_fp8, quantize_int4, quantize_int8
 from quire_kernels.quantized_linear import (
     QuantizedWeight,
+    converts_fp8,
     has_kernel_for_shape,
     has_quantized_kernel,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
+    pack_weight_mxfp4,
     quantized_linear,
     supports_int4,
 )

@@ -3,8 +3,8 @@
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,13 @@ from quire_kernels import cpu_native
 from quire_kernels.activation import get_gated_op
 from quire_kernels.dispatch import Op
 from quire_kernels.huge_pages import HugePageArena
-from quire_kernels.linear import PANEL_COLUMNS, is_panel_packed, pack_weight
+from quire_kernels.linear import PANEL_COLUMNS, LinearWeight, is_panel_packed, pack_weight, quantize_weight
+from quire_kernels.quantized_linear import (
+    QuantizedWeight,
+    has_kernel_for_shape,
+    has_quantized_kernel,
+    quantized_linear,
+)
 
 CHUNK_ROWS = 4096
 """Number of (token, expert) pairs that the compiled kernel computes at a time, which limits its memory."""
@@ -42,15 +48,38 @@ ExpertActivation: TypeAlias = str | SwiGLU
 class ExpertWeights:
     """Weights of all experts of a layer."""
 
-    gate_up: Tensor
-    """[num_experts, 2 * intermediate_size, hidden_size], or packed by `pack_experts`."""
-    down: Tensor
-    """[num_experts, hidden_size, intermediate_size], or packed."""
+    gate_up: LinearWeight
+    """[num_experts, 2 * intermediate_size, hidden_size], or packed by `pack_experts`. Quantized: [num_experts * 2 *
+    intermediate_size, hidden_size]."""
+    down: LinearWeight
+    """[num_experts, hidden_size, intermediate_size], or packed. Quantized, if `gate_up` is: [num_experts * hidden_size,
+    intermediate_size]."""
     gate_up_bias: Tensor | None
     """[num_experts, 2 * intermediate_size]."""
     down_bias: Tensor | None
     """[num_experts, hidden_size]."""
     activation: ExpertActivation
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        if isinstance(self.down, QuantizedWeight):
+            return self.down.shape[0] // self.hidden_size
+        return len(self.down) * PANEL_COLUMNS // self.hidden_size if is_panel_packed(self.down) else len(self.down)
+
+    @property
+    def hidden_size(self) -> int:
+        """Input and output features."""
+        if isinstance(self.gate_up, QuantizedWeight):
+            return self.gate_up.shape[1]
+        return self.gate_up.shape[1] * 2 if is_panel_packed(self.gate_up) else self.gate_up.shape[2]
+
+    @property
+    def intermediate_size(self) -> int:
+        """Intermediate features of an expert."""
+        if isinstance(self.down, QuantizedWeight):
+            return self.down.shape[1]
+        return self.down.shape[1] * 2 if is_panel_packed(self.down) else self.down.shape[2]
 
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
@@ -91,14 +120,14 @@ def fused_experts(
         x: [num_tokens, hidden_size].
         ids: [num_tokens, top_k] int64, different experts in each row.
         weights: [num_tokens, top_k] float32.
-        experts: dtype of x.
+        experts: dtype of x, or quantized.
         residual: [num_tokens, hidden_size], contiguous, dtype of x; updated in place and returned.
 
     Returns:
         [num_tokens, hidden_size], dtype of x.
     """
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
-    for expert in range(len(experts.gate_up)):
+    for expert in range(experts.num_experts):
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         if len(tokens):
             y = _compute_expert(x[tokens], expert, experts)
@@ -113,24 +142,24 @@ fused_experts.register_lazy("cuda", "own", "quire_kernels.gpu.experts")
 def _fused_experts_cpu(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    if not is_panel_packed(experts.gate_up):
+    is_quantized = isinstance(experts.gate_up, QuantizedWeight)
+    if not (experts.gate_up.is_panel_packed if is_quantized else is_panel_packed(experts.gate_up)):
         return _fused_experts_sorted(x, ids, weights, experts, residual)
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
-    inner = experts.down.shape[1] * 2
-    num_experts = experts.down.shape[0] * PANEL_COLUMNS // hidden
+    num_experts, inner = experts.num_experts, experts.intermediate_size
     # The compiled kernel does not check its arguments.
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and ids.dtype == torch.int64
     assert ids.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
-    assert experts.gate_up.shape[1] * 2 == hidden and len(experts.gate_up) * PANEL_COLUMNS == num_experts * 2 * inner
+    assert experts.gate_up.shape[1] == (hidden if is_quantized else hidden // 2)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     out = x.new_empty(num_tokens, hidden) if residual is None else residual
     chunk = min(num_tokens, max(1, CHUNK_ROWS // top_k))
     workspace = x.new_empty(chunk * top_k * (2 * hidden + 3 * inner))
     swiglu = experts.activation if isinstance(experts.activation, SwiGLU) else None
     biases = [None if bias is None else bias.data_ptr() for bias in (experts.gate_up_bias, experts.down_bias)]
+    stacks = [_ExpertStack.of(weight, num_experts) for weight in (experts.gate_up, experts.down)]
     native = _Experts(
-        experts.gate_up.data_ptr(),
-        experts.down.data_ptr(),
+        *stacks,
         *biases,
         num_experts,
         hidden,
@@ -161,7 +190,7 @@ def _fused_experts_sorted(
     top_k = ids.shape[1]
     flat_ids = ids.flatten()
     order = flat_ids.argsort(stable=True)
-    counts = torch.bincount(flat_ids, minlength=len(experts.gate_up)).tolist()
+    counts = torch.bincount(flat_ids, minlength=experts.num_experts).tolist()
     rows, results = x[order // top_k], []
     for expert, part in enumerate(rows.split(counts)):
         if len(part):
@@ -177,14 +206,21 @@ def _compute_expert(x: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
     gate_up_bias, down_bias = (
         None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
     )
-    gate_up = F.linear(x, experts.gate_up[expert], gate_up_bias)
-    return F.linear(experts.activate(gate_up), experts.down[expert], down_bias)
+    gate_up = _multiply(x, experts.gate_up, expert, experts.num_experts, gate_up_bias)
+    return _multiply(experts.activate(gate_up), experts.down, expert, experts.num_experts, down_bias)
+
+
+def _multiply(x: Tensor, weight: LinearWeight, expert: int, num_experts: int, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear.reference(x, weight.part(expert, num_experts), bias)
+    return F.linear(x, weight[expert], bias)
 
 
 def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> ExpertWeights:
     """Return weights for `fused_experts` in panels (see `pack_weight`) that are allocated from `arena`. Weights that
     the compiled kernel does not support are returned unchanged.
     """
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     hidden, inner = experts.down.shape[1:]
     is_supported = (
         cpu_native.supports(experts.gate_up, experts.down)
@@ -198,11 +234,54 @@ def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> 
     return ExpertWeights(gate_up, down, experts.gate_up_bias, experts.down_bias, experts.activation)
 
 
+def quantize_experts(experts: ExpertWeights, quantization: str, arena: HugePageArena | None = None) -> ExpertWeights:
+    """Quantize weights for `fused_experts`, see `quantize_weight`; those that have no compiled kernel on a CPU that has
+    kernels are packed and not quantized."""
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
+    sizes, (dtype, device) = (experts.hidden_size, experts.intermediate_size), (experts.down.dtype, experts.down.device)
+    if cpu_native.supports(experts.down) and not has_experts_kernel(*sizes, experts.activation, dtype, device):
+        return pack_experts(experts, arena)
+    gate_up, down = (quantize_weight(w.flatten(0, 1), quantization, arena) for w in (experts.gate_up, experts.down))
+    return replace(experts, gate_up=gate_up, down=down)
+
+
+def has_experts_kernel(
+    hidden_size: int, intermediate_size: int, activation: ExpertActivation, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether `fused_experts` has a kernel for quantized weights of these sizes on this device. On a CPU, an
+    expert must consist of whole panels."""
+    if device.type != "cpu" or not has_quantized_kernel(dtype, device):
+        return has_quantized_kernel(dtype, device)
+    has_shapes = has_kernel_for_shape(2 * intermediate_size, hidden_size) and has_kernel_for_shape(
+        hidden_size, intermediate_size
+    )
+    return has_shapes and (activation == "silu" or isinstance(activation, SwiGLU))
+
+
+class _ExpertStack(ctypes.Structure):
+    """Stack of csrc/experts.cpp."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        *((n, ctypes.c_int64) for n in ("bytes", "is_int8")),
+    )
+
+    @classmethod
+    def of(cls, weight: LinearWeight, num_experts: int) -> Self:
+        """Return the panels of a weight, which must live as long as the result."""
+        if not isinstance(weight, QuantizedWeight):
+            return cls(weight.data_ptr(), None, weight.nbytes // num_experts, False)
+        codes = None if weight.struct is None else weight.address
+        return cls(weight.values.data_ptr(), codes, weight.values.nbytes // num_experts, codes is None)
+
+
 class _Experts(ctypes.Structure):
     """The C struct QuireExperts of csrc/experts.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, _ExpertStack) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias")),
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "inner", "activation")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers and embeddings. On a CPU, a linear's weight is packed once for the processor's GEMM."""
 
+from collections.abc import Callable
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -24,6 +25,7 @@ from quire_kernels.quantized_linear import (
 # Elements of the smallest float32 weight that is packed. torch uses oneDNN for bf16 only; oneDNN takes 11 us instead of
 # 2 us for 64 x 192 and 1 token, and compiles a GEMM for every number of tokens (0.2 ms and up, once).
 MIN_PACKED = 1 << 16
+_QUANTIZED_ROWS = 1 << 13
 
 LinearWeight: TypeAlias = Tensor | QuantizedWeight
 
@@ -160,11 +162,26 @@ def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | No
     if weight.device.type == "cpu" and cpu_native.supports(weight) and not has_kernel_for_shape(*weight.shape):
         return pack_weight(weight, arena)
     if quantization == "int4":
-        return pack_weight_int4(*quantize_int4(weight), arena, dtype=dtype, int8_activations=True)
+        codes, scales, zeros = _quantize_rows(quantize_int4, weight)
+        return pack_weight_int4(codes, scales, zeros, arena, dtype=dtype, int8_activations=True)
     if quantization == "fp8":
-        return pack_weight_fp8(*quantize_fp8(weight), arena, dtype=dtype)
-    weight_only = quantization == "int8_weight_only"
-    return pack_weight_int8(*quantize_int8(weight), arena, dtype=dtype, weight_only=weight_only)
+        values, scales = _quantize_rows(quantize_fp8, weight)
+        return pack_weight_fp8(values, scales, arena, dtype=dtype)
+    values, scales = _quantize_rows(quantize_int8, weight)
+    return pack_weight_int8(values, scales, arena, dtype=dtype, weight_only=quantization == "int8_weight_only")
+
+
+def _quantize_rows(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
+    """Quantize some rows at a time: the copies in float32 of all experts of a layer would take gigabytes."""
+    parts = [quantize(rows) for rows in weight.split(_QUANTIZED_ROWS)]
+    if len(parts) == 1:
+        return parts[0]
+    # torch.cat has no kernel for 8-bit floating point.
+    columns = [
+        [part.view(torch.uint8) if part.itemsize == 1 else part for part in column]
+        for column in zip(*parts, strict=True)
+    ]
+    return tuple(torch.cat(column).view(part.dtype) for column, part in zip(columns, parts[0], strict=True))
 
 
 def supports_embedding(packed: LinearWeight) -> TypeGuard[Tensor]:

@@ -85,6 +85,13 @@ def int4_codebook() -> Tensor:
 
 
 @functools.cache
+def e2m1_codebook() -> Tensor:
+    """Return the values of the 16 codes of MXFP4, whose highest bit is the sign: [16] bfloat16."""
+    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.bfloat16)
+    return torch.cat((magnitudes, -magnitudes))
+
+
+@functools.cache
 def int8_codebook() -> Tensor:
     """Return the magnitudes of codes of 7 bits and a sign, for integers: [128] bfloat16."""
     return torch.arange(128, dtype=torch.bfloat16)

@@ -3,8 +3,9 @@
 
 Schemes, with the names that vLLM uses:
 
-- w4a16: 4 bits; each group of inputs has a scale, and optionally a zero point or a table of values (MXFP4). For
-  weights that were quantized at load, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
+- w4a16: integers of 4 bits; each group of inputs has a scale, and optionally a zero point. For weights that were
+  quantized at load, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
+- mxfp4: 4-bit floating point (E2M1); each group of inputs has a power of 2 as its scale.
 - fp8: float8_e4m3fn; a scale for each row, or for each block of 128 x 128.
 - w8a16: integers of 8 bits; a scale for each row.
 - w8a8: integers of 8 bits; a scale for each row. Each 64 inputs of a token are quantized to 8 bits, too.
@@ -14,8 +15,8 @@ rows on every device and in every dtype, so that a quantized model runs everywhe
 """
 
 import ctypes
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.quantization import (
+    e2m1_codebook,
     expand_groups,
     fp8_codebook,
     int4_codebook,
@@ -33,11 +35,12 @@ from quire_kernels.quantization import (
     to_sign_and_magnitude,
 )
 
-Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "fp8"]
+Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "mxfp4", "fp8"]
 
 PANEL_COLUMNS = 32
 """Output columns of a panel: kColumns in csrc/tile.h."""
 _INPUTS_MULTIPLE = 16
+MIN_CAPABILITY_FOR_FP8 = (8, 9)
 FP8_BLOCK = 128
 """Rows and columns of a block that has a scale."""
 
@@ -65,11 +68,11 @@ class QuantizedWeight:
     group_size: int
     """Number of inputs that share a scale."""
     scales: Tensor | None = None
-    """[out_features, groups] float32; None: the panels contain the scales."""
+    """[out_features, groups] float32; mxfp4: float8_e8m0fnu. None: the panels contain the scales."""
     zeros: Tensor | None = None
     """Zero points of 4-bit codes, [out_features, groups] uint8; None: the panels contain them, or they are 8."""
     codebook: Tensor | None = None
-    """Values of the codes, bfloat16; None for w8a8, and for fp8 that is not in panels."""
+    """Values of the codes in panels, bfloat16; None: w8a8, or not in panels."""
     struct: _Weight | None = None
     """C struct for compiled kernels, which points into the tensors; None for w8a8, and for weights that are not in
     panels.
@@ -91,15 +94,22 @@ class QuantizedWeight:
         assert self.is_panel_packed
         return self.values.data_ptr() if self.struct is None else ctypes.addressof(self.struct)
 
+    def part(self, index: int, num_parts: int) -> Self:
+        """Return one of `num_parts` weights of equal shape that were packed below each other, not into panels."""
+        assert self.scales is not None
+        values, scales = (tensor.tensor_split(num_parts)[index] for tensor in (self.values, self.scales))
+        zeros = None if self.zeros is None else self.zeros.tensor_split(num_parts)[index]
+        return replace(self, shape=(len(values), self.shape[1]), values=values, scales=scales, zeros=zeros)
+
     def dequantize(self) -> Tensor:
         """Return the weight as float32 [out_features, in_features]."""
         assert self.scales is not None
-        scales = expand_groups(self.scales, self.group_size, self.shape[1])
-        if self.scheme != "w4a16":
+        scales = expand_groups(self.scales.float(), self.group_size, self.shape[1])
+        if self.scheme not in ("w4a16", "mxfp4"):
             return self.values.float() * scales
-        assert self.codebook is not None
         codes = torch.stack((self.values & 15, self.values >> 4), 2).flatten(1)
-        values = self.codebook.float()[codes.long()]
+        codebook = int4_codebook() if self.scheme == "w4a16" else e2m1_codebook()
+        values = codebook.to(codes.device).float()[codes.long()]
         if self.zeros is not None:
             values -= expand_groups(self.zeros, self.group_size, self.shape[1]).float() - 8
         return values * scales
@@ -199,7 +209,6 @@ def pack_weight_int4(
     arena: HugePageArena | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    codebook: Tensor | None = None,
     int8_activations: bool = False,
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`.
@@ -215,27 +224,49 @@ def pack_weight_int4(
             (q - zero).
         arena: allocates panels.
         dtype: of the activations.
-        codebook: [16], exact in bfloat16: the value of a code q is scale * codebook[q]. Not allowed with `zeros`.
-        int8_activations: whether the compiled kernel quantizes the activations of each group to 8 bits. Not allowed
-            with `codebook`.
+        int8_activations: whether the compiled kernel quantizes the activations of each group to 8 bits.
     """
-    out_features, in_features = values.shape
-    group_size = in_features // scales.shape[1]
-    assert group_size * scales.shape[1] == in_features and in_features % 2 == 0
-    assert codebook is None or (zeros is None and not int8_activations)
-    table = int4_codebook() if codebook is None else codebook.to("cpu", torch.bfloat16).contiguous()
-    scales = scales.float().contiguous()
+    group_size, scales = _group_size(values, scales), scales.float().contiguous()
     if _has_kernel(values, dtype) and group_size % 4 == 0:
-        return _pack_codes(
-            "w4a16", values, scales, zeros, group_size, table, arena, int8_activations and group_size % 16 == 0
-        )
-    pairs = values[:, ::2] | values[:, 1::2] << 4
-    table = table.to(values.device)
-    return QuantizedWeight("w4a16", (out_features, in_features), pairs, group_size, scales, zeros, table)
+        int8_inputs = int8_activations and group_size % 16 == 0
+        return _pack_codes("w4a16", values, scales, zeros, group_size, int4_codebook(), arena, int8_inputs)
+    return QuantizedWeight("w4a16", tuple(values.shape), _pack_pairs(values), group_size, scales, zeros)
+
+
+def pack_weight_mxfp4(
+    values: Tensor, scales: Tensor, arena: HugePageArena | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> QuantizedWeight:
+    """Return an MXFP4 weight for `linear`: 4-bit floating point with powers of 2 as scales.
+
+    Args:
+        values: [out_features, in_features] uint8, indices of `e2m1_codebook`.
+        scales: [out_features, groups] float8_e8m0fnu. The groups have equal sizes, a multiple of 4 inputs.
+        arena: allocates panels.
+        dtype: of the activations.
+    """
+    group_size, scales = _group_size(values, scales), scales.contiguous()
+    if _has_kernel(values, dtype):
+        return _pack_codes("mxfp4", values, scales.float(), None, group_size, e2m1_codebook(), arena)
+    return QuantizedWeight("mxfp4", tuple(values.shape), _pack_pairs(values), group_size, scales)
+
+
+def _group_size(values: Tensor, scales: Tensor) -> int:
+    (in_features, num_groups) = values.shape[1], scales.shape[1]
+    assert in_features % num_groups == in_features % 2 == 0
+    return in_features // num_groups
+
+
+def _pack_pairs(values: Tensor) -> Tensor:
+    return values[:, ::2] | values[:, 1::2] << 4
 
 
 def pack_weight_fp8(
-    values: Tensor, scales: Tensor, arena: HugePageArena | None = None, *, dtype: torch.dtype = torch.bfloat16
+    values: Tensor,
+    scales: Tensor,
+    arena: HugePageArena | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    group_size: int = FP8_BLOCK,
 ) -> QuantizedWeight:
     """Return an 8-bit floating-point weight for `linear`.
 
@@ -245,22 +276,22 @@ def pack_weight_fp8(
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
         scales: float32. One element: a scale for the whole weight. [out_features] or [out_features, 1]: for each row.
-            [out_features, in_features / 128]: for each 128 inputs of a row. [out_features / 128, in_features / 128]:
+            [out_features, in_features / group_size]: for each group of a row. [out_features / 128, in_features / 128]:
             for each block of 128 x 128. Quotients are rounded up.
         arena: allocates panels.
         dtype: of the activations.
+        group_size: inputs that have a common scale, if a row has several.
     """
     out_features, in_features = values.shape
-    scales, group_size = scales.float(), in_features
+    scales = scales.float()
     if scales.numel() == 1:
-        scales = scales.reshape(1, 1).expand(out_features, 1)
+        scales, group_size = scales.reshape(1, 1).expand(out_features, 1), in_features
     elif scales.shape in ((out_features,), (out_features, 1)):
-        scales = scales.reshape(out_features, 1)
+        scales, group_size = scales.reshape(out_features, 1), in_features
     else:
-        group_size = FP8_BLOCK
         if scales.shape[0] != out_features:
             scales = scales.repeat_interleave(FP8_BLOCK, 0)[:out_features]
-        assert scales.shape == (out_features, -(-in_features // FP8_BLOCK))
+        assert scales.shape == (out_features, -(-in_features // group_size))
     scales = scales.contiguous()
     if _has_kernel(values, dtype):
         return _pack_codes("fp8", values.view(torch.uint8), scales, None, group_size, fp8_codebook(), arena)
@@ -277,6 +308,11 @@ def has_quantized_kernel(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type == "cuda":
         return len(quantized_linear.implementations("cuda")) > 1
     return cpu_native.supports(torch.empty(1, dtype=dtype, device=device))
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Return whether kernels can read float8_e4m3fn on this device: a GPU needs instructions for it."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY_FOR_FP8
 
 
 def has_kernel_for_shape(out_features: int, in_features: int) -> bool:
@@ -300,7 +336,7 @@ def _pack_codes(
     int8_inputs: bool = False,
 ) -> QuantizedWeight:
     """Pack codes into panels of csrc/codes.cpp. Scales are stored as float16 if that does not change their values."""
-    (out_features, in_features), bits = codes.shape, 4 if scheme == "w4a16" else 8
+    (out_features, in_features), bits = codes.shape, 4 if scheme in ("w4a16", "mxfp4") else 8
     halves = scales.half()
     stored_scales = halves if torch.equal(halves.float(), scales) else scales
     group_bytes = PANEL_COLUMNS * (stored_scales.itemsize + (zeros is not None))

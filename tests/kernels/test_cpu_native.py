@@ -25,6 +25,7 @@ from quire_kernels import (
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
+    pack_weight_mxfp4,
     paged_attention,
     qk_norm,
     quantize_fp8,
@@ -105,8 +106,7 @@ def _pack(scheme: str, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     quantizes, group_size = group_size.endswith("a8"), group_size.removesuffix("a8")
     codes, scales, zeros = quantize_int4(weight, int(group_size.removesuffix("s")) if group_size else in_features)
     if bits == "mxfp4":
-        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        return pack_weight_int4(codes, scales, None, dtype=dtype, codebook=torch.cat((table, -table)))
+        return pack_weight_mxfp4(codes, scales.to(torch.float8_e8m0fnu), dtype=dtype)
     zeros = None if group_size.endswith("s") else zeros
     return pack_weight_int4(codes, scales, zeros, dtype=dtype, int8_activations=quantizes)
 

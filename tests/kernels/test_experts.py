@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: every implementation equals the reference, and the reference equals the formula."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.quantized_experts import SCHEMES, WEIGHT_ONLY, dequantize, make_dense, quantize
 from support.requirements_of_machine import requires_native_kernels
 from torch import Tensor
 
-from quire_kernels import ExpertWeights, SwiGLU, cpu_native, experts, fused_experts, pack_experts, topk_softmax
+from quire_kernels import (
+    ExpertWeights,
+    QuantizedWeight,
+    SwiGLU,
+    cpu_native,
+    experts,
+    fused_experts,
+    pack_experts,
+    quantize_experts,
+    topk_softmax,
+)
 from quire_kernels.linear import is_panel_packed
 
 SWIGLU = SwiGLU(alpha=1.702, limit=1.5)
@@ -105,3 +118,56 @@ def test_compiled_experts_equal_the_reference(num_tokens, top_k, activation, num
 def test_weights_without_a_compiled_kernel_stay_unpacked(hidden, inner, activation):
     weights = make_experts(2, hidden, inner, activation, torch.bfloat16)
     assert pack_experts(weights) is weights
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", SWIGLU], ids=["silu", "gelu", "swiglu"])
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+def test_quantized_experts_equal_the_experts_that_they_stand_for(scheme, activation):
+    quantized = quantize(make_dense(4, 160, 96, activation), scheme)
+    assert (quantized.num_experts, quantized.intermediate_size) == (4, 96)
+    inputs = make_inputs(30, 160, 4, 2)
+    expected = fused_experts.reference(*inputs, dequantize(quantized))
+    assert expected.std() > 0.1
+    for implementation in (fused_experts, fused_experts.reference):
+        torch.testing.assert_close(implementation(*inputs, quantized), expected)
+
+
+@pytest.mark.parametrize(("quantization", "max_error"), [("int8", 0.02), ("int4", 0.15), ("fp8", 0.05)])
+def test_experts_are_quantized_at_load(quantization, max_error):
+    dense = make_dense(4, 160, 96, "silu")
+    quantized = quantize_experts(dense, quantization)
+    assert isinstance(quantized.gate_up, QuantizedWeight) and isinstance(quantized.down, QuantizedWeight)
+    inputs = make_inputs(30, 160, 4, 2)
+    expected = fused_experts(*inputs, dense)
+    assert 0 < (fused_experts(*inputs, quantized) - expected).std() < max_error * expected.std()
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("activation", ["silu", SWIGLU], ids=["silu", "swiglu"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (9, 1), (70, 4), (600, 3)])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_compiled_quantized_experts_equal_the_reference(
+    num_tokens, top_k, scheme, activation, num_threads, monkeypatch
+):
+    monkeypatch.setattr(experts, "CHUNK_ROWS", 900)
+    dense = make_dense(5, 96, 64, activation)
+    biases = {name: getattr(dense, name).bfloat16() for name in ("gate_up_bias", "down_bias")}
+    dense = replace(dense, **biases) if top_k != 2 else replace(dense, gate_up_bias=None, down_bias=None)
+    packed, plain = quantize(dense, scheme, torch.bfloat16), quantize(dense, scheme)
+    assert packed.gate_up.is_panel_packed and not plain.gate_up.is_panel_packed
+    x, ids, shares = make_inputs(num_tokens, 96, 5, top_k, torch.bfloat16)
+    expected = fused_experts.reference(x.double(), ids, shares.double(), _double(dequantize(plain)))
+    torch.set_num_threads(num_threads)
+    try:
+        found = fused_experts(torch.cat((x, x), dim=1)[:, :96], ids, shares, packed)
+        residual = torch.randn(num_tokens, 96).bfloat16()
+        sums = residual.double() + expected
+        assert fused_experts(x, ids, shares, packed, residual) is residual
+    finally:
+        torch.set_num_threads(1)
+    # w8a8 also rounds the inputs of both products to 8 bits.
+    bits = 5 if scheme == "w8a8" else 7
+    for result, wanted in ((found, expected), (residual, sums)):
+        error = result.double() - wanted
+        assert error.norm() < 2**-bits * wanted.norm() and error.abs().max() < 2 ** (2 - bits) * wanted.abs().max()

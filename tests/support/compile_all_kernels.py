@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support import sass
+from support import quantized_experts, sass
 from support.attention_batches import make_batch
 
 import quire_kernels as ops
@@ -180,17 +180,17 @@ def _call_lora(kernel_of: Any) -> None:
 
 
 def _call_experts(kernel_of: Any) -> None:
-    """Experts as in Qwen3-30B-A3B and in gpt-oss, in steps of several sizes."""
-    gate_up, down = torch.empty(16, 1536, 2048, dtype=BF16), torch.empty(16, 2048, 768, dtype=BF16)
-    biases = torch.empty(16, 1536, dtype=BF16), torch.empty(16, 2048, dtype=BF16)
+    """Experts as in Qwen3-30B-A3B and in gpt-oss, and quantized ones, in steps of several sizes."""
+    gate_up, down = torch.zeros(16, 1536, 2048, dtype=BF16), torch.zeros(16, 2048, 768, dtype=BF16)
+    biases, swiglu = (torch.empty(16, 1536, dtype=BF16), torch.empty(16, 2048, dtype=BF16)), ops.SwiGLU(1.702, 7.0)
+    plain = ops.ExpertWeights(gate_up, down, None, None, "silu")
+    quantized = [quantized_experts.quantize(plain, scheme) for scheme in ("mxfp4", "int4", "int8", "fp8, blocks")]
+    quantized[0] = replace(quantized[0], gate_up_bias=biases[0], down_bias=biases[1], activation=swiglu)
     ops.route_tokens.dispatch_table["cpu"] = kernel_of(ops.route_tokens)
     for num_tokens in (1, 5, 16, 500):
         x, weights = torch.empty(num_tokens, 2048, dtype=BF16), torch.empty(num_tokens, 8)
         ids = torch.zeros(num_tokens, 8, dtype=torch.int64)
-        for experts in (
-            ops.ExpertWeights(gate_up, down, None, None, "silu"),
-            ops.ExpertWeights(gate_up, down, *biases, ops.SwiGLU(1.702, 7.0)),
-        ):
+        for experts in (plain, ops.ExpertWeights(gate_up, down, *biases, swiglu), *quantized):
             kernel_of(ops.fused_experts)(x, ids, weights, experts)
 
 

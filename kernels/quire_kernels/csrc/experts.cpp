@@ -3,7 +3,8 @@
 // sum of each token's experts.
 //
 // A step of 64 tokens gives each of 16 experts about 8 rows, so reading the weights takes as long as multiplying them.
-// Each thread therefore reads its part of every expert's weights once and in memory order.
+// Each thread therefore reads its part of every expert's weights once and in memory order. Weights of 4 and 8 bits are
+// multiplied by codes.cpp, int4.cpp and int8.cpp, one expert after the other.
 
 #include <omp.h>
 
@@ -63,13 +64,43 @@ struct Sorted {
   }
 };
 
+// Columns [from, to) of a token: out = (add ? out : 0) + sum over its experts of weights * outputs.
+void sum_choices(const bf16* outputs, const int64_t* positions, const float* weights, int64_t top_k, bf16* out,
+                 int64_t hidden, int64_t from, int64_t to, bool add) {
+  for (int64_t i = from; i < to; i += kLanes) {
+    __m512 sum = add ? load(out + i) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < top_k; k++)
+      sum = _mm512_fmadd_ps(load(outputs + positions[k] * hidden + i), _mm512_set1_ps(weights[k]), sum);
+    store(out + i, sum);
+  }
+}
+
+// Weights of all experts below each other, in panels; `_ExpertStack` of experts.py.
+struct Stack {
+  const uint8_t* panels;
+  const QuireWeight* codes;  // describes panels of codes.cpp, or null
+  int64_t bytes;             // of an expert
+  int64_t is_int8;           // 1: panels of int8.cpp
+
+  bool is_quantized() const { return codes || is_int8; }
+  const bf16* expert(int64_t e) const { return (const bf16*)(panels + e * bytes); }
+
+  // out [rows, n] = x [rows, k] W^T + bias with the weights of expert e, which are quantized. All threads take part.
+  void multiply(int64_t e, const bf16* x, const bf16* bias, bf16* out, int64_t rows, int64_t n, int64_t k) const {
+    if (is_int8) return quire_linear_int8(x, k, panels + e * bytes, bias, out, rows, n, k, 0);
+    QuireWeight weight = *codes;
+    weight.panels = panels + e * bytes;
+    quire_linear_codes(x, k, &weight, bias, out, rows, n, k, 0);
+  }
+};
+
 }  // namespace
 
 extern "C" {
 
 // Experts of a layer; `_Experts` of experts.py.
 struct QuireExperts {
-  const bf16 *gate_up, *down;            // packed: [experts, 2 * inner, hidden], [experts, hidden, inner]
+  Stack gate_up, down;                   // [experts, 2 * inner, hidden], [experts, hidden, inner]
   const bf16 *gate_up_bias, *down_bias;  // [experts, 2 * inner], [experts, hidden], or null
   int64_t experts, hidden, inner, activation;
   float alpha, limit;
@@ -90,6 +121,33 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
     bf16* const gate_up = inputs + pairs * hidden;       // [pairs, 2 * inner]
     bf16* const gated = gate_up + pairs * 2 * inner;     // [pairs, inner]
     bf16* const outputs = gated + pairs * inner;         // [pairs, hidden]
+    if (a.gate_up.is_quantized()) {
+#pragma omp parallel for schedule(static)
+      for (int64_t r = 0; r < pairs; r++) {
+        const bf16* row = x + (t0 + s.tokens[r]) * ldx;
+        std::copy(row, row + hidden, inputs + r * hidden);
+      }
+      for (int64_t e = 0; e < a.experts; e++)
+        if (const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row; rows)
+          a.gate_up.multiply(e, inputs + first_row * hidden, a.gate_up_bias ? a.gate_up_bias + e * 2 * inner : nullptr,
+                             gate_up + first_row * 2 * inner, rows, 2 * inner, hidden);
+#pragma omp parallel for schedule(static)
+      for (int64_t r = 0; r < pairs; r++) {
+        if (a.activation == kSwiGLU)
+          swiglu(gate_up + r * 2 * inner, gated + r * inner, 1, inner, 0, inner, a.alpha, a.limit);
+        else
+          silu_mul(gate_up + r * 2 * inner, gated + r * inner, 1, inner, 0, inner);
+      }
+      for (int64_t e = 0; e < a.experts; e++)
+        if (const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row; rows)
+          a.down.multiply(e, gated + first_row * inner, a.down_bias ? a.down_bias + e * hidden : nullptr,
+                          outputs + first_row * hidden, rows, hidden, inner);
+#pragma omp parallel for schedule(static)
+      for (int64_t t = 0; t < count; t++)
+        sum_choices(outputs, &s.positions[t * top_k], weights + (t0 + t) * top_k, top_k, out + (t0 + t) * hidden,
+                    hidden, 0, hidden, add);
+      continue;
+    }
 #pragma omp parallel
     {
       const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -105,7 +163,7 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
         const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row;
         if (!rows) continue;
         const bf16* const input = inputs + first_row * hidden;
-        const bf16* const packed = a.gate_up + e * 2 * inner * hidden;
+        const bf16* const packed = a.gate_up.expert(e);
         const bf16* const bias = a.gate_up_bias ? a.gate_up_bias + e * 2 * inner : nullptr;
         bf16* const product = gate_up + first_row * 2 * inner;
         bf16* const result = gated + first_row * inner;
@@ -124,21 +182,14 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
       for (int64_t e = 0; e < a.experts; e++) {
         const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row;
         if (!rows) continue;
-        multiply_panels(gated + first_row * inner, inner, a.down + e * hidden * inner,
+        multiply_panels(gated + first_row * inner, inner, a.down.expert(e),
                         a.down_bias ? a.down_bias + e * hidden : nullptr, outputs + first_row * hidden, hidden, rows,
                         inner, from, to, false);
       }
       // A thread sums the columns that it has computed.
       for (int64_t t = 0; t < count; t++)
-        for (int64_t i = from * kColumns; i < to * kColumns; i += kLanes) {
-          bf16* const at = out + (t0 + t) * hidden + i;
-          __m512 sum = add ? load(at) : _mm512_setzero_ps();
-          for (int64_t k = t * top_k; k < (t + 1) * top_k; k++) {
-            const __m512 value = load(outputs + s.positions[k] * hidden + i);
-            sum = _mm512_fmadd_ps(value, _mm512_set1_ps(weights[t0 * top_k + k]), sum);
-          }
-          store(at, sum);
-        }
+        sum_choices(outputs, &s.positions[t * top_k], weights + (t0 + t) * top_k, top_k, out + (t0 + t) * hidden,
+                    hidden, from * kColumns, to * kColumns, add);
     }
   }
 }

@@ -6,8 +6,13 @@ captured step stays valid for any choice of experts. A program multiplies a tile
 the expert's columns. Tiles without copies exit at once. Nothing is padded or sorted in memory: programs gather rows.
 No atomics are used, and the result is deterministic.
 
+Weights of 4 or 8 bits are dequantized in registers, in the layout and by the code of gpu/quantized_linear.py. The codes
+of a byte belong to neighbouring inputs, which are multiplied one after the other. Inputs are not quantized.
+
 Source of the grouping by tiles: the fused MoE kernel of vLLM.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,7 +21,10 @@ from torch import Tensor
 from quire_kernels.experts import ExpertWeights, SwiGLU
 from quire_kernels.gpu.activation import activate
 from quire_kernels.gpu.launch_math import cdiv
+from quire_kernels.gpu.quantized_linear import BYTES, arguments_of, dequantize, load_groups
+from quire_kernels.linear import LinearWeight
 from quire_kernels.lora_routing import TokenRouting, route_tokens
+from quire_kernels.quantized_linear import QuantizedWeight
 
 _FEW_ROWS = 16
 """Rows of a tile when experts have few copies, as in decoding: the minimum of a matrix instruction."""
@@ -24,7 +32,7 @@ _MANY_ROWS = 64
 """Rows of a tile otherwise: weights are read once for all of them."""
 _COLUMNS = 64
 _INPUTS = 64
-"""Columns of a program, and inputs per iteration."""
+"""Columns of a program, and inputs per iteration unless weights are quantized."""
 
 
 def fused_experts(
@@ -34,20 +42,21 @@ def fused_experts(
     memory. The gated features [num_tokens * top_k, intermediate_size] and the outputs of the experts [num_tokens *
     top_k, hidden_size] are written and read once."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
-    num_experts, _, inner = experts.down.shape
+    num_experts, inner = experts.num_experts, experts.intermediate_size
     num_copies = num_tokens * top_k
-    assert x.stride(1) == 1 and experts.gate_up.is_contiguous() and experts.down.is_contiguous()
+    assert x.stride(1) == 1
     rows = _FEW_ROWS if num_copies <= _FEW_ROWS * num_experts else _MANY_ROWS
     routing = TokenRouting.empty(num_copies, num_experts, x.device, rows)
     route_tokens(ids.view(-1), routing)
     num_tiles = len(routing.tile_slots)
     swiglu = experts.activation if isinstance(experts.activation, SwiGLU) else SwiGLU(1.0, 1.0)
-    constants = {"ROWS": rows, "COLUMNS": _COLUMNS, "INPUTS": _INPUTS, "num_warps": 4, "num_stages": 3}
+    constants = {"ROWS": rows, "COLUMNS": _COLUMNS, "num_warps": 4, "num_stages": 3}
+    (gate_up, of_gate_up), (down, of_down) = _arguments(experts.gate_up), _arguments(experts.down)
     gated, outputs = x.new_empty(num_copies, inner), x.new_empty(num_copies, hidden)
     _gate_up[(num_tiles, cdiv(inner, _COLUMNS))](
         x,
         x.stride(0),
-        experts.gate_up,
+        *gate_up,
         experts.gate_up_bias,
         gated,
         routing.tile_slots,
@@ -58,11 +67,12 @@ def fused_experts(
         swiglu.alpha,
         swiglu.limit,
         ACTIVATION=experts.activation_name,
+        **of_gate_up,
         **constants,
     )
     _down[(num_tiles, cdiv(hidden, _COLUMNS))](
         gated,
-        experts.down,
+        *down,
         experts.down_bias,
         weights,
         outputs,
@@ -70,6 +80,7 @@ def fused_experts(
         routing.tile_rows,
         inner,
         hidden,
+        **of_down,
         **constants,
     )
     # Sums in float32.
@@ -77,11 +88,23 @@ def fused_experts(
     return out if residual is None else residual.add_(out)
 
 
+def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """Return what kernels read of a weight, and their constants for it. CODES is empty if it is not quantized."""
+    if isinstance(weight, QuantizedWeight):
+        tensors, constants = arguments_of(weight)
+        return tensors, constants | {"INPUTS": BYTES}
+    assert weight.is_contiguous()
+    constants = {"GROUP": 0, "GROUPS": 0, "PER_BYTE": 1, "CODES": "", "INPUTS": _INPUTS}
+    return (weight, None, None), constants
+
+
 @triton.jit
 def _gate_up(
     x_ptr,
     ld_x,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,
     tile_experts_ptr,
@@ -92,6 +115,10 @@ def _gate_up(
     alpha,
     limit,
     ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    CODES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -107,18 +134,43 @@ def _gate_up(
             gate_columns, up_columns = columns, inner + columns
         is_row, is_column = rows >= 0, columns < inner
         x_ptrs = x_ptr + (rows // top_k)[:, None] * ld_x
-        weight = weight_ptr + expert * 2 * inner * hidden
+        gate_rows, up_rows = expert * 2 * inner + gate_columns, expert * 2 * inner + up_columns
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, hidden, INPUTS):
-            inputs = first + tl.arange(0, INPUTS)
-            is_input = inputs < hidden
-            x = tl.load(x_ptrs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-            mask = is_input[:, None] & is_column[None, :]
-            gate_weight = tl.load(weight + gate_columns[None, :] * hidden + inputs[:, None], mask=mask, other=0.0)
-            up_weight = tl.load(weight + up_columns[None, :] * hidden + inputs[:, None], mask=mask, other=0.0)
-            gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
-            up = tl.dot(x, up_weight, up, input_precision="ieee")
+        width, groups = hidden // PER_BYTE, 0
+        if CODES != "":
+            groups = tl.cdiv(hidden, GROUP)
+        for first in range(0, width, INPUTS):
+            item = first + tl.arange(0, INPUTS)
+            is_item = item < width
+            mask = is_item[:, None] & is_column[None, :]
+            gate_codes = tl.load(weight_ptr + (gate_rows * width)[None, :] + item[:, None], mask=mask, other=0)
+            up_codes = tl.load(weight_ptr + (up_rows * width)[None, :] + item[:, None], mask=mask, other=0)
+            gate_scale, gate_zero, up_scale, up_zero = None, None, None, None
+            if CODES != "":
+                gate_scale = load_groups(
+                    scales_ptr, gate_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
+                )
+                up_scale = load_groups(
+                    scales_ptr, up_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
+                )
+            if zeros_ptr is not None:
+                gate_zero = load_groups(
+                    zeros_ptr, gate_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
+                )
+                up_zero = load_groups(
+                    zeros_ptr, up_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
+                )
+            for part in tl.static_range(PER_BYTE):
+                inputs = item * PER_BYTE + part
+                x = tl.load(x_ptrs + inputs[None, :], mask=is_row[:, None] & is_item[None, :], other=0.0)
+                if CODES == "":
+                    gate_weight, up_weight = gate_codes, up_codes
+                else:
+                    gate_weight = dequantize(gate_codes, part, gate_scale, gate_zero, GROUPS, CODES).to(x.dtype)
+                    up_weight = dequantize(up_codes, part, up_scale, up_zero, GROUPS, CODES).to(x.dtype)
+                gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
+                up = tl.dot(x, up_weight, up, input_precision="ieee")
         if bias_ptr is not None:
             bias = bias_ptr + expert * 2 * inner
             gate += tl.load(bias + gate_columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -137,6 +189,8 @@ def _gate_up(
 def _down(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     shares_ptr,
     out_ptr,
@@ -144,6 +198,10 @@ def _down(
     tile_rows_ptr,
     inner,
     hidden,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    CODES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -155,14 +213,33 @@ def _down(
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_column = rows >= 0, columns < hidden
         x_ptrs = x_ptr + rows[:, None] * inner
-        weight_ptrs = weight_ptr + expert * hidden * inner + columns[None, :] * inner
+        weight_rows = expert * hidden + columns
         out = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, inner, INPUTS):
-            inputs = first + tl.arange(0, INPUTS)
-            is_input = inputs < inner
-            x = tl.load(x_ptrs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-            weight = tl.load(weight_ptrs + inputs[:, None], mask=is_input[:, None] & is_column[None, :], other=0.0)
-            out = tl.dot(x, weight, out, input_precision="ieee")
+        width, groups = inner // PER_BYTE, 0
+        if CODES != "":
+            groups = tl.cdiv(inner, GROUP)
+        for first in range(0, width, INPUTS):
+            item = first + tl.arange(0, INPUTS)
+            is_item = item < width
+            mask = is_item[:, None] & is_column[None, :]
+            codes = tl.load(weight_ptr + (weight_rows * width)[None, :] + item[:, None], mask=mask, other=0)
+            scale, zero = None, None
+            if CODES != "":
+                scale = load_groups(
+                    scales_ptr, weight_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
+                )
+            if zeros_ptr is not None:
+                zero = load_groups(
+                    zeros_ptr, weight_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
+                )
+            for part in tl.static_range(PER_BYTE):
+                inputs = item * PER_BYTE + part
+                x = tl.load(x_ptrs + inputs[None, :], mask=is_row[:, None] & is_item[None, :], other=0.0)
+                if CODES == "":
+                    weight = codes
+                else:
+                    weight = dequantize(codes, part, scale, zero, GROUPS, CODES).to(x.dtype)
+                out = tl.dot(x, weight, out, input_precision="ieee")
         if bias_ptr is not None:
             out += tl.load(bias_ptr + expert * hidden + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         out *= tl.load(shares_ptr + rows, mask=is_row, other=0.0)[:, None]

@@ -9,6 +9,8 @@ device has instructions for it and torch accepts the shape.
 The inputs of w8a8 are not quantized here: the result is nearer to the unquantized model than the reference's.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,40 +18,55 @@ from torch import Tensor
 
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.quantization import FP8, FP8_MAX
-from quire_kernels.quantized_linear import QuantizedWeight
+from quire_kernels.quantized_linear import QuantizedWeight, converts_fp8
 from quire_kernels.quantized_linear import quantized_linear as reference_op
 
 _SMALL_TOKENS = 16
 """Up to this many tokens, a program has 16 rows and few columns, so that there is one for each multiprocessor."""
-_MIN_CAPABILITY_FOR_FP8 = (8, 9)
+BYTES = 64
+"""Bytes of a row of the weight per iteration."""
 _SCALED_MM_MULTIPLE = 16
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     """See quantized_linear.quantized_linear."""
     is_fp8 = weight.scheme == "fp8"
-    if is_fp8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < _MIN_CAPABILITY_FOR_FP8:
+    if is_fp8 and not converts_fp8(x.device):
         return reference_op.reference(x, weight, bias, residual)  # Triton converts no fp8 there
     if is_fp8 and _supports_scaled_mm(x, weight):
         return _scaled_mm(x, weight, bias, residual)
     (num_tokens, in_features), out_features = x.shape, weight.shape[0]
-    assert x.stride(1) == 1 and weight.scales is not None
+    assert x.stride(1) == 1
     out = x.new_empty(num_tokens, out_features) if residual is None else residual
     assert out.is_contiguous()
     is_small = num_tokens <= _SMALL_TOKENS
-    # The interpreter cannot load fp8 where a mask is false.
-    values = weight.values.view(torch.uint8) if is_fp8 else weight.values
+    tensors, constants = arguments_of(weight)
     rows, columns = (16, 32) if is_small else (64, 64)
     grid = (cdiv(out_features, columns), cdiv(num_tokens, rows))
     _linear_codes[grid](
-        x, values, weight.scales, weight.zeros, weight.codebook, bias, out,
-        num_tokens, out_features, in_features, x.stride(0), weight.scales.shape[1],
-        GROUP=weight.group_size, BITS=4 if weight.scheme == "w4a16" else 8, IS_FP8=is_fp8,
-        HAS_ZEROS=weight.zeros is not None,
-        HAS_TABLE=weight.scheme == "w4a16" and weight.zeros is None, HAS_BIAS=bias is not None,
-        ADD=residual is not None, ROWS=rows, COLUMNS=columns, INPUTS=64, num_warps=4, num_stages=3,
+        x, *tensors, bias, out, num_tokens, out_features, in_features, x.stride(0),
+        ADD=residual is not None, ROWS=rows, COLUMNS=columns, BYTES=BYTES, **constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
+
+
+def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """Return what kernels read of a weight: codes, scales, and zero points or None. And the constants: GROUPS runs of
+    an iteration have a scale each."""
+    assert weight.scales is not None
+    # The interpreter cannot load 8-bit floating point where a mask is false.
+    values = weight.values.view(torch.uint8) if weight.scheme == "fp8" else weight.values
+    scales = weight.scales.view(torch.uint8) if weight.scales.dtype == torch.float8_e8m0fnu else weight.scales
+    codes = {"w4a16": "int4", "mxfp4": "e2m1", "fp8": "e4m3"}.get(weight.scheme, "int8")
+    bits = 4 if codes in ("int4", "e2m1") else 8
+    group, num_inputs = weight.group_size, BYTES * 8 // bits
+    if group >= weight.shape[1] or group % num_inputs == 0:
+        num_groups = 1
+    else:
+        num_groups = num_inputs // group if num_inputs % group == 0 else BYTES
+        assert group * bits % 8 == 0
+    constants = {"GROUP": group, "GROUPS": num_groups, "PER_BYTE": 8 // bits, "CODES": codes}
+    return (values, scales, weight.zeros), constants
 
 
 def _supports_scaled_mm(x: Tensor, weight: QuantizedWeight) -> bool:
@@ -78,65 +95,119 @@ def _linear_codes(
     values,
     scales,
     zeros,
-    table,
     bias,
     out,
     num_tokens,
     out_features,
     in_features,
     x_stride,
-    num_groups,
     GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    CODES: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     # Codes of a byte (two with 4 bits) belong to neighbouring inputs. The inputs of even and odd positions are
     # multiplied one after the other, so that the codes need not be interleaved.
-    PER_BYTE: tl.constexpr = 8 // BITS
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_column, is_row = column < out_features, row < num_tokens
     row_bytes = in_features // PER_BYTE
+    num_groups = tl.cdiv(in_features, GROUP)
     # A weight can have more than 2^31 elements.
-    values += column.to(tl.int64)[:, None] * row_bytes
-    scales += column.to(tl.int64)[:, None] * num_groups
-    if HAS_ZEROS:
-        zeros += column.to(tl.int64)[:, None] * num_groups
+    weight_row = column.to(tl.int64)
+    values += (weight_row * row_bytes)[None, :]
     x += row.to(tl.int64)[:, None] * x_stride
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, row_bytes, INPUTS):
-        byte = start + tl.arange(0, INPUTS)
+    for start in range(0, row_bytes, BYTES):
+        byte = start + tl.arange(0, BYTES)
         is_byte = byte < row_bytes
-        mask = is_column[:, None] & is_byte[None, :]
-        codes = tl.load(values + byte[None, :], mask=mask, other=0)
+        codes = tl.load(values + byte[:, None], mask=is_byte[:, None] & is_column[None, :], other=0)
+        scale = load_groups(
+            scales, weight_row * num_groups, is_column, start, row_bytes, GROUP, GROUPS, BYTES, PER_BYTE
+        )
+        if zeros is not None:
+            zero = load_groups(
+                zeros, weight_row * num_groups, is_column, start, row_bytes, GROUP, GROUPS, BYTES, PER_BYTE
+            )
+        else:
+            zero = None
         for part in tl.static_range(PER_BYTE):
             position = byte * PER_BYTE + part
-            group = (position // GROUP)[None, :]
-            scale = tl.load(scales + group, mask=mask, other=0.0)
-            if BITS == 4:
-                code = (codes >> (4 * part)) & 15
-                if HAS_TABLE:
-                    weight = tl.load(table + code).to(tl.float32)
-                else:
-                    weight = code.to(tl.float32)
-                if HAS_ZEROS:
-                    weight -= tl.load(zeros + group, mask=mask, other=0).to(tl.float32)
-            else:
-                weight = (codes.to(tl.float8e4nv, bitcast=True) if IS_FP8 else codes).to(tl.float32)
             inputs = tl.load(x + position[None, :], mask=is_row[:, None] & is_byte[None, :], other=0.0)
-            weight = (weight * scale).to(inputs.dtype)
-            total = tl.dot(inputs, tl.trans(weight), total, input_precision="ieee")
-    if HAS_BIAS:
+            weight = dequantize(codes, part, scale, zero, GROUPS, CODES)
+            total = tl.dot(inputs, weight.to(inputs.dtype), total, input_precision="ieee")
+    if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * out_features + column[None, :]
     mask = is_row[:, None] & is_column[None, :]
     if ADD:
         total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
     tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_groups(
+    table,
+    row_starts,
+    is_column,
+    start,
+    row_bytes,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BYTES: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+):
+    """Return the scales or zero points [GROUPS, columns] of an iteration.
+
+    Args:
+        table: of all groups of the weight: float32, uint8 zero points, or uint8 exponents of 2 (E8M0).
+        row_starts: index of the first group of each column.
+        is_column: whether it exists.
+        start: first byte of the iteration in a row of `row_bytes`.
+    """
+    byte = start + tl.arange(0, GROUPS) * (BYTES // GROUPS)
+    index = row_starts[None, :] + (byte * PER_BYTE // GROUP)[:, None]
+    return tl.load(table + index, mask=is_column[None, :] & (byte < row_bytes)[:, None], other=0)
+
+
+@triton.jit
+def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, CODES: tl.constexpr):
+    """Return float32 weights of a tile.
+
+    Args:
+        codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3.
+        part: of 4 bits: 0 for the lower half of each byte, or 1.
+        scale: [GROUPS, columns] float32, or uint8: exponents of 2 with a bias of 127 (E8M0). A group is a run of rows.
+        zero: [GROUPS, columns] zero points of int4, or None: 8.
+    """
+    if scale.dtype == tl.uint8:
+        # 2^-127 is subnormal.
+        scale = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    if CODES == "int4":
+        weight = ((codes >> (4 * part)) & 15).to(tl.float32)
+        if zero is None:
+            weight -= 8.0
+    elif CODES == "e2m1":
+        # The bits of the number, divided by 2^14, in float16: sign, exponent and mantissa.
+        code = (codes >> (4 * part)).to(tl.int16)
+        weight = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    elif CODES == "e4m3":
+        weight = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        weight = codes.to(tl.float32)
+    INPUTS: tl.constexpr = codes.shape[0]
+    COLUMNS: tl.constexpr = codes.shape[1]
+    if GROUPS > 1 and GROUPS < INPUTS:
+        weight = tl.reshape(weight, (GROUPS, INPUTS // GROUPS, COLUMNS))
+        if zero is not None:
+            weight -= zero.to(tl.float32)[:, None, :]
+        weight = tl.reshape(weight * scale[:, None, :], (INPUTS, COLUMNS))
+    else:
+        if zero is not None:
+            weight -= zero.to(tl.float32)
+        weight *= scale
+    return weight

@@ -75,8 +75,8 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     # Attention: with sinks. Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms:
     # alone and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more
     # than 2^31 elements adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and
-    # with a residual. Filters: by stage. Experts: two activations, tiles of few rows and of many.
-    # Quantized weights: four schemes, for few tokens and for many.
+    # with a residual. Filters: by stage. Experts: two activations, and four schemes of quantized
+    # weights, each with tiles of few rows and of many. Quantized weights: four schemes, for few tokens and for many.
     assert several == {
         "_split_kv_decode": 3,
         "_prefill": 2,
@@ -87,8 +87,8 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_expand": 4,
         "_small_batch_linear": 3,
         "_filter": 6,
-        "_gate_up": 4,
-        "_down": 4,
+        "_gate_up": 12,
+        "_down": 12,
         "_fill_tiles": 2,
         "_linear_codes": 8,
     }

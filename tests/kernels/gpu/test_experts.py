@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts in interpreted Triton: equals the reference for sizes that do not fill a tile."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.quantized_experts import WEIGHT_ONLY, make_dense, quantize
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import ExpertWeights, SwiGLU, fused_experts, route_tokens, topk_softmax
@@ -42,3 +45,19 @@ def test_fused_experts(num_tokens, top_k, sizes, activation, dtype, monkeypatch)
     residual = torch.randn_like(expected)
     added = interpreted_kernel(fused_experts)(*inputs, residual.clone())
     torch.testing.assert_close(added, residual + found, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "activation"), [(1, 2, "silu"), (70, 2, SwiGLU(1.702, 1.5))])
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_quantized_experts(num_tokens, top_k, activation, scheme, dtype, monkeypatch):
+    """The sizes fill no tile, and blocks of 128 x 128 end within an expert."""
+    torch.manual_seed(42)
+    experts = quantize(make_dense(3, 160, 96, activation), scheme)
+    biases = (b.to(dtype) for b in (experts.gate_up_bias, experts.down_bias))
+    experts = replace(experts, **dict(zip(("gate_up_bias", "down_bias"), biases, strict=True)))
+    x, routed = torch.randn(num_tokens, 160).to(dtype), topk_softmax(torch.randn(num_tokens, 3), top_k, True)
+    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", interpreted_kernel(route_tokens))
+    expected, tolerance = fused_experts.reference(x, *routed, experts), 1e-5 if dtype is torch.float32 else 8e-3
+    found = interpreted_kernel(fused_experts)(x, *routed, experts)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
