@@ -45,7 +45,7 @@ class CausalLM(ABC):
         """Bytes of all parameters on this rank; before `pack`, quantized weights are counted with their dequantized
         size.
         """
-        self.num_bytes += self.lm_head.unread_bytes + sum(linear.unread_bytes for _, linear in self.linears())
+        self.num_bytes += self.lm_head.unread_bytes + sum(layer.unread_bytes for layer in self.layers)
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
         """Compute the batch and write its keys and values to the KV cache.
@@ -97,16 +97,18 @@ class CausalLM(ABC):
 
     def pack(self) -> None:
         """Repack the loaded weights of all layers for speed; `tensors` must not be used afterwards."""
-        arena, loaded_bytes = HugePageArena(), self._num_linear_bytes()
+        arena, loaded_bytes = HugePageArena(), self._num_packed_bytes()
         for layer in self.layers:
             layer.pack(arena)
         self.lm_head.pack(arena)
         if self.shape.tie_word_embeddings and supports_embedding(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight
-        self.num_bytes += self._num_linear_bytes() - loaded_bytes
+        self.num_bytes += self._num_packed_bytes() - loaded_bytes
 
-    def _num_linear_bytes(self) -> int:
-        """Return the bytes of all linear layers. An output projection that is tied to the embedding is not counted."""
+    def _num_packed_bytes(self) -> int:
+        """Return the bytes of linear layers and experts. An output projection that is tied to the embedding is not
+        counted.
+        """
         is_tied = self.lm_head.weight is self.embed_tokens
         head = 0 if is_tied else self.lm_head.num_bytes
-        return head + sum(linear.num_bytes for _, linear in self.linears())
+        return head + sum(layer.packed_bytes for layer in self.layers)

@@ -11,7 +11,7 @@ from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.moe import MoE
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
-from quire_kernels import SwiGLU
+from quire_kernels import LinearWeight, SwiGLU
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -50,27 +50,45 @@ class GptOssMoE(MoE):
         )
         self._is_transposed = shape.quantization is None or shape.quantization.method != "mxfp4"
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See Module.tensors."""
-        experts, shard = self.experts, None if self.communicator is None else self.communicator.shard
+    def router_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.router_tensors."""
+        experts, num_experts = self.experts, self.config.num_experts
+        assert isinstance(self.router, Tensor)
         assert experts.gate_up_bias is not None and experts.down_bias is not None
-        num_experts, hidden, inner = experts.down.shape
-        part = range(inner) if shard is None else shard.expert_range
-        inner *= 1 if shard is None else shard.size
-        # The ranges of the output features of a matrix, then of its input features.
-        gate_up = range(2 * part.start, 2 * part.stop), range(hidden)
+        part, inner = self._intermediate_range()
+        rows = range(num_experts), range(2 * part.start, 2 * part.stop)
         yield f"{prefix}router.weight", self.router
         yield f"{prefix}router.bias", self.router_bias
-        yield f"{prefix}experts.gate_up_proj", self._matrices(experts.gate_up, (2 * inner, hidden), *gate_up)
         yield (
             f"{prefix}experts.gate_up_proj_bias",
-            ParamShard(experts.gate_up_bias, (num_experts, 2 * inner), (range(num_experts),), gate_up[0]),
+            ParamShard(experts.gate_up_bias, (num_experts, 2 * inner), rows[:1], rows[1]),
         )
-        yield f"{prefix}experts.down_proj", self._matrices(experts.down, (hidden, inner), range(hidden), part)
         yield f"{prefix}experts.down_proj_bias", experts.down_bias
 
-    def _matrices(self, weight: Tensor, size: tuple[int, int], rows: range, columns: range) -> ParamShard:
+    def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.gate_up_tensors."""
+        (part, inner), hidden = self._intermediate_range(), self.experts.hidden_size
+        rows = range(2 * part.start, 2 * part.stop)
+        yield (
+            f"{prefix}experts.gate_up_proj",
+            self._matrices(self.experts.gate_up, (2 * inner, hidden), rows, range(hidden)),
+        )
+
+    def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.down_tensors."""
+        (part, inner), hidden = self._intermediate_range(), self.experts.hidden_size
+        yield f"{prefix}experts.down_proj", self._matrices(self.experts.down, (hidden, inner), range(hidden), part)
+
+    def _intermediate_range(self) -> tuple[range, int]:
+        """Return the intermediate features of this rank, and the number of all."""
+        if self.communicator is None:
+            return range(self.config.intermediate_size), self.config.intermediate_size
+        shard = self.communicator.shard
+        return shard.expert_range, shard.size * self.config.intermediate_size
+
+    def _matrices(self, weight: LinearWeight, size: tuple[int, int], rows: range, columns: range) -> ParamShard:
         """Return the ranges of matrices of `size` that fill a weight [num_experts, len(rows), len(columns)]."""
+        assert isinstance(weight, Tensor)
         if self._is_transposed:
             weight, size, rows, columns = weight.transpose(1, 2), size[::-1], columns, rows
         return ParamShard(weight, (len(weight), *size), (rows,), columns)

@@ -218,7 +218,6 @@ def check_free_memory(
     lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
     # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
     weights = weights_bytes(shape, size)
-    # Only dense models: the weights of experts are dequantized.
-    if quantized_bytes is not None and shape.moe is None and has_quantized_kernel(dtype, device):
+    if quantized_bytes is not None and has_quantized_kernel(dtype, device):
         weights = min(weights, quantized_bytes // config.tensor_parallel_size)
     check_model_fits(config, weights, lora, free_memory_bytes(device))

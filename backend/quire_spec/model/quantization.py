@@ -56,7 +56,7 @@ class WeightScheme:
             return self.block in (None, FP8_BLOCK)
         if self.layout == "int8":
             return self.block is None
-        return self.num_bits == 4 and self.layout != "mxfp4"
+        return self.num_bits == 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ class QuantizationScheme:
             _check_pattern(config, pattern)
         return cls(method, groups, ignore, ignore_key)
 
-    def has_kernels(self, tensor_parallel_size: int) -> bool:
+    def has_kernels(self, tensor_parallel_size: int, has_experts: bool = False) -> bool:
         """Return whether all weights stay quantized in memory on a device that has kernels for quantized weights.
 
-        With act order, a rank's input features belong to many incomplete groups, which the kernels do not support.
+        With act order, a rank's input features belong to many incomplete groups, which the kernels do not support. They
+        do not reorder the inputs of each expert, either.
         """
-        return all(
-            scheme.has_kernel and not (scheme.has_act_order and tensor_parallel_size > 1) for _, scheme in self.groups
-        )
+        needs_order = tensor_parallel_size > 1 or has_experts
+        return all(scheme.has_kernel and not (scheme.has_act_order and needs_order) for _, scheme in self.groups)
 
     def scheme_of(self, module: str) -> WeightScheme:
         """Return the scheme of `module`, the name of a module with quantized tensors in the checkpoint.

@@ -141,19 +141,16 @@ def check_speculation(inputs: PlannerInputs) -> None:
 
 
 def check_quantization(inputs: PlannerInputs) -> None:
-    """Check that spec.engine.quantization matches the checkpoint, and that the engine can quantize this model.
+    """Check that spec.engine.quantization matches the checkpoint.
 
     Raises:
-        Unplannable: the value does not match, or the engine cannot quantize this model.
+        Unplannable: the value does not match.
     """
     pinned = inputs.engine.quantization
     try:
-        quantization = resolve_quantization(None if pinned == "None" else pinned, inputs.model.shape.quantization)
+        resolve_quantization(None if pinned == "None" else pinned, inputs.model.shape.quantization)
     except ConfigError as error:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.{error}") from error
-    if quantization is not None and inputs.model.shape.moe is not None:
-        fix = "not supported for a mixture of experts; remove it"
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.quantization: {quantization}: {fix}")
 
 
 def check_lora_cache(inputs: PlannerInputs) -> None:
@@ -223,16 +220,12 @@ def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
 def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
     """Return the bytes of all weights as the engine loads them: in its dtype, unless they stay quantized.
 
-    On a CPU, weights stay quantized only with dtype bfloat16, because no other dtype has CPU kernels. Weights of
-    experts never stay quantized.
+    On a CPU, weights stay quantized only with dtype bfloat16, because no other dtype has CPU kernels.
     """
     quantization, device = inputs.model.shape.quantization, "cpu" if inputs.gpu is None else "cuda"
     if quantization is not None:
-        stays_quantized = (
-            device in capabilities.QUANTIZED_KERNEL_DEVICES
-            and quantization.has_kernels(tp)
-            and inputs.model.shape.moe is None
-        )
+        has_kernels = quantization.has_kernels(tp, has_experts=inputs.model.shape.moe is not None)
+        stays_quantized = device in capabilities.QUANTIZED_KERNEL_DEVICES and has_kernels
         if stays_quantized and (device != "cpu" or inputs.engine.dtype == "bfloat16"):
             return inputs.model.weights_bytes * _QUANTIZED_PERCENT // 100
         return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))

@@ -55,12 +55,14 @@ def test_quantized_weights_take_the_bytes_of_their_files_only_where_they_stay_qu
         return limits.loaded_weights_bytes(dataclasses.replace(inputs, model=model), tp)
 
     assert loaded_bytes("bfloat16") == loaded_bytes("bfloat16", tp=2) == 5_700_000_000 * 104 // 100
-    # Without kernels they are dequantized: in float32, 8 bits per group, on a GPU, act order on several ranks.
+    # Without kernels they are dequantized: in float32, 8 bits per group, on a GPU, act order on several ranks
+    # or of experts.
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
     assert loaded_bytes("float32") == 2 * dense
     assert loaded_bytes("bfloat16", gptq) == 5_700_000_000 * 104 // 100
     for found in (loaded_bytes("bfloat16", gptq | {"bits": 8}), loaded_bytes("bfloat16", gptq, tp=2)):
         assert found == dense
     experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
-    assert loaded_bytes("bfloat16", **experts) == checkpoint_info(LLAMA_8B | experts).weights_bytes > 4 * dense
+    assert loaded_bytes("bfloat16", **experts) == 5_700_000_000 * 104 // 100
+    assert loaded_bytes("bfloat16", gptq, **experts) == checkpoint_info(LLAMA_8B | experts).weights_bytes > 4 * dense
     assert (loaded_bytes("bfloat16", gpu=H100) == dense) == ("cuda" not in capabilities.QUANTIZED_KERNEL_DEVICES)

@@ -215,9 +215,10 @@ def test_unsupported_values_are_neither_planned_nor_recommended(monkeypatch):
 
 def test_all_experts_count_as_weights():
     assert plan_for("moe", H100).bytes.weights == pytest.approx(1.01 * 2 * 30_532_122_624, rel=1e-3)
-    # They are dequantized when they are loaded.
-    spec = "lora: {maxLoaded: 0}\nengine: {dtype: bfloat16}"
-    assert plan_for("moe-fp8", None, spec).bytes.weights == plan_for("moe", None, spec).bytes.weights
+    # They stay quantized.
+    assert plan_for("moe-fp8", H100).bytes.weights == pytest.approx(1.01 * 1.04 * 31 * GIB, rel=1e-3)
+    at_load = "lora: {maxLoaded: 0}\nengine: {quantization: int8}"
+    assert plan_for("moe", H100, at_load).bytes.weights == plan_for("moe", H100).bytes.weights
 
 
 def test_unplannable_messages_have_field_value_and_fix():
@@ -240,10 +241,6 @@ def test_unplannable_messages_have_field_value_and_fix():
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.quantization: is 'awq', but config.json of the checkpoint has no quantization_config; remove "
         "quantization, or use int8 or int4 or fp8 to quantize the weights at loading",
-    )
-    assert unplannable("moe", None, "lora: {maxLoaded: 0}\nengine: {quantization: int8}") == (
-        UnplannableReason.UNSUPPORTED_BY_ENGINE,
-        "spec.engine.quantization: int8: not supported for a mixture of experts; remove it",
     )
     assert unplannable("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
         UnplannableReason.UNSUPPORTED_DTYPE,

@@ -24,6 +24,18 @@ class Module:
             elif isinstance(part, Module):
                 yield from part.linears()
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of what `pack` repacks: linear layers and experts."""
+        parts = vars(self).values()
+        linears = sum(part.num_bytes for part in parts if isinstance(part, Linear))
+        return linears + sum(part.packed_bytes for part in parts if isinstance(part, Module))
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of weights in the model's dtype if `pack` reads them from the checkpoint, otherwise 0."""
+        return sum(part.unread_bytes for part in vars(self).values() if isinstance(part, Linear | Module))
+
     def pack(self, arena: HugePageArena) -> None:
         """Repack the loaded weights for speed, see CausalLM.pack."""
         for part in vars(self).values():

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts in place of an MLP. Adapters cannot change it."""
 
+import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar
 
 from torch import Tensor
@@ -10,10 +13,28 @@ from torch import Tensor
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.module import Module
-from quire_engine.weights.param_shard import LoadTarget, ParamShard
-from quire_kernels import ExpertWeights, HugePageArena, fused_experts, linear, pack_experts, pack_weight, topk_softmax
+from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
+from quire_engine.weights.quantized.mxfp4 import MXFP4Expert, MXFP4Tensor
+from quire_engine.weights.quantized.packing import WeightPart, dequantize_experts, pack_quantized_experts
+from quire_kernels import (
+    GROUP_SIZE,
+    ExpertWeights,
+    HugePageArena,
+    LinearWeight,
+    converts_fp8,
+    fused_experts,
+    linear,
+    pack_experts,
+    pack_weight,
+    quantize_experts,
+    supports_int4,
+    topk_softmax,
+    weight_bytes,
+)
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 class MoE(Module):
@@ -34,25 +55,24 @@ class MoE(Module):
             factory: allocates the parameters.
 
         Raises:
-            ConfigError: `quantization` is set, which experts do not support.
+            ConfigError: the experts cannot be quantized as `factory` requires.
         """
         assert shape.moe is not None
-        if factory.quantization is not None:
-            raise ConfigError(
-                f"quantization: {factory.quantization!r} is not supported for the experts of {shape.architecture}; "
-                "remove quantization"
-            )
         self.config, hidden, inner = shape.moe, shape.hidden_size, shape.moe.intermediate_size
-        self.router = factory.empty(self.config.num_experts, hidden)
+        _check_quantization(factory, hidden, inner)
+        self.router: LinearWeight = factory.empty(self.config.num_experts, hidden)
         self.router_bias: Tensor | None = None
         self.experts = ExpertWeights(
-            gate_up=factory.empty(self.config.num_experts, 2 * inner, hidden),
-            down=factory.empty(self.config.num_experts, hidden, inner),
+            gate_up=factory.empty_weight(self.config.num_experts, 2 * inner, hidden),
+            down=factory.empty_weight(self.config.num_experts, hidden, inner),
             gate_up_bias=None,
             down_bias=None,
             activation=shape.activation,
         )
         self.communicator = factory.communicator
+        self._factory = factory
+        self._quantized_parts: tuple[list[WeightPart], list[WeightPart]] | None = None
+        """Of gate_up and down, if `pack` reads them from the checkpoint."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Return the output for [num_tokens, hidden_size]. If `residual` is given, add the output to it in place."""
@@ -67,18 +87,100 @@ class MoE(Module):
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""
         prefix = f"{prefix.removesuffix('mlp.')}{self.PATH}."
+        yield from self.router_tensors(prefix)
+        assert isinstance(self.experts.gate_up, Tensor) and isinstance(self.experts.down, Tensor)
+        if self.experts.gate_up.is_meta and self._quantized_parts is None:
+            self._quantized_parts = self._find_quantized_parts(prefix)
+            if self._quantized_parts is None:
+                shapes = self.experts.gate_up.shape, self.experts.down.shape
+                gate_up, down = (self._factory.empty(*shape) for shape in shapes)
+                self.experts = replace(self.experts, gate_up=gate_up, down=down)
+        if self._quantized_parts is None:
+            yield from self.gate_up_tensors(prefix)
+            yield from self.down_tensors(prefix)
+
+    def router_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the tensors that fill the router and the biases; `prefix` is that of this module."""
+        assert isinstance(self.router, Tensor)
         yield f"{prefix}gate.weight", self.router
-        gate_name, up_name, down_name = self.EXPERT
-        for expert, (gate_up, down) in enumerate(zip(self.experts.gate_up, self.experts.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            for name, weight in ((gate_name, gate), (up_name, up)):
+
+    def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the tensors that fill `experts.gate_up`, in the order of its rows."""
+        assert isinstance(self.experts.gate_up, Tensor)
+        for expert, gate_up in enumerate(self.experts.gate_up):
+            for name, weight in zip(self.EXPERT, gate_up.chunk(2), strict=False):
                 yield f"{prefix}experts.{expert}.{name}.weight", self._shard(weight, is_down=False)
-            yield f"{prefix}experts.{expert}.{down_name}.weight", self._shard(down, is_down=True)
+
+    def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the tensors that fill `experts.down`, in the order of its rows."""
+        assert isinstance(self.experts.down, Tensor)
+        for expert, down in enumerate(self.experts.down):
+            yield f"{prefix}experts.{expert}.{self.EXPERT[2]}.weight", self._shard(down, is_down=True)
 
     def pack(self, arena: HugePageArena) -> None:
-        """See Module.pack."""
+        """See Module.pack. The experts stay quantized, or are quantized, if there are kernels for them."""
+        assert isinstance(self.router, Tensor)
         self.router = pack_weight(self.router, arena)
-        self.experts = pack_experts(self.experts, arena)
+        factory = self._factory
+        if self._quantized_parts is None:
+            self.experts = (
+                pack_experts(self.experts, arena)
+                if factory.quantization is None
+                else quantize_experts(self.experts, factory.quantization, arena)
+            )
+            return
+        kind, all_parts = (factory.dtype, factory.device), self._quantized_parts
+        gate_up, down = (pack_quantized_experts(parts, self.experts, *kind, arena) for parts in all_parts)
+        if gate_up is not None and down is not None:
+            self.experts = replace(self.experts, gate_up=gate_up, down=down)
+        else:
+            schemes = {f"{part.tensor.scheme.layout} per {part.tensor.scheme.strategy}" for part in chain(*all_parts)}
+            _log_dequantization(f"no kernel multiplies with {', '.join(sorted(schemes))} of these sizes in this dtype")
+            dense_gate_up, dense_down = (dequantize_experts(p, self.config.num_experts, *kind) for p in all_parts)
+            self.experts = pack_experts(replace(self.experts, gate_up=dense_gate_up, down=dense_down), arena)
+        # Closes the files of the checkpoint after the last layer.
+        self._factory, self._quantized_parts = replace(factory, checkpoint=None), None
+
+    @property
+    def packed_bytes(self) -> int:
+        """See Module.packed_bytes."""
+        return sum(weight_bytes(weight) for weight in (self.router, self.experts.gate_up, self.experts.down))
+
+    @property
+    def unread_bytes(self) -> int:
+        """See Module.unread_bytes."""
+        weights = () if self._quantized_parts is None else (self.experts.gate_up, self.experts.down)
+        return sum(map(weight_bytes, weights))
+
+    def _find_quantized_parts(self, prefix: str) -> tuple[list[WeightPart], list[WeightPart]] | None:
+        """Return the parts of gate_up and of down; None if the checkpoint contains a part in floating point.
+
+        Raises:
+            ConfigError: a shape differs from config.json.
+        """
+        checkpoint = self._factory.checkpoint
+        assert checkpoint is not None
+        num_missing = 0
+        all_parts: tuple[list[WeightPart], list[WeightPart]] = ([], [])
+        for parts, tensors in zip(all_parts, (self.gate_up_tensors(prefix), self.down_tensors(prefix)), strict=True):
+            for name, target in tensors:
+                shard, tensor = unsharded(target), checkpoint.find(checkpoint.files.name_in_file(name))
+                if tensor is None:
+                    num_missing += 1
+                    continue
+                if tensor.shape != shard.checkpoint_shape:
+                    raise ConfigError(f"{name} has shape {tensor.shape}; config.json implies {shard.checkpoint_shape}")
+                columns = range(tensor.shape[-1]) if shard.columns is None else shard.columns
+                matrices = (
+                    [MXFP4Expert(tensor, expert) for expert in range(tensor.shape[0])]
+                    if isinstance(tensor, MXFP4Tensor)
+                    else [tensor]
+                )
+                num_rows = sum(map(len, shard.rows))
+                parts += (WeightPart(matrix, shard.rows, columns, num_rows) for matrix in matrices)
+        if num_missing and any(all_parts):
+            _log_dequantization("some of them are not quantized")
+        return None if num_missing else all_parts
 
     def _shard(self, weight: Tensor, *, is_down: bool) -> LoadTarget:
         """Return the part of a projection in the checkpoint that fills this rank's weight."""
@@ -90,3 +192,24 @@ class MoE(Module):
         if is_down:
             return ParamShard(weight, (hidden, inner), (range(hidden),), shard.expert_range)
         return ParamShard(weight, (inner, hidden), (shard.expert_range,))
+
+
+def _check_quantization(factory: ParamFactory, hidden_size: int, intermediate_size: int) -> None:
+    if factory.quantization == "fp8" and not converts_fp8(factory.device):
+        raise ConfigError(
+            "quantization: 'fp8' of experts requires a GPU of compute capability 8.9 or higher; use int8 or int4"
+        )
+    sizes = hidden_size, intermediate_size
+    if factory.quantization == "int4" and not all(supports_int4(size, GROUP_SIZE) for size in sizes):
+        num_ranks = 1 if factory.communicator is None else factory.communicator.shard.size
+        raise ConfigError(
+            f"quantization: 'int4' needs multiples of {GROUP_SIZE} input features, got {hidden_size} and "
+            f"{intermediate_size} of experts in each of {num_ranks} tensor-parallel ranks; use int8 or fp8, or a "
+            "smaller tensor_parallel_size"
+        )
+
+
+@functools.cache
+def _log_dequantization(reason: str) -> None:
+    """Log it once and not for every layer."""
+    logger.info("experts dequantized reason=%r", reason)

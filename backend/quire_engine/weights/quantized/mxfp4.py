@@ -5,16 +5,19 @@ Values and scales are those of the OCP Microscaling Formats specification: E2M1 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire_engine.weights.quantized.bit_packing import unpack_nibbles
+from quire_engine.weights.quantized.weight_codes import WeightCodes
+from quire_kernels import e2m1_codebook
 from quire_spec.errors import ConfigError
+from quire_spec.model.quantization import WeightScheme
 
 BLOCK_SIZE = 32
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 
 
@@ -32,7 +35,7 @@ def decode_mxfp4(blocks: Tensor) -> Tensor:
 
 def mxfp4_values(dtype: torch.dtype) -> Tensor:
     """Return the value of each of the 16 codes; the highest bit of a code is the sign."""
-    return torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], dtype=dtype)
+    return e2m1_codebook().to(dtype)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,7 +60,7 @@ class MXFP4Tensor:
     MARKER = "_blocks"
     SCALES = "_scales"
 
-    def __init__(self, name: str, slices: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
         """`slices` are slices of safetensors files by the suffix of their names.
 
         Raises:
@@ -65,6 +68,7 @@ class MXFP4Tensor:
         """
         if self.SCALES not in slices:
             raise ConfigError(f"{name}{self.SCALES} is missing; the checkpoint is incomplete")
+        self.scheme = scheme
         self._blocks, self._scales = slices[self.MARKER], slices[self.SCALES]
         shape, scales_shape = self._blocks.get_shape(), self._scales.get_shape()
         if len(shape) != 4 or list(scales_shape) != list(shape[:3]) or shape[3] * 2 != BLOCK_SIZE:
@@ -83,3 +87,40 @@ class MXFP4Tensor:
         index = (expert, slice(rows.start, rows.stop), slice(blocks.start, blocks.stop))
         start = columns.start - blocks.start * BLOCK_SIZE
         return dequantize_mxfp4(self._blocks[index], self._scales[index], dtype)[:, start : start + len(columns)]
+
+    def read_codes(self, expert: int, rows: range, columns: range) -> WeightCodes:
+        """Return a part of the weight of an expert; `columns` begin and end with blocks."""
+        blocks = slice(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
+        index = (expert, slice(rows.start, rows.stop), blocks)
+        scales = self._scales[index].contiguous().view(torch.float8_e8m0fnu)
+        return WeightCodes(decode_mxfp4(self._blocks[index]), scales, None, (1, BLOCK_SIZE), 4, is_e2m1=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4Expert:
+    """One matrix of an MXFP4Tensor, with the methods of QuantizedTensor."""
+
+    tensor: MXFP4Tensor
+    expert: int
+
+    @property
+    def scheme(self) -> WeightScheme:
+        """See QuantizedTensor."""
+        return self.tensor.scheme
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See QuantizedTensor."""
+        return self.tensor.shape[1:]
+
+    def align(self, rows: range, columns: range) -> tuple[range, range]:
+        """See QuantizedTensor."""
+        return rows, range(columns.start // BLOCK_SIZE * BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE) * BLOCK_SIZE)
+
+    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+        """See QuantizedTensor."""
+        return self.tensor.read_codes(self.expert, rows, columns)
+
+    def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+        """See QuantizedTensor."""
+        return self.tensor.read(self.expert, rows, columns, dtype)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs the quantized weights of a linear layer for the kernels, one layer at a time, straight from the files."""
+"""Packs the quantized weights of a linear layer, or of the experts of a layer, for the kernels, straight from the files
+one layer at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,27 +10,32 @@ from torch import Tensor
 
 from quire_engine.weights.device_copier import BUFFER_BYTES
 from quire_engine.weights.param_shard import ParamShard, read_rows
+from quire_engine.weights.quantized.mxfp4 import MXFP4Expert
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
 from quire_engine.weights.quantized.weight_codes import WeightCodes, concatenate
 from quire_kernels import (
+    ExpertWeights,
     HugePageArena,
     LinearWeight,
+    QuantizedWeight,
+    converts_fp8,
+    has_experts_kernel,
     has_kernel_for_shape,
     has_quantized_kernel,
     pack_weight,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
+    pack_weight_mxfp4,
 )
-
-_FP8_BLOCK = 128
+from quire_spec.model.quantization import FP8_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
     """Rows and columns of a quantized tensor, which fill the first rows of a part of a linear layer."""
 
-    tensor: QuantizedTensor
+    tensor: QuantizedTensor | MXFP4Expert
     rows: tuple[range, ...]
     columns: range
     num_rows: int
@@ -55,17 +61,59 @@ def pack_quantized(
     return pack_weight(_dequantize(parts, shape, dtype, device), arena), None
 
 
+def pack_quantized_experts(
+    parts: Sequence[WeightPart], experts: ExpertWeights, dtype: torch.dtype, device: torch.device, arena: HugePageArena
+) -> QuantizedWeight | None:
+    """Return the weights of all experts below each other; None if no kernel multiplies with them.
+
+    Args:
+        parts: of all experts, one after the other.
+        experts: their sizes and activation.
+        dtype: of the activations.
+        device: of the weights.
+        arena: allocates panels.
+    """
+    scheme = parts[0].tensor.scheme
+    if scheme.layout == "fp8" and not converts_fp8(device):
+        return None
+    if not has_experts_kernel(experts.hidden_size, experts.intermediate_size, experts.activation, dtype, device):
+        return None
+    # A kernel reads the inputs of all experts in the same order.
+    codes = None if scheme.has_act_order else _read_codes(parts)
+    return None if codes is None else _pack_codes(codes, dtype, device, arena, is_w8a8=scheme.has_quantized_inputs)
+
+
+def dequantize_experts(
+    parts: Sequence[WeightPart], num_experts: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the weights of all experts [num_experts, out_features, in_features]; see `pack_quantized_experts`."""
+    shape = sum(part.num_rows for part in parts), len(parts[0].columns)
+    return _dequantize(parts, shape, dtype, device).view(num_experts, -1, shape[1])
+
+
 def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
-    """Return the codes of all parts as one weight; None if a part begins within a group, or if their schemes differ."""
-    all_codes = []
+    """Return the codes of all parts as one weight; None if they have no common form."""
+    all_codes: list[WeightCodes] = []
     for part in parts:
         for rows in part.rows:
-            if rows.step != 1 or part.tensor.align(rows, part.columns) != (rows, part.columns):
+            codes = _read_part(part.tensor, rows, part.columns)
+            if codes is None:
                 return None
-            all_codes.append(part.tensor.read_codes(rows, part.columns))
+            all_codes.append(codes)
         if num_padding := part.num_rows - sum(map(len, part.rows)):
             all_codes.append(_pad(all_codes[-1].by_row(), num_padding))
     return concatenate(all_codes)
+
+
+def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: range) -> WeightCodes | None:
+    """Return rows and columns; None if kernels do not support their groups."""
+    if rows.step != 1:
+        return None
+    all_rows, all_columns = tensor.align(rows, columns)
+    codes = tensor.read_codes(all_rows, all_columns)
+    if (all_rows, all_columns) == (rows, columns):
+        return codes
+    return codes.cut(rows.start - all_rows.start, len(rows), columns.start - all_columns.start, len(columns))
 
 
 def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
@@ -78,14 +126,14 @@ def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
 
 def _pack_codes(
     codes: WeightCodes, dtype: torch.dtype, device: torch.device, arena: HugePageArena, *, is_w8a8: bool
-) -> LinearWeight | None:
+) -> QuantizedWeight | None:
     """Return codes for the kernels; None if there is no kernel for their scheme."""
     values, scales, num_groups = codes.values.to(device).contiguous(), codes.scales.to(device), codes.scales.shape[1]
     if codes.groups is not None:
         return None
     if values.dtype == torch.float8_e4m3fn:
-        is_supported = num_groups == 1 or codes.block[1] == _FP8_BLOCK
-        return pack_weight_fp8(values, scales, arena, dtype=dtype) if is_supported else None
+        is_supported = num_groups == 1 or FP8_BLOCK[1] % codes.block[1] == 0
+        return pack_weight_fp8(values, scales, arena, dtype=dtype, group_size=codes.block[1]) if is_supported else None
     if values.dtype == torch.int8:
         # -128 cannot be represented by a sign and 7 bits of magnitude.
         if num_groups > 1 or not (is_w8a8 or int(values.min()) > -128):
@@ -93,6 +141,8 @@ def _pack_codes(
         return pack_weight_int8(values, scales, arena, dtype=dtype, weight_only=not is_w8a8)
     if codes.num_bits != 4 or codes.block[1] % 4 or num_groups * codes.block[1] != values.shape[1]:
         return None
+    if codes.is_e2m1:
+        return pack_weight_mxfp4(values, scales, arena, dtype=dtype)
     zeros = None if codes.zeros is None else codes.zeros.to(device)
     return pack_weight_int4(values, scales, zeros, arena, dtype=dtype)
 

@@ -82,14 +82,15 @@ class QuantizedTensors:
 
     def _find_mxfp4(self, name: str) -> MXFP4Tensor:
         assert self._scheme is not None
-        if (layout := self._scheme.scheme_of(name).layout) != "mxfp4":
+        scheme = self._scheme.scheme_of(name)
+        if scheme.layout != "mxfp4":
             raise ConfigError(
-                f"config.json: quantization_config: describes {name} as {layout}, but the checkpoint contains "
+                f"config.json: quantization_config: describes {name} as {scheme.layout}, but the checkpoint contains "
                 f"{name}{MXFP4Tensor.MARKER}; set quant_method to mxfp4"
             )
         names = {s: f"{name}{s}" for s in (MXFP4Tensor.MARKER, MXFP4Tensor.SCALES) if f"{name}{s}" in self.files}
         self._found.update(names.values())
-        return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()})
+        return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()}, scheme)
 
     def _marker(self, module: str) -> str | None:
         """Return the suffix of the tensor with the values of a quantized module; None if the module is not

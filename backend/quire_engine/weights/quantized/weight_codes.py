@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight of a linear layer as codes and scales: one form for all formats of checkpoints."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
+
+from quire_kernels import e2m1_codebook
+
+_MIN_GROUP = 8
+"""Input features of the smallest group that kernels multiply at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +24,9 @@ class WeightCodes:
     values: Tensor
     """[out_features, in_features]: int8, uint8 or float8_e4m3fn."""
     scales: Tensor
-    """[out_features / block[0], in_features / block[1]] float32; both dimensions are rounded up."""
+    """[out_features / block[0], in_features / block[1]] float32, or float8_e8m0fnu if `is_e2m1`; both dimensions are
+    rounded up.
+    """
     zeros: Tensor | None
     """Zero points, shape of `scales`, dtype uint8; None: 0, or `1 << (num_bits - 1)` if `values` are uint8."""
     block: tuple[int, int]
@@ -28,9 +36,13 @@ class WeightCodes:
     groups: Tensor | None = None
     """[in_features] int64: the column of `scales` that each input feature uses, if features of a group are not adjacent
     (act order); None: feature i uses column i // block[1]."""
+    is_e2m1: bool = False
+    """Whether `values` are indices of `e2m1_codebook`, without zero points."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features]. The product is computed in float32 and rounded once."""
+        if self.is_e2m1:
+            return (e2m1_codebook().float()[self.values.int()] * self._expand(self.scales.float())).to(dtype)
         weight = self.values.float()
         if self.values.dtype == torch.uint8:
             weight -= 1 << (self.num_bits - 1) if self.zeros is None else self._expand(self.zeros).float()
@@ -47,6 +59,28 @@ class WeightCodes:
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(height, 0)[:rows]
         return replace(self, scales=scales, zeros=zeros, block=(1, width))
 
+    def cut(self, first_row: int, num_rows: int, first_column: int, num_columns: int) -> Self | None:
+        """Return a part of the weight, whose groups are smaller if the part begins or ends within one; None if they
+        would be too small, or if features of a group are not adjacent."""
+        weight, (rows, columns) = self.by_row(), (slice(first_row, first_row + num_rows), self.values.shape[1])
+        size = math.gcd(weight.block[1], first_column, num_columns) if weight.scales.shape[1] > 1 else num_columns
+        if num_columns != columns and (weight.groups is not None or size < _MIN_GROUP):
+            return None
+        first, last = first_column // size, -(-(first_column + num_columns) // size)
+
+        def cut_groups(grid: Tensor) -> Tensor:
+            if num_columns == columns or grid.shape[1] == 1:
+                return grid[rows]
+            return grid[rows].repeat_interleave(weight.block[1] // size, 1)[:, first:last]
+
+        return replace(
+            weight,
+            values=self.values[rows, first_column : first_column + num_columns],
+            scales=cut_groups(weight.scales),
+            zeros=None if weight.zeros is None else cut_groups(weight.zeros),
+            block=(1, weight.block[1] if num_columns == columns else size),
+        )
+
     def in_group_order(self) -> tuple[Self, Tensor | None]:
         """Return the weight with its columns sorted by group, and the input feature of each column; None: column i is
         feature i. Columns are not sorted if the groups have unequal sizes.
@@ -58,6 +92,9 @@ class WeightCodes:
             return self, None
         order = torch.argsort(self.groups, stable=True)
         return replace(self, values=self.values[:, order], groups=None), order
+
+    def _kind(self) -> tuple[object, ...]:
+        return self.values.dtype, self.num_bits, self.block, self.is_e2m1
 
     def _expand(self, grid: Tensor) -> Tensor:
         """Return, for each value, the entry of its block in `grid`; a dimension of size 1 is not expanded but
@@ -76,7 +113,7 @@ def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
     parts = [part.by_row() for part in parts]
     first = parts[0]
     for part in parts[1:]:
-        is_alike = (part.values.dtype, part.num_bits, part.block) == (first.values.dtype, first.num_bits, first.block)
+        is_alike = part._kind() == first._kind()
         has_same_groups = part.groups is first.groups or (
             part.groups is not None and first.groups is not None and torch.equal(part.groups, first.groups)
         )
@@ -85,11 +122,13 @@ def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
     return replace(
         first,
         values=_cat([part.values for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
+        scales=_cat([part.scales for part in parts]),
         zeros=None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
     )
 
 
 def _cat(values: list[Tensor]) -> Tensor:
+    if values[0].itemsize > 1:
+        return torch.cat(values)
     # torch.cat has no kernel for every 8-bit type.
     return torch.cat([part.view(torch.uint8) for part in values]).view(values[0].dtype)
