@@ -9,30 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, VOCAB, open_checkpoint, write_dequantized
+from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, load_model, logits_of, write_dequantized
 from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import make_checkpoint
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from quire_engine.distributed.communicator import Communicator
-from quire_engine.kv_cache.device_cache import KVCache
-from quire_engine.models.forward_batch import build_forward_batch
-from quire_engine.models.layers.linear import ParamFactory
-from quire_engine.models.registry import get_model_class
-from quire_engine.sequence import Sequence
-from quire_engine.step.input import build_step_input
-from quire_engine.step.plan import ScheduledSpan
-from quire_engine.weights.loader import load_weights
 from quire_kernels import QuantizedWeight, linear, quantized_linear
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
-CPU = torch.device("cpu")
-NUM_TOKENS = 200
 NOT_PACKED = {"ct-fp8-block": "blocks of 48", "ct-int8-weights": "8 bits per group"}
 """Without a kernel."""
 QUANTIZED_HEADS = {"ct-int4-zeros", "gptq-zeros", "gptq_v2"}
@@ -41,34 +30,17 @@ ATTENTION = {f"{name}_proj" for name in "qkvo"}
 PROJECTIONS = ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
-def _load(folder, dtype, communicator=None):
-    shape = ModelConfig.load(folder)
-    checkpoint = None if shape.quantization is None else open_checkpoint(folder)
-    local = shape if communicator is None else communicator.shard.local_config
-    model = get_model_class(shape.architecture)(local, ParamFactory(dtype, CPU, communicator, checkpoint=checkpoint))
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, checkpoint=checkpoint)
-    model.pack()
-    return model
-
-
-@torch.inference_mode()
-def _logits(model):
-    tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-    sequence = Sequence(0, tokens, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
-    sequence.block_table = list(range(-(-NUM_TOKENS // 16)))
-    kv = KVCache(model.shape, len(sequence.block_table), 16, model.embed_tokens.dtype, CPU)
-    batch = build_forward_batch(build_step_input([ScheduledSpan(sequence, 0, NUM_TOKENS, None)], 16, None), kv, CPU)
-    return model.compute_logits(model.forward_layers(batch, kv), batch).float()
-
-
 @requires_native_kernels
 @pytest.mark.parametrize("name", QUANTIZED_LLAMAS)
 def test_logits_equal_those_of_the_dequantized_weights(name, tmp_path):
     dequantized = write_dequantized(FOLDER / name, tmp_path)
-    expected, rounded = _logits(_load(dequantized, torch.float32)), _logits(_load(dequantized, torch.bfloat16))
-    model = _load(FOLDER / name, torch.bfloat16)
-    found, scale = _logits(model), expected.std()
-    assert torch.equal(_logits(_load(FOLDER / name, torch.float32)), expected)
+    expected, rounded = (
+        logits_of(load_model(dequantized, torch.float32)),
+        logits_of(load_model(dequantized, torch.bfloat16)),
+    )
+    model = load_model(FOLDER / name, torch.bfloat16)
+    found, scale = logits_of(model), expected.std()
+    assert torch.equal(logits_of(load_model(FOLDER / name, torch.float32)), expected)
     # bfloat16 alone causes 0.02 in this model; quantized inputs 0.03.
     assert (found - expected).std() < (1.1 * (rounded - expected).std() if name != "ct-int8" else 0.04 * scale)
     linears = [linear for _, linear in model.linears()]
@@ -78,7 +50,7 @@ def test_logits_equal_those_of_the_dequantized_weights(name, tmp_path):
     )
     assert isinstance(model.lm_head.weight, QuantizedWeight) == (name in QUANTIZED_HEADS)
     assert all((linear.input_order is not None) == (name in ACT_ORDER) for linear in linears)
-    assert model.num_bytes < _load(dequantized, torch.bfloat16).num_bytes or name in NOT_PACKED
+    assert model.num_bytes < load_model(dequantized, torch.bfloat16).num_bytes or name in NOT_PACKED
 
 
 @torch.inference_mode()
@@ -100,8 +72,8 @@ def test_packed_weights_equal_the_dequantized_weights(name, size, tmp_path):
             if size == 1
             else Communicator(TensorParallelShard(ModelConfig.load(FOLDER / name), rank, size), lambda: tmp_path)
         )
-        packed = _load(FOLDER / name, torch.bfloat16, communicator)
-        dense = _load(write_dequantized(FOLDER / name, tmp_path / str(rank)), torch.bfloat16, communicator)
+        packed = load_model(FOLDER / name, torch.bfloat16, communicator)
+        dense = load_model(write_dequantized(FOLDER / name, tmp_path / str(rank)), torch.bfloat16, communicator)
         for (_, layer), (_, expected) in zip(packed.linears(), dense.linears(), strict=True):
             found, wanted = _effective_weight(layer), _effective_weight(expected)
             if isinstance(layer.weight, QuantizedWeight) and layer.weight.scheme == "w8a8":
@@ -120,7 +92,10 @@ def test_blocks_of_128_stay_quantized(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     _quantize_fp8(tmp_path, [128, 128], {})
-    packed, dense = _load(tmp_path, torch.bfloat16), _load(write_dequantized(tmp_path, tmp_path / "d"), torch.bfloat16)
+    packed, dense = (
+        load_model(tmp_path, torch.bfloat16),
+        load_model(write_dequantized(tmp_path, tmp_path / "d"), torch.bfloat16),
+    )
     for (_, layer), (_, expected) in zip(packed.linears(), dense.linears(), strict=True):
         assert isinstance(layer.weight, QuantizedWeight)
         assert torch.equal(_effective_weight(layer), _effective_weight(expected))
@@ -130,11 +105,11 @@ def test_blocks_of_128_stay_quantized(tmp_path):
 def test_experts_and_a_language_model_with_another_prefix(name, tmp_path):
     """FP8 per tensor with static scales of activations, as Ministral 3 is published; experts are dequantized."""
     folder = make_checkpoint(tmp_path, name)
-    original = _logits(_load(folder, torch.float32))
+    original = logits_of(load_model(folder, torch.float32))
     ignored = ["vision_tower", "multi_modal_projector", "lm_head"]
     _quantize_fp8(folder, None, {"activation_scheme": "static", "modules_to_not_convert": ignored})
-    found = _logits(_load(folder, torch.float32))
-    assert torch.equal(found, _logits(_load(write_dequantized(folder, tmp_path / "dequantized"), torch.float32)))
+    found = logits_of(load_model(folder, torch.float32))
+    assert torch.equal(found, logits_of(load_model(write_dequantized(folder, tmp_path / "dequantized"), torch.float32)))
     assert 0 < (found - original).std() < 0.5 * original.std()
 
 
@@ -161,7 +136,7 @@ def test_parts_that_are_computed_together_must_be_quantized_alike(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     error = r"config: parts of model.layers.0.self_attn.\* .* q_proj \(int8, channel\), k_proj \(not quantized\)"
     with pytest.raises(ConfigError, match=error):
-        _load(folder, torch.float32)
+        load_model(folder, torch.float32)
 
 
 def test_the_planner_expects_weights_to_stay_quantized_where_there_are_kernels():
