@@ -106,6 +106,7 @@ def cases(card: Card) -> Iterator[Case]:
         yield Case("add_lora", kind, is_timed, lambda d=dtype: _lora(card, d))
         yield Case("quantized_linear", kind, False, lambda d=dtype: _quantized_linears(card, d))
         yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
+        yield Case("fused_experts", f"quantized, {kind}", False, lambda d=dtype: _quantized_experts(card, d))
         yield Case("rms_norm_linear=small", kind, False, lambda d=dtype: _small_batches(card, d))
         if card.is_full:
             yield Case("adapted_linear=side", kind, False, lambda d=dtype: _beside(card, d))
@@ -362,6 +363,36 @@ def _experts(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         yield f"{num_tokens} tokens", error_of(found[0], expected), 2 * ERRORS[dtype]
         moved = any(not torch.equal(found[0], other) for other in found[1:])
         yield f"{num_tokens} tokens, the same bits", float(moved), 0.0
+
+
+def quantized_experts(card: Card, name: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> ops.ExpertWeights:
+    """Return random experts of (num_experts, hidden_size, intermediate_size): name is mxfp4 or of QUANTIZED."""
+    num_experts, hidden, inner = sizes
+
+    def pack(rows: int, columns: int) -> ops.QuantizedWeight:
+        if name != "mxfp4":
+            return QUANTIZED[name](card.random(rows, columns, dtype=dtype) / columns**0.5, dtype)
+        codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=card.device)
+        exponents = torch.full((rows, columns // 32), 121, dtype=torch.uint8, device=card.device)
+        # float32 selects the layout of a GPU in the rehearsal on a CPU, too.
+        return ops.pack_weight_mxfp4(codes, exponents.view(torch.float8_e8m0fnu), dtype=torch.float32)
+
+    gate_up, down = pack(num_experts * 2 * inner, hidden), pack(num_experts * hidden, inner)
+    return ops.ExpertWeights(gate_up, down, None, None, "silu")
+
+
+def _quantized_experts(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
+    sizes, top_k = ((32, 2880, 2880), 4) if card.is_full else ((6, 96, 64), 2)
+    for name in ("mxfp4", *QUANTIZED):
+        experts = quantized_experts(card, name, sizes, dtype)
+        for num_tokens in (1, 300) if card.is_full else (1, 9):
+            x = card.random(num_tokens, sizes[1], dtype=dtype)
+            ids = torch.rand(num_tokens, sizes[0], device=card.device).topk(top_k).indices
+            weights = torch.rand(num_tokens, top_k, device=card.device)
+            found, expected = (
+                form(x, ids, weights, experts) for form in (own(ops.fused_experts), ops.fused_experts.reference)
+            )
+            yield f"{name}, {num_tokens} tokens", error_of(found, expected), 2 * ERRORS[dtype]
 
 
 def _small_batches(card: Card, dtype: torch.dtype) -> Iterator[Finding]:

@@ -43,6 +43,7 @@ def rows(context: Context) -> Iterator[Row]:
         yield from _sampler_rows(timer, num_rows)
     yield from _small_batch_rows(timer)
     yield from _expert_rows(timer)
+    yield from _quantized_expert_rows(timer)
     yield from _quantized_rows(timer)
     yield from lora_kernels.rows(timer)
 
@@ -109,6 +110,30 @@ def _expert_rows(timer: Timer) -> Iterator[Row]:
         flops = 6.0 * num_tokens * top_k * hidden * inner
         what = f"{num_experts} experts, {top_k} for each of {num_tokens} tokens"
         yield timer.row(what, calls, num_bytes / len(calls), flops)
+
+
+def _quantized_expert_rows(timer: Timer) -> Iterator[Row]:
+    """A layer of experts in the shape of gpt-oss-20b; the bytes are those of the packed experts that have tokens."""
+    card = timer.card
+    sizes, top_k = ((32, 2880, 2880), 4) if timer.is_full else ((6, 96, 64), 2)
+    num_experts, hidden, inner = sizes
+    for name in ("mxfp4", *gate_cases.QUANTIZED):
+        experts = gate_cases.quantized_experts(card, name, sizes, timer.dtype)
+        assert isinstance(experts.gate_up, ops.QuantizedWeight) and isinstance(experts.down, ops.QuantizedWeight)
+        expert_bytes = (experts.gate_up.num_bytes + experts.down.num_bytes) / num_experts
+        for num_tokens in (1, 16, 256, 2048) if timer.is_full else (3,):
+            calls: list[Call] = []
+            num_bytes = 0.0
+            # Other experts in each call, so that the L2 cache does not contain them.
+            for _ in range(8 if timer.is_full else 1):
+                ids = torch.rand(num_tokens, num_experts, device=card.device).topk(top_k).indices
+                weights = torch.full((num_tokens, top_k), 1 / top_k, device=card.device)
+                x = card.random(num_tokens, hidden, dtype=timer.dtype)
+                calls.append(functools.partial(own(ops.fused_experts), x, ids, weights, experts))
+                num_bytes += len(ids.unique()) * expert_bytes
+            flops = 6.0 * num_tokens * top_k * hidden * inner
+            what = f"{name}: {num_experts} experts, {top_k} for each of {num_tokens} tokens"
+            yield from timer.tried(what, calls, num_bytes / len(calls), flops)
 
 
 def _quantized_rows(timer: Timer) -> Iterator[Row]:
