@@ -31,19 +31,17 @@ def _outcomes(results):
 
 
 @in_rehearsal
-def test_rehearsal_with_faults_loses_no_result(tmp_path):
-    """A crash, an exhausted memory and a hang in three phases: each is retried, and every phase has its rows."""
+def test_rehearsal_with_faults_loses_no_result(bench_modules, tmp_path):
+    """All phases. A crash, an exhausted memory and a hang in three of them: each is retried, and every phase has its
+    rows."""
     faults = "limits=crash,attention=memory,products=hang"
-    phases = (
-        "limits,attention,engine,adapters,start,itl,vllm_adapters,products,kernels,gate_b,tune,mixes,ncu,speculation"
-    )
-    done, results = _run(
-        tmp_path / "run", "--cpu-rehearsal", "--limits-s", "all=400,products=60", "--phase", phases, "--faults", faults
-    )
+    done, results = _run(tmp_path / "run", "--cpu-rehearsal", "--limits-s", "all=400,products=60", "--faults", faults)
+    from gpu_phases.plan import PHASES
+
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     found = results["phases"]
     assert set(_outcomes(results).values()) == {"complete"}
-    assert list(found) and set(found) == {"facts", "gate", *phases.split(",")}
+    assert {name for name, phase in found.items() if phase["rows"]} == set(PHASES)
     assert found["limits"]["other_attempts"] == ["as is: failed: signal SIGSEGV"]
     assert found["attention"]["other_attempts"][0].startswith("as is: failed: RuntimeError: [enforce fail")
     assert found["products"]["other_attempts"] == ["as is: ended at its limit of 60 s"]
@@ -55,9 +53,9 @@ def test_rehearsal_with_faults_loses_no_result(tmp_path):
     # No bar holds or is missed in a rehearsal, and every one of these phases measured its own.
     bars = {bar["what"]: bar for bar in results["bars"] if bar["bar"] is not None}
     assert {bar["holds"] for bar in bars.values()} == {None}
+    # Neither vLLM nor a trace of a device exists here.
     unmeasured = {what.partition(",")[0] for what, bar in bars.items() if bar["outcome"] is None}
-    assert unmeasured == {"1000 in / 1000 out", "against transformers' continuous batching", "against vLLM",
-                          "GPU idle per decoding step"}  # fmt: skip
+    assert unmeasured == {"against vLLM", "GPU idle per decoding step"}
     table = (tmp_path / "run/table.md").read_text()
     assert "A rehearsal: times and rates mean nothing." in table and table in done.stdout
     assert re.search(r"limits +complete, \d+ of 400 s, 2 rows, QUIRE_EARLY_LAUNCH=0", done.stdout)
@@ -186,6 +184,20 @@ def test_a_wrong_case_of_the_gate_does_not_hide_the_others(bench_modules, monkey
     assert {op for op, row in rows.items() if row.get("wrong")} == {"sample", "add_lora"}
     assert "exit code -6" in rows["sample"]["what"] and "no answer in 2 s" in rows["add_lora"]["what"]
     assert rows["uniform"]["value"] == 0.0
+
+
+def test_every_prediction_has_its_reasons(bench_modules):
+    """Ratios to other engines have no floor. Each number is predicted once."""
+    from gpu_phases.bars import BARS, PREDICTIONS
+
+    assert {bar.what for bar in BARS if not bar.floor} == {
+        "against transformers' continuous batching", "against vLLM, same loads", "32 adapters of rank 16, against vLLM"
+    }  # fmt: skip
+    assert all(each.predicted and each.why for each in (*BARS, *PREDICTIONS))
+    assert all(each.floor for each in PREDICTIONS)
+    numbers = [(each.rows, each.field) for each in (*BARS, *PREDICTIONS)]
+    assert len(set(numbers)) == len(numbers)
+    assert all(bar.bar is not None and bar.aim is not None for bar in BARS)
 
 
 def test_bars_take_the_row_that_counts(bench_modules):

@@ -4,6 +4,12 @@
 Floors follow from two rates that PyTorch measured on such a card: a copy of 4.3 TB/s, reads and writes both counted,
 and a bfloat16 product of 8192 x 8192 x 8192 random numbers at 790 TFLOP/s. The model reads 15.0 GB of weights per step
 (16.06 GB without the embedding, of which a token reads one row); its KV cache takes 4 KiB per token and layer.
+
+32 adapters of rank 16 on all linears have 2.68 GB: 0.88 ms a step at 70 % of the copy. 261 launches of 2.5 us take
+0.65 ms: two for each of 128 linears, five for embedding, output projection and routing. Programmatic dependent launch
+saves 0.13 ms of them. A side branch can hide 0.42 ms of reading A and 0.32 ms of launches; beside a GEMM that occupies
+the shared memory, 60 % of that are assumed. Its two dependencies for each linear take 0.26 ms, and the lost early
+launch 0.13 ms. Loading an adapter makes about 4,500 calls that hold Python's lock for an assumed 8 us each.
 """
 
 from collections.abc import Sequence
