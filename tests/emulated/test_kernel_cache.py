@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from support.requirements_of_machine import requires_emulated_gpu
-from support.tiny_checkpoints import make_adapter, make_checkpoint
+from support.tiny_checkpoints import BASE, make_adapter, make_checkpoint, write_checkpoint
+from transformers import LlamaConfig
 
 pytestmark = [requires_emulated_gpu, pytest.mark.timeout(1200)]
 
@@ -44,7 +45,10 @@ def environment():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Models whose layers have different kernels: dense, experts, and sinks with windows."""
-    return {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in ("llama", "qwen3_moe", "gpt_oss")}
+    # Groups of 32 inputs, for 4 bits.
+    llama = write_checkpoint(tmp_path_factory.mktemp("llama"), LlamaConfig(**BASE | {"intermediate_size": 128}), 1)
+    others = {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in ("qwen3_moe", "gpt_oss")}
+    return {"llama": llama, **others}
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,12 @@ from quire_engine.models.registry import get_model_class
 from quire_engine.step.input import build_step_input
 from quire_engine.step.plan import ScheduledSpan
 from quire_engine.worker.warmup import compile_steps, dummy_span
+from quire_kernels import LinearWeight, pack_weight_fp8, pack_weight_int4, pack_weight_int8
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.capabilities import QUANTIZATIONS
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.quantization import QuantizationScheme, WeightScheme
 
 _LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,8 +95,7 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig) -> Iterator[CausalLM]:
-    """Yield the model, and the model as each quantization at load leaves it; without memory. Weights of a quantized
-    checkpoint count as dequantized."""
+    """Yield the model as its checkpoint is, and, unless that is quantized, as each quantization at load leaves it."""
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
         try:
@@ -103,7 +104,38 @@ def _models(shape: ModelConfig) -> Iterator[CausalLM]:
             assert quantization is not None
             continue  # this model cannot be quantized in this way
         model.pack()
+        if shape.quantization is not None:
+            _quantize_like_checkpoint(model, shape.quantization)
         yield model
+
+
+def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme) -> None:
+    """Replace the weights of linear layers that the checkpoint quantizes, and that remain quantized in memory."""
+    info = model.shape.architecture_info
+    path_by_name = {path.rpartition(".")[2]: path for path in info.linears}
+    for layer, linear in model.linears():
+        try:
+            scheme = quantization.scheme_of(f"{info.layers_path}.{layer}.{path_by_name[next(iter(linear.slices))]}")
+        except ConfigError:
+            continue  # not quantized
+        if scheme.has_kernel:
+            assert isinstance(linear.weight, torch.Tensor)
+            linear.weight = empty_quantized_weight(scheme, *linear.weight.shape)
+
+
+def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features: int) -> LinearWeight:
+    """Return a weight without memory in the layout that `pack_quantized` gives the weights of a checkpoint."""
+    group_size = scheme.block[1] if scheme.block is not None else in_features
+    scales = torch.empty(out_features, -(-in_features // group_size), device=_DEVICE)
+
+    def values(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(out_features, in_features, dtype=dtype, device=_DEVICE)
+
+    if scheme.layout == "fp8":
+        return pack_weight_fp8(values(torch.float8_e4m3fn), scales)
+    if scheme.layout == "int8":
+        return pack_weight_int8(values(torch.int8), scales, weight_only=not scheme.has_quantized_inputs)
+    return pack_weight_int4(values(torch.uint8), scales, scales.to(torch.uint8) if scheme.has_zeros else None)
 
 
 def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
