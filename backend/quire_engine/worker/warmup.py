@@ -52,8 +52,8 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
     last_sequence.num_computed_prompt_logprobs = max(len(last_sequence.prompt_token_ids) - 2, 0)
     yield spans
     chunk = min(config.max_num_batched_tokens, max_length)
-    # One token less than the maximum, because attention kernels pad prompts of most lengths. Only attention can need more
-    # memory here than in the first step. So these steps have no sampling parameters: log probabilities of 8,190 tokens
+    # One token less than the maximum, because attention kernels pad prompts of most lengths. Only attention can need
+    # more memory than in the first step. So these steps have no sampling parameters: log probabilities of 8,190 tokens
     # take 0.3 s of a Zen 3 core.
     for start, length in ((max_length - chunk, chunk), (0, max(chunk - 1, 1))):
         yield [dummy_span(start, length, config.block_size, slots[0])]
