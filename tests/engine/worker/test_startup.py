@@ -108,7 +108,9 @@ def test_compile_steps_cover_prompt_and_decode_with_every_sampling_variant(llama
 
 def test_dummy_tokens_are_in_the_vocabulary_shard_of_every_rank():
     config = dataclasses.replace(CONFIG, tensor_parallel_size=4)
-    for span in (span for spans in peak_memory_steps(config, 128, 400) for span in spans):
+    first_step, *steps_of_attention = peak_memory_steps(config, 128, 400)
+    assert {token for [span] in steps_of_attention for token in span.sequence.prompt_token_ids} == {0}
+    for span in first_step:
         token_ids = {
             *span.sequence.suppressed_token_ids,
             *(span.sequence.params.logit_bias or ()),
