@@ -181,7 +181,7 @@ def main() -> None:
     if arguments.check_only:
         print_progress("nothing is missing")
         if shutil.which("g++") is None:
-            print_progress("g++ is not installed: bfloat16 takes about twice as long on CPUs with AVX-512 BF16")
+            print_progress("g++ is not installed: CPUs run without compiled kernels")
         if None in (shutil.which("chromium"), shutil.which("chromedriver")):
             print_progress(
                 "chromium is not installed: the live page is not tested in a browser (apt-get install chromium "

@@ -62,9 +62,9 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     """Return the dtype of weights and activations.
 
-    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 on a CPU without
-    AVX-512 BF16, AMX or Arm BF16, where torch would convert each operand. float16 becomes float32, because few CPUs
-    multiply it.
+    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 without compiled
+    kernels on a CPU without AVX-512 BF16, AMX or Arm BF16, where torch would convert each operand. float16 becomes
+    float32, because few CPUs multiply it.
 
     Raises:
         ConfigError: the engine cannot compute in the checkpoint's dtype.
@@ -83,8 +83,8 @@ def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, devi
     """Log a warning if this machine has no kernels for quantized weights: each step then dequantizes all of them."""
     if quantization is not None and not has_quantized_kernel(dtype, device):
         logger.warning(
-            "quantization %s is slow here: the kernels need dtype bfloat16 (got %s) and a processor with AVX-512 BF16, "
-            "VBMI and VNNI",
+            "quantization %s is slow here: the kernels need dtype bfloat16 (got %s), a C++ compiler and a processor "
+            "with AVX2, FMA and F16C",
             quantization,
             str(dtype).removeprefix("torch."),
         )
@@ -103,8 +103,8 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
             raise ConfigError("kv_cache_dtype: 'int8_per_token_head' has no kernels for GPUs; use 'fp8' or 'auto'")
         if not has_quantized_kernel(dtype, torch.device(config.device)):
             logger.warning(
-                "kv_cache_dtype int8_per_token_head is slow here: the kernels need dtype bfloat16 (got %s) and a "
-                "processor with AVX-512 BF16, VBMI and VNNI",
+                "kv_cache_dtype int8_per_token_head is slow here: the kernels need dtype bfloat16 (got %s), a "
+                "C++ compiler and a processor with AVX2, FMA and F16C",
                 str(dtype).removeprefix("torch."),
             )
         return torch.int8
@@ -183,6 +183,9 @@ def trim_heap() -> None:
 
 
 def _has_bf16() -> bool:
+    """Return whether bfloat16 is faster than float32: there are compiled kernels, or instructions that torch uses."""
+    if has_quantized_kernel(torch.bfloat16, torch.device("cpu")):
+        return True
     words = _read_system_file(Path("/proc/cpuinfo")).split()
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
 

@@ -39,7 +39,7 @@ class EngineConfig:
     """Device of the tensors: cpu or cuda. The engine never chooses another device itself."""
 
     dtype: str = "auto"
-    """Type of weights and activations. auto: the checkpoint's dtype, or float32 on a CPU without bf16 instructions."""
+    """Type of weights and activations. auto: the checkpoint's dtype, or float32 on a CPU without kernels for bf16."""
 
     max_model_len: int | None = None
     """Maximum tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
@@ -110,14 +110,14 @@ class EngineConfig:
     """Type of the KV cache; auto: the value of dtype. fp8 or fp8_e4m3 stores twice as many tokens as a 16-bit type,
     with 4 bits of precision. The error of attention's output is then about 3 % for normally distributed keys and
     values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. It is supported on CPUs
-    only. It is fast only with dtype bfloat16 on a CPU with AVX-512 BF16, VBMI and VNNI."""
+    only. It is fast only with dtype bfloat16 on a CPU with compiled kernels."""
 
     quantization: str | None = None
     """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear
     layers when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale and a zero
     point for each 32 inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a CPU,
-    quantization is fast only with dtype bfloat16, AVX-512 BF16, VBMI and VNNI. For a quantized checkpoint, use None
-    or the name of its quant_method."""
+    quantization is fast only with dtype bfloat16 and compiled kernels. For a quantized checkpoint, use None or the
+    name of its quant_method."""
 
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The
