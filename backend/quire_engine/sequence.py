@@ -16,9 +16,11 @@ BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 
 PLACEHOLDER_TOKEN = -1
-"""Stands in the output of a sequence for the token that the step in flight will sample."""
+"""Placeholder, in the output of a sequence, for the token that the step in flight will sample."""
 MAX_ASYNC_LOGPROBS = 32
-"""Maximum log probabilities per token that can arrive on the host one step late. More would use device memory."""
+"""Maximum log probabilities per token that can arrive on the host one step late. More of them would need device
+memory.
+"""
 
 
 class SequenceStatus(Enum):
@@ -64,13 +66,13 @@ class BeamGroup:
     num_candidates: int
     """Number of continuations, over all beams, from which the next beams are chosen."""
     sequences: list["Sequence"]
-    """The beams, best first. Only one before the first output token."""
+    """The beams, best first. Before the first output token, there is only one."""
     scores: list[float] = field(default_factory=lambda: [0.0])
     """Sum of the log probabilities of the output tokens of each beam."""
 
     @property
     def can_decode(self) -> bool:
-        """True if all beams run, and each has keys and values of all its tokens but the last."""
+        """True if all beams run, and each has keys and values of all its tokens except the last one."""
         return all(
             sequence.status is SequenceStatus.RUNNING and sequence.num_tokens - sequence.num_computed_tokens == 1
             for sequence in self.sequences
@@ -78,7 +80,7 @@ class BeamGroup:
 
     @property
     def num_unused_places(self) -> int:
-        """Further sequences that can run once the group runs: new beams, and beams that wait."""
+        """Number of further sequences that can run once the group runs: new beams and waiting beams."""
         num_running = sum(sequence.status is SequenceStatus.RUNNING for sequence in self.sequences)
         return self.width - num_running if num_running else 0
 
@@ -95,10 +97,11 @@ class Sequence:
     max_output_tokens: int
     """params.max_tokens, limited by max_model_len."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the output: params.stop_token_ids, and those of the model unless ignore_eos is set."""
+    """Tokens that end the output: params.stop_token_ids and, unless ignore_eos is set, the model's stop tokens."""
     suppressed_token_ids: frozenset[int] = frozenset()
-    """Tokens that are not sampled before params.min_tokens is reached: all stop tokens, and those of the model even if
-    ignore_eos is set."""
+    """Tokens that are not sampled before params.min_tokens is reached: all stop tokens, including those of the model
+    even if ignore_eos is set.
+    """
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not occur in the output."""
     grammar: Grammar | None = None
@@ -111,17 +114,21 @@ class Sequence:
     parent_id: int | None = None
     """Id of an earlier sequence with the same prompt, adapter and salt, whose prompt blocks this fork shares."""
     priority: int = 0
-    """Lower runs first."""
+    """Sequences with a lower number run first."""
     arrival_time: float = 0.0
-    """Monotonic seconds."""
+    """Time of arrival in monotonic seconds."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    """The last one can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned or in flight."""
+    """Output tokens. The last one can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned or
+    in flight.
+    """
     output_logprobs: list[list[Logprob]] = field(default_factory=list)
-    """Of a beam whose request requires them: the log probabilities of its output tokens."""
+    """Log probabilities of the output tokens, for a beam whose request requires them."""
     num_computed_tokens: int = 0
-    """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Without the latest step in flight."""
+    """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Tokens of the latest step in flight are
+    not counted.
+    """
     block_table: list[BlockId] = field(default_factory=list)
     """With one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size); with several groups,
     the blocks of each group for these tokens are side by side, see KVLayout."""
@@ -133,26 +140,27 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     """Content hashes of its full blocks, as far as they are computed."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache contained at the first run; None before that."""
+    """Number of prompt tokens that the prefix cache contained at the first run; None before the first run."""
     num_computed_prompt_logprobs: int = 0
     """Prompt positions with finished log probabilities, if the request requires them."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
-    """The log probabilities of these positions; returned with the first token."""
+    """Finished log probabilities of prompt positions; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
-    """While swapped out: the host blocks of its blocks after the first num_shared_blocks."""
+    """While swapped out: host copies of the blocks after the first num_shared_blocks."""
     num_shared_blocks: int = 0
-    """First blocks that were not swapped out, because another sequence shares them."""
+    """Number of first blocks that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0
-    """While swapped out: tokens [0, num_swapped_tokens) are in those blocks and in the host blocks."""
+    """While swapped out: tokens [0, num_swapped_tokens) are in the shared blocks and the host blocks."""
     num_cached_blocks: int = 0
     """Number of first blocks of the table that came from the prefix cache or were offered to the cache."""
     sort_key: tuple[int, int, int] = (0, 0, 0)
-    """Priority, arrival number, number of the beam; the scheduler's order."""
+    """The scheduler's sort key: priority, arrival number, number of the beam."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     parent: "Sequence | None" = None
-    """The sequence with id `parent_id`, if it was unfinished when this one arrived. Of a preempted beam: the first
-    beam of its group."""
+    """The sequence with id `parent_id`, if it was unfinished when this sequence arrived. For a preempted beam: the
+    first beam of its group.
+    """
     beam_group: BeamGroup | None = None
     """The beams that this sequence belongs to; None without beam search."""
 
@@ -168,7 +176,9 @@ class Sequence:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that can be computed without the other beams: all, but not the last of one of several beams."""
+        """Number of tokens that can be computed without the other beams: all tokens, or all except the last token of a
+        beam.
+        """
         has_siblings = self.beam_group is not None and len(self.beam_group.sequences) > 1
         return self.num_tokens - 1 if has_siblings else self.num_tokens
 
@@ -193,7 +203,7 @@ class Sequence:
     def requires_host_tokens(self) -> bool:
         """True if a step of this sequence must not start before the previous step is complete.
 
-        Either the step requires the previous tokens on the host, or it returns much more than a token to the host.
+        Such a step requires the previous tokens on the host, or returns much more than a token to the host.
         """
         logprobs = self.params.num_logprobs
         return (

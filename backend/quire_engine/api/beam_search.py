@@ -23,9 +23,9 @@ class BeamSearchParams:
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     temperature: float = 0.0
-    """Divides the logits; 0 and 1 leave them as they are."""
+    """Divides the logits; 0 and 1 leave the logits unchanged."""
     length_penalty: float = 1.0
-    """See SamplingParams, also for the following field."""
+    """See SamplingParams, also for `early_stopping`."""
     early_stopping: bool | str = False
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the text."""
@@ -71,4 +71,4 @@ class BeamSearchOutput:
     """The outputs of a prompt."""
 
     sequences: list[BeamSearchSequence]
-    """Best first."""
+    """Outputs of the search, best first."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark of an engine with random prompts: throughput and latency, measured around its steps.
 
-Measures the engine alone, without text and sockets; the overhead of the server is measured with the server. The CLI
-calls it: `python -m quire_engine bench`.
+The benchmark measures only the engine, without tokenizer, text process and server. The CLI calls it: `python -m
+quire_engine bench`.
 """
 
 import math
@@ -33,9 +33,9 @@ class Workload:
 
     num_prompts: int
     input_len: int
-    """Tokens per prompt; random, so that prompts share no prefix."""
+    """Tokens per prompt. The tokens are random, so that prompts share no prefix."""
     output_len: int
-    """Tokens per output; exact, because end-of-sequence is ignored."""
+    """Tokens per output. Every output has this length, because end-of-sequence is ignored."""
     rate: float | None = None
     """Arrivals per second with exponentially distributed intervals; None means that all requests arrive at once."""
     params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
@@ -58,11 +58,13 @@ class LatencyStats:
 
     mean: float
     percentiles: dict[str, float]
-    """By name: p50, p90, p99."""
+    """Percentiles by name: p50, p90, p99."""
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float]) -> "LatencyStats | None":
-        """Return the statistics; None without a value, as between tokens if there is only one output token."""
+        """Return the statistics; None if there are no values, for example times between tokens with one output
+        token.
+        """
         if not seconds:
             return None
         sorted_seconds = sorted(seconds)

@@ -46,7 +46,7 @@ def _value(text: str) -> Any:
         return text
 
 
-# Of the arguments that this engine does not have, None means that a script did not set them.
+# For an argument that this engine does not have, None means that the script did not set it.
 EngineArgs: Any = make_dataclass(
     "EngineArgs",
     [

@@ -46,7 +46,7 @@ class ParsedPrompt:
         """Parse one prompt.
 
         Raises:
-            InvalidArgument: it has an unknown key, neither text nor token ids, or an invalid token id.
+            InvalidArgument: the prompt has an unknown key, neither text nor token ids, or an invalid token id.
         """
         if isinstance(prompt, str):
             return cls(prompt, None)
@@ -68,7 +68,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a single prompt becomes a list of one.
 
     Raises:
-        InvalidArgument: the argument is neither.
+        InvalidArgument: the argument is neither a prompt nor a list of prompts.
     """
     if not isinstance(prompts, str | Mapping | Iterable):
         raise InvalidArgument(f"prompts: invalid prompt {str(prompts)[:80]}; {_PROMPT_FORMATS}")
@@ -78,7 +78,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompt_list = [prompts] if isinstance(prompts, bytes) else list(prompts)
     except TypeError as error:  # a zero-dimensional array
         raise InvalidArgument(f"prompts: invalid prompt {str(prompts)[:80]}; {_PROMPT_FORMATS}") from error
-    # The integers of numpy are not an int.
+    # An integer of numpy is not an instance of int.
     is_single = len(prompt_list) > 0 and isinstance(prompt_list[0], Integral)
     return [cast(Prompt, prompt_list)] if is_single else cast(list[Prompt], prompt_list)
 
@@ -86,7 +86,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def broadcast_to_prompts(
     name: str, value: Any, expected_type: type[Any], num_prompts: int, optional: bool = False
 ) -> list[Any]:
-    """Return a list with one value per prompt, from a single value or such a list. None is a value if `optional`.
+    """Return a list with one value per prompt, from a single value or such a list. `optional` allows the value None.
 
     Raises:
         InvalidArgument: the list has another length, or a value is not of `expected_type`.
@@ -106,7 +106,7 @@ def broadcast_to_prompts(
 
 
 def _parse_token_ids(values: object) -> list[int]:
-    """Convert integers of any library to int. The engine checks that they are in the vocabulary."""
+    """Convert token ids, integers of any library, to int. The engine checks that they are in the vocabulary."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidArgument(f"prompt: invalid prompt {str(values)[:80]!r}; {_PROMPT_FORMATS}")
     try:

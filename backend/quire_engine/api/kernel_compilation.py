@@ -62,7 +62,7 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
     Contains the kernels of adapters and of an fp8 KV cache, and those of weights that are quantized at load.
 
     Args:
-        models: folders with a config.json; empty: the shape of Llama-3.1-8B.
+        models: folders with a config.json; if empty, kernels are compiled for the shape of Llama-3.1-8B.
         capability: compute capability of the GPU, such as "9.0".
         into: new or existing folder.
 
@@ -70,7 +70,7 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
         Number of kernels.
 
     Raises:
-        InvalidArgument: Triton is missing, or the capability is not one.
+        InvalidArgument: Triton is missing, or `capability` is not a compute capability from 8.0 on.
         ConfigError: a model's config.json cannot be read.
     """
     match = re.fullmatch(r"(\d{1,2})\.(\d)", capability)

@@ -97,7 +97,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that `generate` uses by default: those that the argument generation_config names.
+        """Return the parameters that `generate` uses by default, from the file that the argument generation_config
+        selects.
 
         Raises:
             ConfigError: a value in the file is out of range.
@@ -124,7 +125,8 @@ class LLM:
         """
         prompt_list = as_prompt_list(prompts)
         default_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        # Copies: replace() validates all fields, and later assignments by the caller have no effect.
+        # The parameters are copied: replace() validates all fields, and later assignments by the caller have no
+        # effect.
         params = [
             replace(p)
             for p in broadcast_to_prompts("sampling_params", default_params, SamplingParams, len(prompt_list))
@@ -132,7 +134,7 @@ class LLM:
         lora_requests = broadcast_to_prompts("lora_request", lora_request, LoRARequest, len(prompt_list), optional=True)
         priorities = broadcast_to_prompts("priority", 0 if priority is None else priority, int, len(prompt_list))
         adapter_digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(lora_requests) if lora is not None}
-        # Once for each constraint: prompts usually share one, and a schema takes about a millisecond.
+        # Each constraint is converted once: prompts usually share one, and a schema takes about a millisecond.
         constraints = {id(p.structured_outputs): p.structured_outputs for p in params}
         grammars = {key: None if c is None else to_grammar_text(c) for key, c in constraints.items()}
         offline_requests: list[OfflineRequest] = []
@@ -213,8 +215,9 @@ class LLM:
         """Answer one or many conversations: render each with the chat template, then `generate`.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
-        `ChatTemplate.render`. `chat_template` defaults to the template of this object, else of the model. Templates
-        always receive contents as text, so `chat_template_content_format` must be "string" or "auto".
+        `ChatTemplate.render`. `chat_template` defaults to the template of this object, otherwise to the model's
+        template. Templates always receive contents as text, so `chat_template_content_format` must be "string" or
+        "auto".
 
         Raises:
             InvalidArgument: no template exists, it rejects the messages, or `generate` rejects an argument.
@@ -328,7 +331,7 @@ class LLM:
                 self.engine.read_pending_adapters()
                 step = self.engine.step()
                 for sequence_id, queued_s in step.started:
-                    # A sequence of an earlier call that failed is unknown here.
+                    # A sequence of an earlier call that failed can still have results; they are ignored.
                     if (started := offline_request_by_sequence.get(sequence_id)) is not None:
                         started.mark_started(queued_s)
                 for result in step.results:

@@ -51,7 +51,7 @@ class Logprob:
 
     logprob: float
     rank: int
-    """1 is the most likely."""
+    """Rank of the token; 1 is the most likely token."""
     decoded_token: str | None
     """None for a model without a tokenizer."""
 
@@ -66,9 +66,11 @@ class CompletionOutput:
     """Empty for a model without a tokenizer."""
     token_ids: list[int]
     cumulative_logprob: float | None
-    """Sum over the output; None unless logprobs were requested."""
+    """Sum of the log probabilities of the output tokens; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None
-    """Per position, by token id: the sampled token, then the most likely ones; None unless requested."""
+    """Per position, by token id: the sampled token, then the most likely tokens; None unless logprobs were
+    requested.
+    """
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
@@ -94,7 +96,7 @@ class RequestMetrics:
     """End of the step that sampled its first token."""
     last_token_ts: float
     num_generation_tokens: int
-    """Of all outputs, those that best_of drops included."""
+    """Number of tokens of all outputs, including outputs that best_of drops."""
 
     @property
     def first_token_latency(self) -> float:
@@ -108,13 +110,13 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """None when token ids were given."""
+    """Text of the prompt; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per token of the prompt, None for the first; None unless requested."""
+    """Log probabilities per prompt token, None for the first token; None unless prompt_logprobs were requested."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache."""
     metrics: RequestMetrics | None = field(default=None, compare=False)

@@ -18,14 +18,14 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import StepResult
 
 MAX_PROFILED_STEPS = 100
-"""About 30 MB for an 8B model; trace viewers fail at some hundreds of MB."""
+"""Maximum number of steps in a trace: about 30 MB for an 8B model. Trace viewers fail at some hundreds of MB."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def profile_steps(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Trace the next steps of the engine, at most MAX_PROFILED_STEPS, and write them to `path`; None does nothing.
+    """Trace the next steps of the engine, at most MAX_PROFILED_STEPS, and write them to `path`. With None, do nothing.
 
     Raises:
         InvalidArgument: the file cannot be written; raised before the first step.

@@ -2,8 +2,8 @@
 """The only thread of the core process that computes: it loads the engine, and then runs its steps.
 
 libgomp keeps a team of workers for every thread that ever computed. Once there are more workers than cores, they sleep
-instead of spinning. With an engine that was loaded in the main thread, the matrix products of a layer took 25 % longer
-in this thread (64 rows, bf16, two Zen 4 cores).
+instead of spinning. If the main thread had loaded the engine, the matrix products of a layer took 25 % longer in this
+thread (64 rows, bf16, two Zen 4 cores).
 """
 
 import logging

@@ -53,7 +53,8 @@ class Engine:
     """Serves requests with one model. Not thread-safe, except `read_adapter`.
 
     Raises:
-        ConfigError: max_model_len exceeds that of the model, or a sequence of that length does not fit in the KV cache.
+        ConfigError: max_model_len exceeds the model's limit, or a sequence of max_model_len tokens does not fit in the
+            KV cache.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Engine:
         self.eos_token_ids = checkpoint.eos_token_ids
         self._runner = runner
         self._grammar_compiler: GrammarCompiler | None = None
-        # Both are read in another thread at startup, and by the first request that needs them.
+        # The tokenizer and the grammar compiler are created in another thread at startup, or by the first request that
+        # needs them.
         self._tokenizer_lock = threading.RLock()
         self._tokenizer: Tokenizer | None = None
         self._clock = clock
@@ -101,7 +103,7 @@ class Engine:
         """Runs the copy of an adapter into a slot, by default immediately. An owner with threads can run the copy in
         another thread and then call `on_slot_loaded`."""
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
-        """When each copy into a slot was requested, by the clock."""
+        """Time of the clock when each copy into a slot was requested."""
         self._adapter_events: list[AdapterEvent] = []
         # Sequences that failed outside a step; returned by the next step().
         self._failed_results: list[SequenceDelta] = []
@@ -116,13 +118,14 @@ class Engine:
         """Find the model, load it, and allocate the device's memory.
 
         Args:
-            config: engine configuration. With tensor_parallel_size > 1, worker processes share the layers. If one of
-                them ends, all end, and each step raises RunnerLost.
+            config: engine configuration. With tensor_parallel_size > 1, worker processes share the layers. If one
+                worker ends, all workers end, and each step raises RunnerLost.
             progress: show progress bars on stderr.
             on_lost: called with the reason, in a thread of its own, when a worker process ends.
 
         Raises:
-            ConfigError: the model cannot be found or served, or does not fit; the message contains what to change.
+            ConfigError: the model cannot be found or served, or does not fit; the message contains the setting to
+                change.
         """
         checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress, config.download_dir))
         check_max_model_len(config, checkpoint.shape)
@@ -190,7 +193,8 @@ class Engine:
                 max_output_tokens=max_output_tokens
                 if params.max_tokens is None
                 else min(params.max_tokens, max_output_tokens),
-                # Nothing can follow the end of a grammar, so it ends the output even with ignore_eos.
+                # No token can follow the end of a grammar, so the end of the grammar ends the output even with
+                # ignore_eos.
                 stop_token_ids=stop_token_ids
                 if params.ignore_eos and request.grammar is None
                 else stop_token_ids | self.eos_token_ids,
@@ -214,7 +218,7 @@ class Engine:
         self._discard_evicted_copies()
 
     def step(self) -> StepResult:
-        """Run at most one step. With async scheduling, launch the next step before this one completes.
+        """Run at most one step. With async scheduling, launch the next step before waiting for this one.
 
         Returns:
             New tokens, and the sequences that failed since the last call.
@@ -254,8 +258,8 @@ class Engine:
             digest: content digest of the adapter.
             path: folder of the adapter.
             packed_adapter: result of `read_adapter`.
-            pinned: True or False registers the adapter in any case, even if it is being removed. None answers
-                `pop_adapter_reads`; it registers only an unknown adapter.
+            pinned: True or False registers the adapter in any case, even if it is being removed. None is for
+                reads that `pop_adapter_reads` returned; a registered adapter then keeps its registration.
             read_s: seconds that reading took.
 
         Raises:
@@ -291,7 +295,9 @@ class Engine:
         self._scheduler.on_adapter_ready()
 
     def fail_adapter(self, digest: AdapterDigest, error: QuireError) -> None:
-        """Called when an adapter could not be read again. The sequences that wait for it fail with `error`."""
+        """Called when an adapter could not be read again. The sequences that wait for the adapter fail with
+        `error`.
+        """
         if self._adapter_registry.on_read_failed(digest):
             self._fail_waiting_sequences(digest, error)
 
@@ -348,10 +354,11 @@ class Engine:
         )
 
     def live_snapshot(self) -> dict[str, Any]:
-        """Return the state that the live page shows. Takes time with the number of sequences, not of KV blocks.
+        """Return the state that the live page shows. The time grows with the number of sequences, not with the number
+        of KV blocks.
 
-        `adapters` contains [digest, state, running sequences, waiting ones, KV blocks] of at most MAX_LIVE_ADAPTERS;
-        the digest of the base model is None.
+        `adapters` contains [digest, state, running sequences, waiting sequences, KV blocks] for at most
+        MAX_LIVE_ADAPTERS adapters; the digest of the base model is None.
         """
         usage, states = self._scheduler.usage_by_adapter(), self._adapter_registry.adapter_states()
         order = {"slot": 0, "host": 1}
@@ -379,7 +386,7 @@ class Engine:
             for slot_load in remaining:
                 self.slot_copier(slot_load, self._runner.load_adapter_slot(slot_load))
         finally:
-            # Empty, except after Control-C.
+            # The list is empty, except after Control-C.
             for slot_load in remaining:
                 self.on_slot_loaded(slot_load, slot_copy_error(slot_load, "interrupted"))
         return bool(slot_loads) and not self._scheduler.waiting_for_adapters
@@ -411,7 +418,7 @@ class Engine:
         self, request: SequenceRequest, params: SamplingParams, prompt_token_ids: list[int]
     ) -> Grammar | None:
         if params.structured_outputs is not None:
-            raise Internal("structured_outputs: the constraint was not turned into a grammar")
+            raise Internal("structured_outputs: the request has a constraint but no grammar")
         grammar = None
         if request.grammar is not None:
             if params.use_beam_search:
@@ -428,7 +435,9 @@ class Engine:
         return grammar
 
     def _create_stop_strings(self, params: SamplingParams) -> StopStrings | None:
-        """Return the stop strings of a beam search. The text process searches for those of other requests."""
+        """Return the stop strings of a beam search. The text process searches for the stop strings of other
+        requests.
+        """
         if not (params.use_beam_search and params.stop):
             return None
         if (tokenizer := self._load_tokenizer()) is None:
@@ -444,7 +453,7 @@ class Engine:
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         vocab_size, max_logprobs = self.shape.vocab_size, self.config.max_logprobs
-        # The tokens that a request names have a limit of their own.
+        # The number of tokens that a request names has a separate limit.
         num_top = None if params.logprob_token_ids else params.logprobs
         for name, requested in (("logprobs", num_top), ("prompt_logprobs", params.prompt_logprobs)):
             count = vocab_size if requested == -1 else requested or 0

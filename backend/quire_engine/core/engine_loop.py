@@ -22,11 +22,12 @@ from quire_spec.errors import Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
-"""Consecutive failed steps after which the process exits. A request can cause one; three are the fault of the device,
-and only a new process gets a new device context."""
+"""Consecutive failed steps after which the process exits. A request can cause one failed step; three are a fault of
+the device, and only a new process gets a new device context.
+"""
 
 IDLE_CHECK_S = 1.0
-"""Idle seconds before the integrity check, so that it does not add latency between two requests of one client."""
+"""Idle seconds before the integrity check, so that the check does not delay the next request of a client."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class EngineLoop:
     """The engine's thread. All methods except `run` are safe to call from other threads, and return at once.
 
     A client id identifies a connection of a text process. All sequences belong to the latest client. They are aborted
-    when another client connects or this one disconnects. Results carry the id of their client.
+    when another client connects or this one disconnects. Each result is published with the id of its client.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class EngineLoop:
         self._open_sequence_ids: set[int] = set()
         """Unfinished sequences of the client."""
         self._stats_dirty = False
-        """The engine changed since the last published result."""
+        """True if the engine has changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
         """Adapter events that occurred while no client was connected."""
         self._integrity_checked = True
@@ -158,7 +159,7 @@ class EngineLoop:
         self._engine.abort(self._open_sequence_ids)
         self._open_sequence_ids.clear()
         self._client_id = client_id
-        # So that a new text process receives the state of the engine at once.
+        # A new text process receives the state of the engine at once.
         self._stats_dirty = True
 
     def _add_request(self, client_id: int, request: SequenceRequest) -> None:
@@ -169,7 +170,7 @@ class EngineLoop:
         except QuireError as error:
             self._send_results([SequenceDelta(request.id, [], error_code=error.code, error=str(error))])
         except Exception as error:
-            # A request must not be able to crash the engine, so only the request fails.
+            # An exception ends only this request, because no request must be able to crash the engine.
             logger.exception("request failed id=%d", request.id)
             reason = f"the engine failed on this request: {type(error).__name__}"
             self._send_results([SequenceDelta(request.id, [], error_code=Internal.code, error=reason)])

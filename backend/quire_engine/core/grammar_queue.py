@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queue of sequences whose grammars are not compiled yet: a thread compiles them, so that no step waits for it.
 
-The core server owns it. Sequences with grammars keep their order; others pass at once.
+The core server owns it. Sequences with grammars keep their order; sequences without a grammar start at once.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ class GrammarQueue:
             self._waiting.pop(sequence_id, None)
 
     def _start(self, client_id: int, request: SequenceRequest) -> None:
-        # Another sequence with this id would be another object.
+        # The object is compared, because another sequence can have the same id.
         if self._waiting.get(request.id) is request:
             del self._waiting[request.id]
-            # If the grammar does not compile, the engine reports the error.
+            # If the grammar does not compile, the engine reports the error when the sequence starts.
             self._generate(client_id, request)
 
     def _compile(self, grammar: str) -> None:

@@ -28,7 +28,7 @@ _GIB = 2**30
 
 
 def main(args: process.ProcessArgs) -> None:
-    """Load the engine, then serve it."""
+    """Load the engine, then serve requests."""
     socket_path = args.socket_path(CORE_SOCKET)
     compute_thread = ComputeThread()
     engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, on_lost=_on_engine_lost))
@@ -72,8 +72,8 @@ def log_memory(engine: Engine) -> None:
 
 
 def _on_engine_lost(reason: str) -> None:
-    """End the process at once, even if no step runs that would fail. The supervisor restarts it."""
-    logger.error("engine lost: ending this process why=%s", reason)
+    """End the process at once, even if no step is running. The supervisor restarts the process."""
+    logger.error("engine lost: ending this process reason=%s", reason)
     process.exit_now(process.EXIT_SOFTWARE)
 
 

@@ -52,7 +52,7 @@ class StepExecutor:
         self._started: list[tuple[int, float]] = []
 
     def step(self) -> list[SequenceDelta]:
-        """Run at most one step. With async scheduling, launch the next one before it completes.
+        """Run at most one step. With async scheduling, launch the next step before waiting for this one.
 
         Raises:
             RunnerLost: no step can run any more.
@@ -102,7 +102,7 @@ class StepExecutor:
     def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
         """Launch a step. An exception is stored and raised when the step is completed.
 
-        So the step that is already in flight can complete first.
+        This lets the step that is already in flight complete first.
         """
         if plan is None:
             return None
@@ -112,7 +112,9 @@ class StepExecutor:
             return InFlightStep(plan, partial(_raise, error), launch_failed=True)
 
     def _sample_tokens(self, step: InFlightStep | None) -> InFlightStep | None:
-        """Sample the tokens of a step that was launched without: its grammars had to see those of the step before."""
+        """Sample the tokens of a step that was launched without sampling: its grammars needed the tokens of the
+        previous step.
+        """
         if step is None or step.launch_failed or not any(span.sequence.grammar for span in step.plan.spans):
             return step
         try:
@@ -134,7 +136,7 @@ class StepExecutor:
             reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
             return [error_result(sequence, Internal.code, reason) for sequence in self._fail_step(step)]
         except BaseException:
-            # Control-C in an offline run: the caller can continue to use the engine.
+            # After Control-C in an offline run, the caller can continue to use the engine.
             self._fail_step(step)
             raise
         return [

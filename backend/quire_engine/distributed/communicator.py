@@ -20,9 +20,9 @@ from torch import Tensor
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
-"""Time limit of one call. Ranks reach it within milliseconds of each other; otherwise one of them hangs."""
+"""Time limit of one call. All ranks start a call within milliseconds of each other; otherwise one of them hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
-"""How long torch waits for a store's file that was deleted; torch's default is 5 minutes."""
+"""Time that torch waits for the file of a store that was deleted; torch's default is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -58,19 +58,19 @@ class Communicator:
         rank, size, rendezvous_file = self.shard.rank, self.shard.size, self._rendezvous()
         store = dist.FileStore(str(rendezvous_file), size)  # type: ignore[attr-defined]
         if device.type == "cuda":
-            # Otherwise a thread of torch polls the store for requests to write a dump.
+            # Without this setting, a thread of torch polls the store for requests to write a dump.
             os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
         backend: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
         options = backend.Options() if self._device.type == "cuda" else backend._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if self._device.type == "cpu":
-            # The default is the address of the host name, which other machines can reach.
+            # The default would be the address of the host name, which other machines can reach.
             options._devices = [backend.create_device(hostname=_LOOPBACK)]
         self._process_group = backend(store, rank, size, options)
         # NCCL creates its channels here, so that memory profiling includes them.
         self.broadcast(torch.zeros(1, device=device))
-        # The file is deleted afterwards. After a failure, a thread of torch still writes to it, and the process cannot
-        # exit before that thread.
+        # The file is deleted afterwards. After a failure, a thread of torch still writes to the file, and the process
+        # cannot exit before that thread ends.
         store.set_timeout(_STORE_FILE_TIMEOUT)
 
     def abort(self, step_lock: threading.Lock) -> None:

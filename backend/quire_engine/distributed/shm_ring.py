@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared-memory ring buffer, by which rank 0 sends the input of a step to the other ranks of its machine.
+"""Shared-memory ring buffer with which rank 0 sends the input of a step to the other ranks of its machine.
 
 The ring has a few rows, used in turn, and an eventfd per reader as a doorbell. The eventfd counts, so no notification
-is lost, and a reader that sleeps needs no CPU. The module does not know the content of a row. The memory has no name in
-the file system and is freed with the last process.
+is lost, and a reader that sleeps needs no CPU. The module does not interpret the content of a row. The memory has no
+name in the file system and is freed with the last process.
 
 A notification reaches the reader in 56 us while it spins, and in 72 us while it sleeps (two Zen 5 cores of a virtual
 machine).
@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 _NUM_ROWS = 2
-"""At most two steps are in flight, and a step ends only when all ranks have computed it. So a row is written again only
-after the step that it contained has ended, when all readers have read it."""
+"""Number of rows. At most two steps are in flight, and a step ends only when all ranks have computed it. So all
+readers have read a row before it is written again.
+"""
 _SPIN_S = 50e-6
-"""How long a reader spins before it sleeps: about the time of a wake-up. A longer spin takes a CPU core from rank 0."""
+"""Seconds that a reader spins before it sleeps: about the time of a wake-up. A longer spin takes a CPU core from rank
+0.
+"""
 
 
 class SharedMemoryRing:
@@ -30,7 +33,7 @@ class SharedMemoryRing:
 
     def __init__(self, memory_fd: int, num_elements: int) -> None:
         """Map the memory behind `memory_fd`, which `allocate` has sized for rows of `num_elements`."""
-        # Pages that no row reaches are never allocated.
+        # Pages that no row uses are never allocated.
         size = _NUM_ROWS * num_elements * torch.int64.itemsize
         self._rows = torch.frombuffer(mmap.mmap(memory_fd, size), dtype=torch.int64).view(_NUM_ROWS, num_elements)
         self._next_row_index = 0

@@ -40,7 +40,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 _EXIT_DETECTION_S = 1.0
 """Maximum seconds until the exit of a worker is noticed."""
 _POLL_S = 20e-6
-"""Interval of polling a device. The real interval is about 80 us because of the system; a step takes milliseconds."""
+"""Seconds between two polls of a device. The operating system makes this about 80 us; a step takes milliseconds."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class WorkerGroup:
         """Make the workers ready to compute steps, once rank 0 is ready.
 
         Args:
-            num_elements: of the largest row of the ring.
+            num_elements: number of elements of the largest row of the ring.
 
         Raises:
             QuireError: a worker failed or has ended.
@@ -127,7 +127,9 @@ class WorkerGroup:
         return self._send_call({"call": name, **args}, set(self._worker_ranks))
 
     def notify(self, name: str, **args: Any) -> None:
-        """Call every worker without a reply; does nothing if they have ended. Safe to call from any thread."""
+        """Call every worker without waiting for a reply; do nothing if the workers have ended. Safe to call from any
+        thread.
+        """
         frame = json.dumps({"id": None, "call": name, **args}).encode()
         for control in self._sockets.values():
             with suppress(OSError):
@@ -259,7 +261,7 @@ class WorkerGroup:
             os.close(fd)
 
     def _receive(self, rank: int) -> bytes:
-        """Return the next reply of a worker, b"" when it has ended."""
+        """Return the next reply of a worker; b"" if the worker has ended."""
         try:
             return self._sockets[rank].recv(MAX_CALL_BYTES)
         except OSError:
@@ -297,7 +299,7 @@ class WorkerGroup:
 
 @contextmanager
 def _defer_sigint() -> Iterator[None]:
-    """Defer SIGINT until the context ends: if rank 0 left a step halfway, the other ranks would block in it."""
+    """Defer SIGINT until the context ends: if rank 0 left a step halfway, the other ranks would block in that step."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_CALL_BYTES = 64 << 10
-"""Size limit of a call or a reply; each is one packet."""
+"""Maximum bytes of a call or a reply; each is one packet."""
 
 _EXIT_TIMEOUT_S = 5.0
-"""How long a process can take to exit after it closed its socket."""
+"""Seconds that a process can take to exit after it closed its socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WorkerHandle(Protocol):
         """Stop the worker at once."""
 
     def join(self) -> str:
-        """Wait until the worker has ended; return how it ended, for error messages."""
+        """Wait until the worker has ended; return a description of its end for error messages."""
 
 
 class WorkerProcess:

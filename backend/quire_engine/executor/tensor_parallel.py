@@ -24,7 +24,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ABORT_TIMEOUT_S = 5.0
-"""An abort takes milliseconds; a process that exits does not wait longer for it."""
+"""Seconds that a process which exits waits for an abort. An abort takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -37,7 +37,7 @@ class ShardedAdapter:
 
 
 class TensorParallelRunner(ModelRunner):
-    """Rank 0's runner, which forwards each operation to the workers."""
+    """Model runner of all ranks: runs each operation on rank 0 and forwards it to the workers."""
 
     def __init__(self, local_runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
         """`worker_group` must be serving."""
@@ -61,8 +61,8 @@ class TensorParallelRunner(ModelRunner):
             self._worker_group.notify("discard_adapter", key=key)
             raise
         adapter = ShardedAdapter(local_shard, key)
-        # The workers discard their shards when this adapter is garbage-collected here; a step that loads it has started
-        # long before. Not at exit, because then all ranks end anyway.
+        # The workers discard their shards when this object is garbage-collected; a load of the adapter has started
+        # long before. At exit nothing is discarded, because all ranks end anyway.
         weakref.finalize(adapter, self._worker_group.notify, "discard_adapter", key=key).atexit = False
         return adapter
 
@@ -160,6 +160,6 @@ def create_runner(
 
 def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
     worker_group.close()
-    # Now, because destroying the runner's process group waits until its CUDA graphs are released.
+    # The graphs are released now, because destroying the process group waits until its CUDA graphs are released.
     runner.close()
     worker_group.communicator.wait_for_abort(_ABORT_TIMEOUT_S)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel worker: a rank other than 0. It loads its shard of the model and computes the steps of rank 0.
 
-It makes no decisions and keeps no state that a restart does not restore, so it exits on every error.
+A worker makes no decisions, and a restart restores all its state, so it exits on every error.
 """
 
 import gc
@@ -30,7 +30,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
 _MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
-"""In characters. A reply is one packet, and JSON can need six bytes for one character."""
+"""Maximum characters of an error message. A reply is one packet, and JSON can need six bytes for one character."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class TensorParallelWorker:
             self._doorbell.wait()
 
     def stop(self) -> None:
-        """Make `run` return at its next wait; for workers that are threads. Safe to call from any thread."""
+        """Make `run` return at its next wait, for workers that are threads. Safe to call from any thread."""
         self._is_running = False
         self._doorbell.notify()
         self._call_queue.put({"call": "stop"})

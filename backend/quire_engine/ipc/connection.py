@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One end of a Unix socket between two processes of a pod, for asyncio: sends and receives messages.
 
-Knows frames, but not the meaning of messages. The text and the core process create one for each peer. In `on_closed`
-their handlers end everything that the peer had open.
+This module handles frames, but not the meaning of messages. The text and the core process create one for each peer. In
+`on_closed` their handlers end everything that the peer had open.
 """
 
 import asyncio
@@ -17,17 +17,18 @@ from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_fr
 from quire_spec.protocol.messages import Hello, IpcMessage
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes at which writing is paused. About one socket buffer: with less, a reader that is only a moment late
-would pause it."""
+"""Unsent bytes at which writing is paused. About one socket buffer: with less, a short delay of the reader would pause
+writing.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class ConnectionHandler:
-    """Receives the events of a connection, by default without effect. All calls come from the event loop."""
+    """Receives the events of a connection; the default methods do nothing. All calls come from the event loop."""
 
     def on_connected(self, connection: "Connection") -> None:
-        """Called when `connection.peer` is known, or on the connecting end, when the Hello is sent."""
+        """Called when `connection.peer` is set; on the connecting end, when the Hello is sent."""
 
     def on_message(self, connection: "Connection", message: IpcMessage) -> None:
         """Called for each message."""
@@ -40,7 +41,7 @@ class ConnectionHandler:
         """Called when writing is no longer paused."""
 
     def on_closed(self, connection: "Connection") -> None:
-        """Called last, when the connection is closed by either end, also without a previous `on_connected`."""
+        """Called last, when either end has closed the connection, even if `on_connected` was not called."""
 
 
 class Connection(asyncio.Protocol):
@@ -52,7 +53,7 @@ class Connection(asyncio.Protocol):
         self.peer: Hello | None = None
         """The Hello of the connecting end; None on the connecting end itself."""
         self.write_paused = False
-        """More than HIGH_WATER_BYTES are unsent."""
+        """True while more than HIGH_WATER_BYTES are unsent."""
         self._handler = handler
         self._hello = hello
         self._transport: asyncio.Transport | None = None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes that may die: each reads JSON objects from its standard input, one per line, and answers with one.
 
-For work on input of clients that can take any time or memory. A worker that takes too long is killed and replaced;
-meanwhile another one serves. The first line that a worker gets is its configuration; its answer means that it is ready.
+The workers process input of clients that can take any time or memory. A worker that takes too long is killed and
+replaced; meanwhile another one serves. The first line that a worker gets is its configuration; its answer means that it
+is ready.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_WORKERS = 2
-"""One works while the other one is replaced."""
+"""Number of workers: one works while the other one is replaced."""
 _START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 256 * 2**20
 _LOWEST_PRIORITY = 19
@@ -155,7 +156,7 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
         )
-        # Where a pod's memory runs out, the kernel ends this process rather than the engine.
+        # If a pod runs out of memory, the kernel ends this process rather than the engine.
         with contextlib.suppress(OSError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
         return cls(process)

@@ -31,8 +31,8 @@ class DeviceAdapterSlots:
         self._module_keys = tuple(tuple(slices) for slices in module_keys)
         self._slots = slots
         self._device = device
-        # One stream for all loads. torch hands out 32 streams in turn, so with one per load a load would at some time
-        # share the stream that copies tokens to the host, and delay them. It would also keep memory on each stream.
+        # All loads use one stream. torch reuses 32 streams in turn, so with one stream per load, some load would share
+        # the stream that copies tokens to the host, and delay the tokens. Each stream would also keep memory.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -51,8 +51,8 @@ class DeviceAdapterSlots:
         """Return a function that copies an adapter from host memory into a slot, for any thread.
 
         On a GPU the copy runs on a separate stream. That stream waits for the work that is queued now, because a step
-        may still read the slot. It does not delay work that is queued later. When the function returns, the copy is
-        done.
+        may still read the slot. The copy does not delay work that is queued later. When the function returns, the copy
+        is done.
         """
         queued_work = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         return lambda: self._copy(adapter_slot, packed_adapter, queued_work)
@@ -62,7 +62,7 @@ class DeviceAdapterSlots:
         if self._stream is None or queued_work is None:
             self._slots.write(adapter_slot, packed_adapter)
             return
-        # The context also sets the current device: in a new thread that is always the first one.
+        # The context also sets the current device, which is always the first device in a new thread.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(queued_work)
             self._slots.write(adapter_slot, packed_adapter)
@@ -75,7 +75,7 @@ def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, devi
     sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in linears]
     module_keys = [[(layer, name) for name in linear.slices] for layer, linear in linears]
     vocab_size, embedding_size = model.embed_tokens.shape
-    # In the order of computation.
+    # Modules are in the order of computation.
     sites = [
         LoRATarget(vocab_size, (embedding_size,), is_embedding=True),
         *sites,

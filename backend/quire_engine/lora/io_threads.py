@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _NICENESS = 10
-"""Steps have priority if both need a core. At 10, a task still gets a tenth of a core that steps keep
-busy, so a request waits at most seconds for its adapter."""
+"""Nice value of the threads: steps have priority if both need a core. At 10, a task still gets a tenth of a core that
+steps keep busy, so a request waits at most seconds for its adapter.
+"""
 
 T = TypeVar("T")
 
@@ -24,9 +25,9 @@ class AdapterIOThreads:
     """Runs reads from disk and copies into slots in threads. Used from one event loop."""
 
     def __init__(self) -> None:
-        # Two, so that an adapter on a hanging disk does not delay the next one.
+        # Two tasks can read, so that an adapter on a hanging disk does not delay the next adapter.
         self._read_semaphore = asyncio.Semaphore(2)
-        # One, because two concurrent copies would halve the memory bandwidth of both, and of the steps.
+        # One task can copy: concurrent copies would share the memory bandwidth, and leave less of it to the steps.
         self._copy_semaphore = asyncio.Semaphore(1)
 
     async def read(self, function: Callable[[], T]) -> T:

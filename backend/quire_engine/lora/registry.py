@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of LoRA adapters: which are registered, which have a copy in host memory, and which to read or evict.
+"""Registry of LoRA adapters: which adapters are registered or in host memory, and which adapters to read or evict.
 
-Policy only: it sees no weights and opens no files. The scheduler calls it to check whether a sequence can run. The
-engine reports what was read, and executes the decisions (`pop_reads`, `pop_evicted_copies`). `slot_table` owns the
-adapter slots. An adapter is always identified by its content digest.
+Policy only: the registry has no weights and opens no files. The scheduler calls it to check whether a sequence can
+run. The engine reports what was read, and executes the decisions (`pop_reads`, `pop_evicted_copies`). `slot_table` owns
+the adapter slots. An adapter is always identified by its content digest.
 """
 
 import math
@@ -24,17 +24,18 @@ class _Adapter:
     num_sequences: int = 0
     """Unfinished sequences, running or not."""
     needed_since: int | None = None
-    """Tick since which sequences wait while none runs."""
+    """Tick since which sequences wait while no sequence of the adapter runs."""
     starved_since: int | None = None
     """Tick since which a sequence could not run because of the adapter, even if other sequences of the adapter run."""
     last_used: int = 0
-    """Tick of the last arrival or start; the lowest is evicted first."""
+    """Tick of the last arrival or start of a sequence. The adapter with the lowest tick is evicted first."""
     num_bytes: int = 0
-    """Bytes of the adapter's host copy. Known, because an adapter is registered only after it was read."""
+    """Bytes of the adapter's host copy. They are known, because an adapter is registered only after it was read."""
 
 
 class AdapterRegistry:
-    """Adapters by digest. Any number is registered. Some have a host copy, and some of those also have a slot.
+    """Adapters by digest. Any number of adapters can be registered. Some have a host copy, and some adapters with a
+    host copy also have a slot.
 
     Both the number and the total bytes of host copies are limited. An adapter without a host copy is read from disk
     when a sequence of that adapter arrives. The adapter whose sequence has waited longest is read first.
@@ -56,7 +57,8 @@ class AdapterRegistry:
         self._adapters: dict[AdapterDigest, _Adapter] = {}
         self._on_host: set[AdapterDigest] = set()
         self._active: set[AdapterDigest] = set()
-        # Queued to be read, because sequences wait for them or they are pinned; then being read.
+        # Adapters in `_read_queue` must be read, because sequences wait for them or they are pinned; `_reading` are
+        # being read.
         self._read_queue: dict[AdapterDigest, None] = {}
         self._reading: set[AdapterDigest] = set()
         self._evicted_copies: list[AdapterDigest] = []
@@ -293,8 +295,8 @@ class AdapterRegistry:
 
     def _mark_needed(self, digest: AdapterDigest, adapter: _Adapter) -> None:
         if adapter.needed_since is None and self.slot_table.num_running(digest) == 0:
-            # starved_since, because the sequences may have waited while others of the adapter still ran. So host copies
-            # are granted in the same order as slots.
+            # starved_since is used, because sequences can wait while other sequences of the adapter run. So host
+            # copies are granted in the same order as slots.
             self._tick += 1
             adapter.needed_since = adapter.starved_since or self._tick
 
@@ -317,7 +319,9 @@ class AdapterRegistry:
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: AdapterDigest) -> bool:
-        """Ensure that the host copy of an adapter fits. Evict copies with less need, if that is enough."""
+        """Ensure that the host copy of an adapter fits. Evict copies with a later need, if that frees enough
+        memory.
+        """
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):
             return True

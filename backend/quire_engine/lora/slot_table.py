@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of adapter slots: which adapter is in which device slot, and which adapter gets a slot next.
 
-A part of the adapter registry. Policy only: it sees neither weights nor host memory, and of sequences only the number
-that run per adapter. An adapter with running sequences keeps its slot. An idle adapter loses its slot when another
-one needs it, least recently used first.
+A part of the adapter registry. Policy only: the table has no weights and no host memory; of sequences it has only the
+number that run per adapter. An adapter with running sequences keeps its slot. An idle adapter loses its slot when
+another one needs it, least recently used first.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,17 @@ class _Slot:
     digest: AdapterDigest | None = None
     num_running: int = 0
     last_used: int = 0
-    """Tick of the last arrival or start; the lowest is evicted first."""
+    """Tick of the last arrival or start of a sequence. The slot with the lowest tick is evicted first."""
     last_started: int = 0
-    """Tick of the last start; the lowest is drained first."""
+    """Tick of the last start of a sequence. The slot with the lowest tick is drained first."""
     loading: bool = False
-    """A copy into it is in progress, for `digest`, or for an adapter that has been evicted if that is None."""
+    """True while an adapter is copied into the slot: `digest`, or if that is None, an adapter that has been
+    evicted.
+    """
     held_for_waiters: bool = False
-    """The slot's adapter was loaded for sequences that have not started. No other adapter gets the slot before that."""
+    """The slot's adapter was loaded for sequences that have not started. No other adapter gets the slot before they
+    start.
+    """
 
     @property
     def is_idle(self) -> bool:
@@ -48,11 +52,11 @@ class SlotTable:
 
     Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S: an idle slot, or the slot
     of the running adapter that has gone longest without starting a sequence. No new sequences of its current adapter
-    start, so the slot drains. The only exception is the sequence for which this adapter was loaded. An idle slot waits
-    for its new adapter only if that has a host copy or is being read. Otherwise other adapters can use the slot. At
-    most half of the slots are reserved at a time, for the adapters that have waited longest. The other slots keep their
-    large batches. So if D adapters wait and R slots can be reserved, the last one gets its slot after at most ceil(D /
-    R) drains. A drain takes as long as the longest sequence and one load.
+    start, so the slot drains. The only exception is the sequence for which the current adapter was loaded. An idle
+    slot waits for its new adapter only if the new adapter has a host copy or is being read. Otherwise other adapters
+    can use the slot. At most half of the slots are reserved at a time, for the adapters that have waited longest. The
+    other slots keep their large batches. So if D adapters wait and R slots can be reserved, the last adapter gets its
+    slot after at most ceil(D / R) drains. A drain takes as long as the longest sequence and one load.
 
     Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. Only if all slots are pinned
     does an idle pinned adapter yield its slot: serving a request has priority over keeping an adapter warm.
@@ -64,16 +68,19 @@ class SlotTable:
         self._pinned: set[AdapterDigest] = set()
         self._tick = 0
         self._max_reserved = max(1, num_slots // 2)
-        # Monotonic seconds since which an adapter waits, oldest first.
+        # Monotonic seconds since which each adapter waits, oldest first.
         self._waiting_since: dict[AdapterDigest, float] = {}
         self._reservations: dict[SlotId, AdapterDigest] = {}
         # Adapters with a reserved slot that have a host copy or are being read.
         self._usable_reservations: set[AdapterDigest] = set()
-        # Adapters for which the search failed in this step. A retry is useless: no slot becomes free during planning.
+        # Adapters for which no slot was found in this step. A second search is useless: no slot becomes free during
+        # planning.
         self._without_slot: set[AdapterDigest] = set()
         self._pending_loads: list[SlotLoad] = []
         self.num_evictions = 0
-        """How often an adapter lost its slot, or the host copy that a slot requires, to another adapter."""
+        """Number of times that an adapter lost its slot, or the host copy that its slot requires, to another
+        adapter.
+        """
         self._evicted: list[AdapterDigest] = []
 
     def __len__(self) -> int:
@@ -249,7 +256,9 @@ class SlotTable:
         is_on_host_or_reading: Callable[[AdapterDigest], bool],
         order_of_need: Callable[[AdapterDigest], float],
     ) -> None:
-        """Reserve slots for overdue adapters without one: those with host copies first, then the oldest need."""
+        """Reserve slots for overdue adapters without a slot: adapters with host copies first, then those with the
+        oldest need.
+        """
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [
             d
@@ -269,7 +278,9 @@ class SlotTable:
         )
 
     def _find_idle_slot(self, digest: AdapterDigest, *, can_evict_pinned: bool | None = None) -> SlotId | None:
-        """Return an empty slot, else the least recently used idle one, that the adapter can have; None if none."""
+        """Return an empty slot, or else the least recently used idle slot, that the adapter can get; None if there is
+        no such slot.
+        """
         can_evict_pinned = self.can_evict_pinned if can_evict_pinned is None else can_evict_pinned
         idle_slots = [
             (state.digest is not None, state.digest in self._pinned, state.last_used, SlotId(i))
@@ -281,8 +292,9 @@ class SlotTable:
         return min(idle_slots)[3] if idle_slots else None
 
     def _slot_to_reserve(self, digest: AdapterDigest) -> SlotId | None:
-        """Return an idle slot, else the slot of the running adapter with the oldest last start; None if no slot is
-        left."""
+        """Return an idle slot, or else the slot of the running adapter with the oldest last start; None if no slot is
+        left.
+        """
         unreserved = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reservations]
         candidates = [(s, i) for s, i in unreserved if self.can_evict_pinned or s.digest not in self._pinned]
         slot = self._find_idle_slot(digest)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of tool calls in one format, in llguidance's Lark notation: what the formats share.
+"""Grammar of tool calls in llguidance's Lark notation: the parts that all formats share.
 
 Each format builds a CallGrammar; output_grammar.py puts it together with reasoning and text. JSON schemas are not part
-of the text: a rule refers to one as @name, and `parts` contains it.
+of the grammar text: a rule refers to a schema as @name, and `parts` contains the schema.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Tool:
         return cls(function["name"], {"type": "object", **schema})
 
     def properties(self) -> list[tuple[str, Mapping[str, Any], bool]]:
-        """Return name, schema and whether it is required, of each property."""
+        """Return the name and schema of each property, and whether it is required."""
         definitions = {name: self.schema[name] for name in ("$defs", "definitions") if name in self.schema}
         required, properties = self.schema.get("required"), self.schema.get("properties")
         required_names = required if isinstance(required, list) else []
@@ -40,14 +40,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The calls of one format."""
+    """Grammar of the calls in one format."""
 
     start: str
     """Text of the mark before a call; empty if calls have none, so that an output is either calls or text."""
     call: str
-    """What follows the mark, as an expression."""
+    """Expression that follows the mark."""
     separator: str | None
-    """Text between a call and the mark of the next; None: no call can follow."""
+    """Text between a call and the mark of the next call; None: no call can follow."""
     rules: tuple[str, ...]
     parts: Mapping[str, Mapping[str, Any]]
     """JSON schemas by name."""
@@ -58,9 +58,9 @@ class Marks:
     """Marks in the notation of a grammar."""
 
     token_ids: Mapping[str, int]
-    """Marks that are one token."""
+    """Token ids of the marks that are one token."""
     special: frozenset[str]
-    """Those that no text can match."""
+    """Marks that no text can match, because they are special tokens."""
 
     def terminal(self, mark: str) -> str:
         """Return the terminal of a mark: its token, or its characters."""
@@ -68,7 +68,7 @@ class Marks:
 
 
 def json_calls(tools: Sequence[Tool], arguments_key: str) -> tuple[str, tuple[str, ...], dict[str, Mapping[str, Any]]]:
-    """Return expression, rules and parts of one object with a name and arguments."""
+    """Return expression, rules and parts of a call as one JSON object with a name and arguments."""
     rules = tuple(
         f'call_{i}: {quote(_json_head(tool.name, arguments_key))} @arguments_{i} "}}"' for i, tool in enumerate(tools)
     )

@@ -29,12 +29,12 @@ class Content:
 
     def __init__(self) -> None:
         self._line_breaks = ""
-        """Withheld, because a call can follow."""
+        """Line breaks that are withheld, because a call can follow."""
         self._at_start = False
-        """The next line breaks follow a call or reasoning."""
+        """True if the next line breaks follow a call or reasoning."""
 
     def write(self, text: str) -> Iterator[Event]:
-        """Emit text except line breaks at its end."""
+        """Emit text, except for line breaks at its end."""
         if self._at_start:
             text = text.lstrip("\n")
             self._at_start = not text
@@ -61,13 +61,13 @@ class LeadingCalls(ABC):
 
     marks: frozenset[str]
     start_mark: str
-    """A call can follow it."""
+    """Mark that a call can follow."""
 
     def __init__(self) -> None:
         self._content = Content()
         self._num_calls = 0
         self._is_content = False
-        """No call can follow until the mark."""
+        """True if no call can follow before the start mark."""
 
     def cut(self) -> None:
         """Drop line breaks around this place."""

@@ -27,7 +27,7 @@ class HarmonyFormat:
         self._header: str | None = ""
         """Text of the header so far; None inside a message."""
         self._body = "content"
-        """content, reasoning or call."""
+        """Kind of the message that is read: content, reasoning or call."""
         self._num_calls = 0
         self._has_arguments = False
 
@@ -76,7 +76,7 @@ class HarmonyFormat:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of a call. It ends the output, so no other can follow."""
+    """Return the grammar of a call. A call ends the output, so no other call can follow."""
     constrain, message = f'{marks.terminal("<|constrain|>")} "json"', marks.terminal(_MESSAGE)
     calls = (
         f"{quote(f'commentary to=functions.{tool.name} ')} {constrain} {message} @arguments_{i}"

@@ -21,7 +21,7 @@ class HermesFormat:
         self._content = Content()
         self._num_calls = 0
         self._call: JsonCallReader | None = None
-        """The call being read."""
+        """Reader of the current call."""
 
     def cut(self) -> None:
         """Drop line breaks around this place."""
@@ -38,7 +38,7 @@ class HermesFormat:
             yield from self._content.write(lexeme.text)
             return
         for char in lexeme.text:
-            # What a model writes behind a complete or a broken object until the end mark is kept as raw text.
+            # Text between a complete or broken object and the end mark is kept as raw text.
             if self._call.done or self._call.failed:
                 self._call.raw += char
                 continue

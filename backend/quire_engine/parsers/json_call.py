@@ -18,26 +18,26 @@ class JsonCallReader:
 
     def __init__(self, index: int) -> None:
         self.raw = ""
-        """All text so far: content, if the object is not a call."""
+        """All text so far. It becomes content if the object is not a call."""
         self.started = False
-        """The start of the call was emitted."""
+        """True if the start of the call was emitted."""
         self._index = index
         self._object = JsonObjectReader()
         self._name_text = ""
         self._arguments = ""
-        """Withheld until the name is known; a string with JSON in it until it is complete."""
+        """Arguments that are withheld: until the name is known, or until a string that contains JSON is complete."""
         self._has_arguments = False
         self._is_quoted = False
-        """The arguments are a string with JSON in it."""
+        """True if the arguments are a string that contains JSON."""
 
     @property
     def done(self) -> bool:
-        """The object is complete."""
+        """Whether the object is complete."""
         return self._object.done
 
     @property
     def failed(self) -> bool:
-        """The text is not an object."""
+        """Whether the text is not an object."""
         return self._object.failed
 
     def feed(self, char: str) -> Iterator[Event]:

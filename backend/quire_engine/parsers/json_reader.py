@@ -15,16 +15,18 @@ class JsonValueReader:
 
     def __init__(self) -> None:
         self.done = False
-        """The value is complete."""
+        """True if the value is complete."""
         self.failed = False
-        """The text is no JSON value."""
+        """True if the text is not a JSON value."""
         self._closers: list[str] = []
         self._in_string = False
         self._is_escaped = False
         self._in_literal = False
 
     def feed(self, char: str) -> bool:
-        """Take one character; return whether it belongs to the value. Whitespace before the value does not."""
+        """Take one character; return whether it belongs to the value. Whitespace before the value does not belong to
+        it.
+        """
         if self._in_string:
             if self._is_escaped:
                 self._is_escaped = False
@@ -49,7 +51,7 @@ class JsonValueReader:
                 return False
             self.done = not self._closers
         elif not self._closers:
-            # A number, true, false or null: it ends before the next delimiter.
+            # A number, true, false or null ends before the next delimiter.
             self.failed = char not in "-0123456789tfn"
             self._in_literal = not self.failed
             return not self.failed
@@ -63,7 +65,7 @@ class JsonObjectReader:
         self.done = False
         self.failed = False
         self._expects = "{"
-        """What comes next: "{", a "key", ":", a "value", or "," after a value."""
+        """The expected element: "{", "key", ":", "value", or "," after a value."""
         self._key_text = ""
         self._value = JsonValueReader()
 

@@ -55,19 +55,19 @@ class Lexer:
         )
         self._num_decoded_chars = 0
         self._mark_spans: deque[tuple[int, int, bool]] = deque()
-        """Start and end of the marks in the output, of those whose text has not arrived; False: a skipped token."""
+        """Start and end of the marks whose text has not arrived, as offsets in the output; False: a skipped token."""
         self._token_ends: deque[int] = deque()
-        """Ends of the tokens whose text was not returned."""
+        """End offsets of the tokens whose text was not returned."""
         self._offset = 0
         """Number of characters before `_text`."""
         self._text = ""
-        """Text that has arrived and was not returned."""
+        """Text that has arrived but was not returned."""
 
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
         """Yield the lexemes that the next tokens complete.
 
-        `text` is the next part of the output with its special tokens. It can lag behind the tokens, because text that
-        may be part of a stop string is withheld, and never leads.
+        `text` is the next part of the output with its special tokens. The text can end before the text of these
+        tokens, because possible parts of a stop string are withheld; never after it.
         """
         if self._detokenizer is not None:
             for token_id in token_ids:
@@ -93,7 +93,9 @@ class Lexer:
             yield self._take(self._offset + len(self._text))
 
     def _plain_text(self, end: int, complete: bool) -> Iterator[Lexeme]:
-        """Yield the text before `end` with its written marks; unless `complete`, a mark can begin at its end."""
+        """Yield the text before `end` and the marks written in it. Without `complete`, the beginning of a mark at the
+        end is kept.
+        """
         if self._written_marks is not None:
             while (match := self._written_marks.search(self._text, 0, max(0, end - self._offset))) is not None:
                 start, stop = self._offset + match.start(), self._offset + match.end()

@@ -48,7 +48,7 @@ class LlamaJsonFormat(LeadingCalls):
             self._content.cut()
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld."""
+        """Return the withheld text."""
         if self._call is not None:
             yield from self._end_as_content()
         yield from self._content.finish()

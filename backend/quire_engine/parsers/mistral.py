@@ -23,7 +23,7 @@ class MistralFormat:
         self._content = Content()
         self._num_calls = 0
         self._state = "content"
-        """content, begin (behind the mark), list, call (an object of the list), name, id, arguments, or end."""
+        """State: content, begin (behind the mark), list, call (an object of the list), name, id, arguments, or end."""
         self._call = JsonCallReader(0)
         self._value = JsonValueReader()
         self._name = ""
@@ -80,7 +80,7 @@ class MistralFormat:
         self._num_calls += 1
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld."""
+        """Return the withheld text."""
         if self._state in ("begin", "name", "id") and self._name:
             yield from self._content.write(self._name)
         elif self._state == "call" and not self._call.started:

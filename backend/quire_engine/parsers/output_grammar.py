@@ -39,7 +39,7 @@ def compose_grammar(
     reasoning: str,
     answer: Mapping[str, Any] | None,
 ) -> ComposedConstraint | None:
-    """Return the constraint of a chat output; None if it is not constrained, or by `answer` alone.
+    """Return the constraint of a chat output; None if the output has no constraint, or only `answer`.
 
     `reasoning` is the state of the prompt, see `reasoning_state`. `answer` is the request's own constraint, as JSON.
     """
@@ -75,7 +75,7 @@ def _calls(
     tools: Sequence[Mapping[str, Any]],
     is_needed: bool,
 ) -> CallGrammar | None:
-    """Return the grammar of the calls if it is needed, or a tool is strict."""
+    """Return the grammar of the calls if `is_needed` or a tool is strict, otherwise None."""
     if parsing.function is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == parsing.function]
     is_strict = any(tool["function"].get("strict") for tool in tools)
@@ -115,7 +115,7 @@ def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -
 
 
 def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:
-    """Return the expression of any text up to a mark, the mark included."""
+    """Return the expression of any text up to and including a mark."""
     if mark in marks.special:
         return f"TEXT {marks.terminal(mark)}"
     rules.append(f"{name}[lazy]: TEXT {quote(mark)}")

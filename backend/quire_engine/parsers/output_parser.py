@@ -52,7 +52,7 @@ class OutputParser:
         new_call_id: Callable[[], str],
         parallel_tool_calls: bool,
     ) -> None:
-        """Without `parallel_tool_calls`, all calls but the first are dropped."""
+        """Without `parallel_tool_calls`, all calls except the first one are dropped."""
         self.num_reasoning_tokens = 0
         """Tokens of the reasoning so far, without its marks."""
         self._format = output_format
@@ -61,7 +61,7 @@ class OutputParser:
         self._parallel_tool_calls = parallel_tool_calls
 
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> list[Event]:
-        """Return what the next tokens add. For `token_ids` and `text` see `Lexer.feed`."""
+        """Return the events of the next tokens. For `token_ids` and `text` see `Lexer.feed`."""
         events: list[Event] = []
         for lexeme in self._lexer.feed(token_ids, text, finished):
             events.extend(self._format.feed(lexeme))

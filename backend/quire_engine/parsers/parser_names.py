@@ -24,7 +24,7 @@ _TOOL_CALL_MARKS = (
     ("llama3_json", '"parameters": '),
     ("pythonic", "[func_name"),
 )
-"""Name, and text in a template that shows this format; the first match counts."""
+"""Name of a parser, and a text in templates that use its format. The first match is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class ParserNames:
     """Names of vLLM's --tool-call-parser and --reasoning-parser."""
 
     tool_call_parser: str | None = None
-    """None: tool calls stay in the text."""
+    """Name of the tool call parser; None: tool calls stay in the text."""
     reasoning_parser: str | None = None
-    """None: reasoning stays in the text."""
+    """Name of the reasoning parser; None: reasoning stays in the text."""
 
     @property
     def is_harmony(self) -> bool:

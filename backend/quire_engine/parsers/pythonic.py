@@ -17,7 +17,7 @@ from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCall
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_CHARS = 65_536
 _MAX_DEPTH = 64
-"""Python's parser recurses."""
+"""Maximum depth of brackets, because Python's parser recurses."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 

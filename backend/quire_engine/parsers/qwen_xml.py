@@ -29,14 +29,14 @@ class QwenXmlFormat:
     marks = frozenset((_START, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`tools` are those of the request, as clients of the OpenAI API define them."""
+        """`tools` are the tools of the request, as clients of the OpenAI API define them."""
         self._types_by_function = dict(_parameter_types(tool) for tool in tools)
         self._content = Content()
         self._num_calls = 0
         self._state = "content"
-        """content, call, name, function, key or value."""
+        """State: content, call, name, function, key or value."""
         self._text = ""
-        """Of the name, key or value being read."""
+        """Text of the current name, key or value so far."""
         self._types: _Types = {}
         self._key = ""
         self._num_arguments = 0
@@ -96,19 +96,19 @@ class QwenXmlFormat:
     def _end_call(self, mark: str) -> Iterator[Event]:
         if self._state == "function":
             yield ToolCallArguments(self._num_calls - 1, "}" if self._num_arguments else "{}")
-        # Between the ends of function and call nothing is content.
+        # Text between the end of the function and the end of the call is not content.
         self._state = "content" if mark == _END else "call"
         self._content.cut()
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld."""
+        """Return the withheld text."""
         if self._state == "name":
             yield from self._content.write(_FUNCTION + self._text)
         yield from self._content.finish()
 
 
 def _is_plain_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether any text is a value."""
+    """Return whether every text is a value of the schema."""
     others = ("enum", "const", "$ref", "pattern", "format", "minLength", "maxLength", "allOf")
     return _types_of(schema) in (frozenset(), {"string"}) and not any(name in schema for name in others)
 
@@ -162,7 +162,9 @@ def _json_types(value: object) -> set[str]:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls. A text ends at the end mark of its parameter; other values are JSON."""
+    """Return the grammar of calls. A value of type string ends at the end mark of its parameter; other values are
+    JSON.
+    """
     rules = ["TEXT_VALUE: /(.|\\n)*/", f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}"]
     parts: dict[str, Mapping[str, Any]] = {}
     for i, tool in enumerate(tools):

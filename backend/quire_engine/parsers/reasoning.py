@@ -18,7 +18,7 @@ class ContentFormat(Format, Protocol):
 
 
 class ReasoningFormat:
-    """Passes on what follows the reasoning to the parser of the answer.
+    """Passes the text after the reasoning to the parser of the answer.
 
     The reasoning is the beginning of the output: `<think>` inside an answer is text.
     """
@@ -31,9 +31,9 @@ class ReasoningFormat:
         self._answer = answer
         self._start, self._end = start, end
         self._state = "reasoning" if is_open else "begin"
-        """begin, reasoning or answer."""
+        """State: begin, reasoning or answer."""
         self._line_breaks = ""
-        """Withheld at the end of the reasoning, or before it begins."""
+        """Line breaks that are withheld at the end of the reasoning, or before it begins."""
         self._has_text = False
 
     @property
@@ -76,7 +76,7 @@ class ReasoningFormat:
         self._line_breaks += text[len(stripped) :]
 
     def finish(self) -> Iterator[Event]:
-        """Return what was withheld."""
+        """Return the withheld text."""
         if self._state == "begin" and self._line_breaks:
             yield from self._answer.feed(Lexeme(self._line_breaks))
         yield from self._answer.finish()

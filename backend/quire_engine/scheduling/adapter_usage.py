@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sequences of each adapter use. The scheduler reports it."""
+"""Numbers of sequences and KV blocks by adapter. The scheduler reports them."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from quire_spec.constants import AdapterDigest
 
 @dataclass(slots=True)
 class AdapterUsage:
-    """What the sequences of one adapter use."""
+    """Sequences and KV blocks of one adapter."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -19,7 +19,9 @@ class AdapterUsage:
 
 
 def count_usage(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[AdapterDigest | None, AdapterUsage]:
-    """Return the usage by adapter; None is the base model. A shared block counts for each sequence that uses it."""
+    """Return the usage by adapter; None is the base model. A shared block is counted for each sequence that uses
+    it.
+    """
     usage: defaultdict[AdapterDigest | None, AdapterUsage] = defaultdict(AdapterUsage)
     for sequence in running:
         entry = usage[sequence.adapter_digest]

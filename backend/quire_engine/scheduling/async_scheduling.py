@@ -5,8 +5,8 @@ The step will compute all tokens of its spans. A span that reaches the end of it
 and only the value of that token is unknown. PLACEHOLDER_TOKEN stands for it. The scheduler calls this module, and
 learns only when the step completes whether the sequence finished with that token.
 
-Source: vLLM's async scheduling (v1/core/sched/async_scheduler.py) also uses placeholders; SGLang's overlap scheduler
-(managers/overlap_utils.py) and mini-sglang's resolve the values on the device.
+Source: the placeholders of vLLM's async scheduling (v1/core/sched/async_scheduler.py). The overlap schedulers of
+SGLang (managers/overlap_utils.py) and mini-sglang resolve the values on the device, too.
 """
 
 from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence, SequenceStatus

@@ -2,11 +2,13 @@
 """Beam scheduler: the beam searches of a scheduler, and the sequences that are their beams.
 
 A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token. A
-step runs when every beam has computed its earlier tokens. Then beams that were not chosen end and free their KV blocks,
-and those that were chosen several times fork: the forks share all blocks, and copy the last one before they write it.
+step runs when every beam has computed its earlier tokens. Then beams that were not chosen end and free their KV
+blocks. Beams that were chosen several times fork: the forks share all blocks, and copy the last block before they write
+it.
 
-A preempted group loses the blocks of all its beams. They resume one after the other, like other sequences, and share
-the blocks of the prompt again. The scheduler calls this module; it decides which sequences exist, not which ones run.
+A preempted group loses the blocks of all its beams. The beams resume one after the other, like other sequences, and
+share the blocks of the prompt again. The scheduler calls this module; it decides which sequences exist, not which ones
+run.
 """
 
 from collections import defaultdict
@@ -21,7 +23,7 @@ from quire_spec.errors import Internal, InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class BeamUpdate:
-    """What a step of a search changes."""
+    """Changes of the sequences after a step of a search."""
 
     group: BeamGroup
     dropped: list[Sequence] = field(default_factory=list)
@@ -41,11 +43,11 @@ class BeamScheduler:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._searches: dict[int, tuple[BeamGroup, BeamSearch]] = {}
-        """By the id of the group."""
+        """Open searches by the id of the group."""
 
     @property
     def num_unused_places(self) -> int:
-        """Sequences that the running groups can add."""
+        """Number of sequences that the running groups can still add."""
         return sum(group.num_unused_places for group, _ in self._searches.values())
 
     def check_request(self, sequence: Sequence) -> None:
@@ -99,7 +101,9 @@ class BeamScheduler:
         return [self._extend_group(*self._searches[group_id], entries) for group_id, entries in continuations.items()]
 
     def share_prompt_blocks(self, group: BeamGroup) -> None:
-        """Make the beams of a group, which has lost its blocks, wait for the prompt of the first one and share it."""
+        """Make the beams of a preempted group wait until the first beam has computed the prompt, and then share its
+        blocks.
+        """
         first_beam = min(group.sequences, key=lambda beam: beam.sort_key)
         for beam in group.sequences:
             beam.parent = None if beam is first_beam else first_beam
@@ -123,7 +127,7 @@ class BeamScheduler:
         dropped = [beam for beam in group.sequences if beam not in kept]
         used_ids = {beam.id for beam in kept}
         free_ids = (i for i in range(group.id, group.id + group.width) if i not in used_ids)
-        # All forks first: they copy their beam before it is extended.
+        # All forks are created first, because a fork copies its beam before the beam is extended.
         beams = []
         forks = []
         for continuation in chosen:
@@ -158,7 +162,7 @@ class BeamScheduler:
 
 
 def _to_outputs(group: BeamGroup, search: BeamSearch) -> list[tuple[Sequence, SpanOutput]]:
-    """Return the best outputs as finished sequences, whose ids count up from that of the request; else one error."""
+    """Return the best outputs as finished sequences with ids from the request's id on; without outputs, one error."""
     beam, hypotheses = group.sequences[0], search.best_outputs()
     if not hypotheses:
         failed = replace(beam, id=group.id, status=SequenceStatus.FINISHED, finish_reason=FinishReason.ERROR)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beam search of one request: which continuations become beams, which are finished outputs, and when the search ends.
 
-Policy only: it knows tokens and scores, but no KV block, no step and no device. The beam scheduler calls it after each
-step of the beams.
+Policy only: this module uses tokens and scores, but no KV blocks, steps or devices. The beam scheduler calls it after
+each step of the beams.
 
 Source: `_beam_search` of transformers, whose outputs it reproduces. A score is the sum of the log probabilities of an
 output divided by its length to the power of `length_penalty`.
@@ -24,10 +24,10 @@ class Hypothesis:
 
     token_ids: list[int]
     score: float
-    """With the length penalty; higher is better."""
+    """Score with the length penalty; higher is better."""
     cumulative_logprob: float
     finish_reason: FinishReason
-    """LENGTH also for an output that a stop string ends, which the text process finds again."""
+    """LENGTH also for an output that a stop string ends: the text process finds the stop string again."""
     logprobs: list[list[Logprob]] | None
 
 
@@ -59,14 +59,16 @@ class BeamSearch:
         self.is_finished = False
 
     def extend(self, continuations: Sequence[Continuation]) -> list[Continuation]:
-        """Choose the next beams among the continuations of all beams; return them best first, none at the end.
+        """Choose the next beams among the continuations of all beams. Return them best first; none if the search has
+        ended.
 
-        Without continuations, because no log probability is finite, the search ends with the outputs that it has.
+        If there are no continuations, because no log probability is finite, the search ends with the outputs found so
+        far.
 
-        The best `width` continuations that do not end an output become beams. One that ends an output is kept only if
-        it is among the best `width` of all continuations. The best `width` outputs are kept.
+        The best `width` continuations that do not end an output become beams. A continuation that ends an output is
+        kept only if it is among the best `width` of all continuations. The best `width` outputs are kept.
         """
-        # Python's sort is stable: of equal scores, that of the better beam comes first.
+        # Python's sort is stable: among equal scores, the continuation of the better beam comes first.
         ranked = sorted(continuations, key=lambda c: -c.candidate.score)[: self._num_candidates]
         if not ranked:
             self.is_finished = True
@@ -86,13 +88,15 @@ class BeamSearch:
         return [] if self.is_finished else beams
 
     def best_outputs(self) -> list[Hypothesis]:
-        """Return the `n` best outputs. If the search found fewer, because few tokens are allowed, the last repeats."""
+        """Return the `n` best outputs. If the search found fewer outputs, because few tokens are allowed, the last
+        output repeats.
+        """
         num_outputs = self._first_beam.params.n
         best = self._hypotheses[:num_outputs]
         return best + best[-1:] * (num_outputs - len(best))
 
     def _can_improve(self, best_score: float, length: int) -> bool:
-        """Return whether the best beam may become better than the worst of `width` outputs."""
+        """Return whether the best beam can become better than the worst of the `width` best outputs."""
         if len(self._hypotheses) < self._width:
             return True
         if self._early_stopping is True:

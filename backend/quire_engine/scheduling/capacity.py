@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capacity check: whether one more sequence can run, and which running sequences must be preempted for it.
 
-It changes nothing; the scheduler decides and preempts."""
+The check changes nothing; the scheduler decides and preempts."""
 
 from collections import abc
 
@@ -48,12 +48,13 @@ class CapacityCheck:
     ) -> list[Sequence] | None:
         """Return the fewest running sequences, least urgent first, that must stop so that `sequence` can start.
 
-        None if it cannot start even without all less urgent sequences. With a beam, all beams of its group stop.
+        None if `sequence` cannot start even if all less urgent sequences stop. All beams of a group stop together.
         """
         if self._fits(sequence, prefix, builder):
             return []
         if sequence.resumes_beam_group:
-            # It counts as decoding, for which sequences of the same priority are preempted, too.
+            # A beam that resumes is treated like a decoding sequence, which also preempts sequences of the same
+            # priority.
             group = sequence.beam_group
             candidates = [s for s in self._running if s.sort_key > sequence.sort_key and s.beam_group is not group]
         elif not self._running or self._running.least_urgent.priority <= sequence.priority:
@@ -63,7 +64,7 @@ class CapacityCheck:
         # Beams that resume come before more urgent sequences, which must not preempt what this step computes already.
         computed = {span.sequence.beam_group or span.sequence for span in builder.prefills}
         candidates = [s for s in reversed(candidates) if (s.beam_group or s) not in computed]
-        # An upper bound first: without it, the exact count would often be wasted work.
+        # An upper bound is checked first, because the exact count takes longer and is often not necessary.
         if not self._fits(sequence, prefix, builder, candidates, sum(len(s.block_table) for s in candidates)):
             return None
         for num_preempted, num_freed_blocks in enumerate(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in flight: planned and not complete. At most two, and only with async scheduling more than one.
+"""Steps in flight: planned but not complete. There is at most one, or two with async scheduling.
 
 The scheduler owns them. A finished sequence keeps its blocks and its adapter slot while one of these steps contains it.
 """
@@ -9,12 +9,14 @@ from quire_engine.step.plan import StepPlan
 
 
 class InFlightSteps:
-    """The plans of the steps in flight, the earlier one first, and the finished sequences that wait for their end."""
+    """The plans of the steps in flight, the earlier one first, and the finished sequences that wait until these steps
+    end.
+    """
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
         self.finished_sequences: list[Sequence] = []
-        """Finished while a step in flight can still write to their blocks."""
+        """Sequences that finished while a step in flight can still write to their blocks."""
 
     def __bool__(self) -> bool:
         return bool(self.plans)

@@ -24,7 +24,7 @@ class RequestQueue:
 
     @property
     def least_urgent(self) -> Sequence:
-        """The last sequence. The queue must not be empty."""
+        """The least urgent sequence. The queue must not be empty."""
         return self._sequences[-1]
 
     def snapshot(self) -> list[Sequence]:

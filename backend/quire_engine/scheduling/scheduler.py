@@ -2,7 +2,7 @@
 """Continuous-batching scheduler: selects the sequences of each step and their numbers of tokens.
 
 It owns the life cycle of a Sequence. It is torch-free and deterministic: the clock is an argument, block ids come from
-`kv_cache` and adapter slots from `lora.registry`. It never sees a runner.
+`kv_cache` and adapter slots from `lora.registry`. It does not depend on a runner.
 
 The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
 can call schedule_async() once. Then two steps are in flight, and they complete in order. The engine can call add() and
@@ -65,20 +65,20 @@ class Scheduler:
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
     admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
-    because the blocks that it freed, minus the blocks that were missing, are too few. Without other running
-    sequences the reserve is not needed.
+    because the blocks that it freed, minus the blocks that were missing, are too few. If no other sequence runs, no
+    reserve is needed.
 
     Beams. All beams of a search decode in the same step or not at all, and are preempted together. The places of all
     its beams are reserved when a search starts. A beam of a group that runs resumes before other sequences start, and
     can preempt any less urgent sequence, so two searches never wait for each other's blocks.
 
-    Speculation. Draft tokens are added to decode spans when the rest of the step is planned, and use what it left. The
-    step computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected ones.
+    Speculation. Draft tokens are added to decode spans last, and use the rest of the step's token budget. The step
+    computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected draft tokens.
 
-    Async scheduling. A step can be planned while the previous one is in flight, as if that one were complete (see
-    async_scheduling). This takes no resource from a sequence: if the plan would have to preempt or swap in, it waits
-    for the step in flight instead. A sequence that turns out to be finished, or is aborted, keeps its blocks and
-    its adapter slot until no step in flight contains it.
+    Async scheduling. A step can be planned while the previous step is in flight, as if the previous step were complete
+    (see async_scheduling). Such a plan never preempts or swaps in: if that is necessary, planning waits for the step in
+    flight. A sequence that turns out to be finished, or is aborted, keeps its blocks and its adapter slot until no step
+    in flight contains it.
 
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or long rope excludes speculation.
@@ -109,11 +109,12 @@ class Scheduler:
         self._beams = BeamScheduler(self.block_manager, block_pool.num_blocks, config.block_size, config.max_num_seqs)
         self._capacity = CapacityCheck(config.max_num_seqs, self._running, block_pool, self.block_manager, self._beams)
         self._in_flight = InFlightSteps()
-        # The step in flight whose sequences have been advanced with placeholders.
+        # The step in flight whose sequences already contain placeholders for the tokens that it samples.
         self._placeholder_plan: StepPlan | None = None
-        # True while schedule_async() plans a step.
+        # Whether schedule_async() is planning a step.
         self._planning_async = False
-        # schedule_async() plans nothing until the next schedule(), because a waiting sequence can only start then.
+        # While this is set, schedule_async() plans nothing until the next schedule(), which can start a waiting
+        # sequence.
         self._async_deferred = False
         self.waiting_for_adapters = False
         """True if the last schedule() found nothing to run, and nothing has changed since."""
@@ -136,7 +137,9 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
-        """True if a step is in flight or schedule() may find something to run: after it found nothing, a change."""
+        """True if a step is in flight or schedule() can find work. After it found none, this is True only after a
+        change.
+        """
         return bool(self._running or self._in_flight or (self._waiting and not self.waiting_for_adapters))
 
     @property
@@ -157,7 +160,9 @@ class Scheduler:
         return sum(1 for sequence in self._waiting if sequence.host_blocks)
 
     def usage_by_adapter(self) -> dict[AdapterDigest | None, AdapterUsage]:
-        """Return sequences and KV blocks by adapter; None is the base model. A shared block counts for each user."""
+        """Return sequences and KV blocks by adapter; None is the base model. A shared block is counted for each
+        sequence that uses it.
+        """
         return count_usage(self._running, self._waiting)
 
     def add(self, sequence: Sequence) -> None:
@@ -205,10 +210,11 @@ class Scheduler:
         return plan
 
     def schedule_async(self, now: float) -> StepPlan | None:
-        """Plan the step after the one in flight as if that were complete; return None if it must complete first.
+        """Plan the next step as if the step in flight were complete; return None if the step in flight must complete
+        first.
 
-        It must complete first if a block is missing, if a waiting sequence would swap in or preempt another, if a
-        sequence requires its tokens on the host, and always if the model has a long-rope threshold.
+        The step in flight must complete first if a block is missing, if a waiting sequence would swap in or preempt
+        another one, if a sequence requires its tokens on the host, and always if the model has a long-rope threshold.
         """
         [step_in_flight] = self._in_flight.plans
         if self._async_deferred or self._has_long_rope or any(s.requires_host_tokens for s in self._running):
@@ -281,7 +287,7 @@ class Scheduler:
         outputs: list[tuple[Sequence, SpanOutput]] = []
         for update in self._beams.extend(beam_outputs):
             outputs += update.outputs
-            # First, because forks take the ids of dropped beams.
+            # Dropped beams are removed first, because forks take their ids.
             for beam in update.dropped:
                 self._finish_sequence(beam, FinishReason.STOP)
             for fork in update.forks:
@@ -306,7 +312,7 @@ class Scheduler:
             self._adapter_registry.on_start(fork.adapter_digest)
 
     def _apply_draft(self, span: ScheduledSpan, output: SpanOutput) -> None:
-        """Record a draft. Keys and values of the accepted tokens, all of the output but the last, are computed."""
+        """Record a draft. The keys and values of all output tokens except the last one are already computed."""
         assert self.draft_planner is not None
         self.draft_planner.record(span, output)
         if span.sequence.status is SequenceStatus.RUNNING:
@@ -314,7 +320,7 @@ class Scheduler:
             self.prefix_cache.cache_full_blocks(span.sequence)
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """Finish, and return, the sequences of the earlier step in flight, which failed.
+        """Finish and return the sequences of the earlier step in flight, which failed.
 
         Blocks computed by earlier steps stay valid. The caller must also fail a step that was planned meanwhile.
         """
@@ -325,13 +331,13 @@ class Scheduler:
         return failed_sequences
 
     def fail_adapter(self, adapter_digest: AdapterDigest) -> list[Sequence]:
-        """Finish, and return, the sequences that wait for an adapter that cannot be loaded."""
+        """Finish and return the sequences that wait for an adapter that cannot be loaded."""
         return self._fail_sequences([s for s in self._waiting if s.adapter_digest == adapter_digest])
 
     def _fail_sequences(self, sequences: list[Sequence]) -> list[Sequence]:
         """Finish unfinished sequences, and all beams of their searches; return one sequence for each request output.
 
-        Of a search, this is the sequence whose id the request knows.
+        For a beam search, this is the sequence with the id of the request.
         """
         failed_sequences = []
         for sequence in sequences:
@@ -344,7 +350,7 @@ class Scheduler:
         return failed_sequences
 
     def on_adapter_ready(self) -> None:
-        """Called when an adapter was read or copied to a slot: waiting sequences may be able to run."""
+        """Called when an adapter was read or copied to a slot, so that waiting sequences may be able to run."""
         self.waiting_for_adapters = False
 
     def check_integrity(self) -> None:
@@ -373,7 +379,7 @@ class Scheduler:
     def _schedule_decodes(self, sequences: list[Sequence], builder: StepPlanBuilder) -> list[Sequence]:
         """Plan the decoding sequences among `sequences`; return those with partial prefills.
 
-        The most urgent come first, so a preempted sequence has no span yet.
+        The most urgent sequences come first, so a preempted sequence has no span yet.
         """
         partial_prefills = []
         for sequence in sequences:
@@ -382,7 +388,7 @@ class Scheduler:
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 partial_prefills.append(sequence)
             elif (group := sequence.beam_group) is not None:
-                # The running queue contains the beams of a group side by side; the best one stands for all of them.
+                # The beams of a group are adjacent in the running queue; the best beam represents the group.
                 if sequence is group.sequences[0] and group.can_decode:
                     self._schedule_beams(group, builder)
             elif self._ensure_block(sequence, builder):
@@ -412,10 +418,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
         """Free the blocks of a sequence and of all beams of its group.
 
-        They resume from blocks that are swapped out or still cached.
+        The sequences resume from blocks that are swapped out or still cached.
         """
         group = sequence.beam_group
-        # The first beam comes last: it then shares the prompt with no other, so its blocks can be swapped out.
+        # The first beam comes last: then no other beam shares the blocks of its prompt, so they can be swapped out.
         beams = [sequence] if group is None else sorted(group.sequences, key=lambda beam: beam.sort_key, reverse=True)
         for beam in beams:
             if beam.status is SequenceStatus.RUNNING:
@@ -441,7 +447,8 @@ class Scheduler:
         partial_prefills.reverse()
         waiting = self._waiting.snapshot()
         if self._beams.num_unused_places:
-            # Nothing may delay a beam of a group that runs: until it resumes, the group only occupies blocks.
+            # A beam of a running group must not be delayed: until it resumes, the group occupies blocks without
+            # progress.
             waiting.sort(key=lambda sequence: not sequence.resumes_beam_group)
         for sequence in waiting:
             self._continue_prefills(builder, partial_prefills, sequence.sort_key)
@@ -455,7 +462,7 @@ class Scheduler:
         partial_prefills: list[Sequence],
         before_sort_key: tuple[int, ...] = (sys.maxsize,),
     ) -> None:
-        """Continue partial prefills from the end of the list, up to a sort key."""
+        """Continue the partial prefills at the end of the list whose sort keys are less than `before_sort_key`."""
         while partial_prefills and builder.token_budget and partial_prefills[-1].sort_key < before_sort_key:
             sequence = partial_prefills.pop()
             if sequence.status is SequenceStatus.RUNNING:
@@ -472,7 +479,7 @@ class Scheduler:
         ):
             return False
         if parent := sequence.awaited_parent:
-            # The place of a beam is reserved already.
+            # A beam has a reserved place among the running sequences already.
             if sequence.beam_group is not None:
                 return True
             if parent.status is SequenceStatus.RUNNING or parent.id in builder.pending_forks:
@@ -508,14 +515,14 @@ class Scheduler:
         return can_run
 
     def _chunk_length(self, remaining: int, budget: int) -> int:
-        """Return how many of `remaining` prompt tokens to run now."""
+        """Return how many of the `remaining` prompt tokens to compute in this step."""
         if self._config.enable_chunked_prefill or remaining <= budget:
             return min(remaining, budget)
         # A preempted sequence can be longer than a step because of its output. Then it can only resume in chunks.
         return budget if remaining > self._config.max_num_batched_tokens else 0
 
     def _usable_prefix(self, sequence: Sequence, builder: StepPlanBuilder) -> PrefixHit | None:
-        """Return the prefix from which a sequence can start; None if the rest does not fit."""
+        """Return the cached prefix from which a sequence can start; None if the other blocks do not fit."""
         prefix = self.prefix_cache.match(sequence)
         # A block that this step itself fills by a copy has no contents yet.
         source_unwritten = any(copy.destination in prefix.copy_sources for copy in builder.copies)
@@ -523,7 +530,7 @@ class Scheduler:
             return prefix
         if not prefix.copy_sources:
             return None
-        # Without the copy it needs one block less. So a sequence always fits alone.
+        # Without the copied block the sequence needs one block less. So a sequence that runs alone always fits.
         prefix = self.prefix_cache.full_blocks_only(prefix)
         return prefix if self._ensure_capacity(sequence, prefix, builder) else None
 
@@ -548,7 +555,7 @@ class Scheduler:
         return ScheduledSpan(sequence, sequence.num_computed_tokens, length, adapter_slot)
 
     def _append_tokens(self, sequence: Sequence, span_output: SpanOutput) -> SpanOutput:
-        """Append the tokens, up to the one that finishes the sequence; return those that count."""
+        """Append the tokens up to the one that finishes the sequence, and return them."""
         output = sequence.output_token_ids
         for count, token in enumerate(span_output.token_ids, 1):
             if sequence.grammar is not None and not sequence.grammar.accept_token(token):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builder of a step plan, which the scheduler and the block manager fill."""
+"""Builder of a step plan; the scheduler and the block manager add spans and copies."""
 
 from dataclasses import dataclass, field
 

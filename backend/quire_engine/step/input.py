@@ -23,12 +23,12 @@ _HEADER_SIZE = 11
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Spans, flattened in the order of `sort_spans`, and the block copies to make before they run."""
+    """Spans, flattened in the order of `sort_spans`, and the block copies to make before the spans run."""
 
     starts: list[int]
     """Per span: number of tokens of its sequence before it."""
     lengths: list[int]
-    """Per span: number of its tokens."""
+    """Per span: number of tokens that the step computes."""
     adapter_slots: list[int]
     """Per span: device slot of its adapter; -1 runs the base model."""
     token_ids: Tensor
@@ -36,10 +36,11 @@ class StepInput:
     block_ids: Tensor
     """[num_blocks] int64 on the CPU: per span, the entries of its block table for its tokens and all before them."""
     logit_rows: list[int]
-    """Tokens whose logits are computed: first the tokens that sample, then the tokens that need prompt log
-    probabilities."""
+    """Indices of the tokens whose logits are computed: first tokens that sample, then tokens that need prompt log
+    probabilities.
+    """
     num_sampled: int
-    """Number of these rows that are sampled."""
+    """Number of `logit_rows` that are sampled."""
     awaits_tokens: bool = False
     """True if some tokens are sampled by the previous step. Only rank 0's device has them, and broadcasts them."""
     long_rope: list[int] = field(default_factory=list)
@@ -59,11 +60,11 @@ class GraphStepInput:
     inputs: Tensor
     """[4 or 5, size] int64 on the CPU, where `size` is the number of tokens of the graph. Per span: the row of its
     sequence in the block tables on the device, and the position of its first token. Per token: its id and its adapter
-    slot. Per span of a mixed graph: its first token. All are followed by padding."""
+    slot. Per span of a mixed graph: index of its first token. Padding follows in each row."""
     table_updates: Tensor
-    """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into these tables first."""
+    """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into the block tables before the step."""
     logit_rows: list[int]
-    """Tokens that sample."""
+    """Indices of the tokens that sample."""
     awaits_tokens: bool = False
     """See StepInput, also for the following fields."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
@@ -79,8 +80,8 @@ class GraphStepInput:
 def sort_spans(spans: Sequence[ScheduledSpan]) -> list[int]:
     """Return the indices of spans in the order of computation.
 
-    Tokens of one adapter are adjacent, and base model tokens come first. Among these, decode spans come first, sorted
-    by decreasing context, so that neighbours have similar lengths.
+    Tokens of one adapter are adjacent, and base model tokens come first. Among the spans of one adapter, decode spans
+    come first, sorted by decreasing context, so that adjacent spans have similar lengths.
     """
 
     def key(i: int) -> tuple[int, bool, int]:
@@ -100,9 +101,9 @@ def build_step_input(
     """Flatten sorted spans.
 
     Args:
-        spans: in the order of `sort_spans`.
-        block_size: tokens of a block.
-        long_rope_threshold: the model's, see ModelConfig.
+        spans: spans in the order of `sort_spans`.
+        block_size: number of tokens of a block.
+        long_rope_threshold: threshold of the model, see ModelConfig.
         plan: the step of the spans; its copies become part of the input.
         num_groups: entries of a block table for each `block_size` tokens, see KVLayout.
     """
@@ -213,12 +214,16 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
 
 
 def int64_tensor(numbers: list[int]) -> Tensor:
-    """Return [len(numbers)] int64; `numbers` is not empty. 4,096 numbers: 80 us, torch.tensor 620 us (a Zen 5 core)."""
+    """Return [len(numbers)] int64; `numbers` is not empty. 4,096 numbers take 80 us, torch.tensor 620 us (a Zen 5
+    core).
+    """
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 def _split(row: Tensor, first_size: int, second_size: int) -> tuple[Tensor, Tensor]:
-    """Return a copy of the first elements of a row, and of those after them. The row itself is reused later."""
+    """Return copies of the first `first_size` elements and of the next `second_size`, because the row is reused
+    later.
+    """
     copy = row[: first_size + second_size].clone()
     return copy[:first_size], copy[first_size:]
 

@@ -26,11 +26,11 @@ class ScheduledSpan:
     draft_token_ids: tuple[int, ...] = ()
     """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
     num_lookahead_tokens: int = 0
-    """Draft tokens that a draft model proposes after the step. The blocks of so many more tokens are reserved."""
+    """Draft tokens that a draft model proposes after the step. The blocks of as many further tokens are reserved."""
 
     @property
     def end(self) -> int:
-        """One past the last token, draft tokens included."""
+        """Position after the last token, draft tokens included."""
         return self.start + self.length
 
     @property
@@ -95,7 +95,7 @@ class StepPlan:
     swap_ins: list[SwapCopy] = field(default_factory=list)
     """Blocks of resumed sequences. The same step can copy these blocks, so swap-ins come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Copies that spans continue to write, because other sequences share the original. No destination is a source."""
+    """Copies of blocks that other sequences share; spans write to the copies. No destination is a source."""
     started: list[tuple[int, float]] = field(default_factory=list)
     """Sequences that run for the first time: id, and seconds in the queue. The runner does not use them."""
 
@@ -108,12 +108,12 @@ class BeamCandidate:
     score: float
     """Sum of the log probabilities of all output tokens, this one included."""
     logprobs: list[Logprob] | None = None
-    """This token, then the most likely ones; None unless the request requires them."""
+    """Log probabilities of this token and of the most likely tokens; None unless the request requires them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanOutput:
-    """Output of one span: no token if it ends within the prompt, otherwise one, and one per accepted draft token.
+    """Output of one span: no token if the span ends within the prompt, otherwise 1 + number of accepted draft tokens.
 
     The output of a beam has candidates instead of a token.
     """
@@ -122,15 +122,15 @@ class SpanOutput:
     logprobs: list[list[Logprob]] | None = None
     """Per token: the sampled token, then the most likely ones. None unless the request requires them."""
     prompt_logprobs: list[list[Logprob]] | None = None
-    """The same for the prompt token after each of `ScheduledSpan.prompt_logprob_positions`."""
+    """Log probabilities of the prompt token after each of `ScheduledSpan.prompt_logprob_positions`."""
     candidates: list[BeamCandidate] | None = None
-    """Of a beam: those of the best continuations of its group that continue this beam, best first."""
+    """For a beam: the best continuations of its group that continue this beam, best first."""
     cumulative_logprob: float | None = None
-    """Of a finished output of a beam search: the sum over its tokens."""
+    """For a finished output of a beam search: the sum of the log probabilities of its tokens."""
     next_draft_token_ids: tuple[int, ...] = ()
     """Draft for the next step, from a draft model."""
     num_draft_tokens: int = 0
-    """Draft tokens that were verified. Set by the scheduler, also `num_accepted_tokens`."""
+    """Number of draft tokens that were verified. The scheduler sets it, and `num_accepted_tokens`."""
     num_accepted_tokens: int = 0
 
 

@@ -48,7 +48,7 @@ class CheckWorker:
         return {"grammar": text}
 
     def warm_up(self) -> None:
-        """Load the tokenizer, and compile a schema, so that the first request does not wait for it."""
+        """Load the tokenizer and compile a schema, so that the first request does not wait for this."""
         with suppress(InvalidArgument):
             self._get_compiler()
             self.answer({"json": {"type": "object", "properties": {"a": {"type": "string"}}}})

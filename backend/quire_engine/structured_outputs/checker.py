@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks constraints of requests in worker processes that may die, and turns each into the grammar text for the core.
 
-Results are cached, so a worker sees a constraint once. The request manager of the text process uses it.
+Results are cached, so a worker checks each constraint once. The request manager of the text process uses it.
 """
 
 import asyncio
@@ -18,15 +18,17 @@ from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_from_code
 
 CHECK_TIMEOUT_S = 2.0
-"""Time limit of one check. The largest of usual schemas takes about 20 ms."""
+"""Seconds that one check may take. The largest schemas in common use take about 20 ms."""
 LOW_PRIORITY_AFTER_S = 0.1
 QUEUE_TIMEOUT_S = 30.0
-"""Limit of the wait for a worker, which includes its start: seconds for a large vocabulary."""
+"""Seconds that a check may wait for a worker. This includes the start of the worker: seconds for a large
+vocabulary.
+"""
 MAX_CACHE_BYTES = 64 * 2**20
 _ENTRY_BYTES = 512
 
 CheckResult: TypeAlias = str | QuireError
-"""The grammar text of a constraint, or why it is rejected."""
+"""The grammar text of a constraint, or the error that rejects it."""
 
 
 class GrammarChecker:
@@ -83,7 +85,7 @@ class GrammarChecker:
             result = await self._check(document)
             self._store(key, result)
         except QuireError as error:
-            # Not cached: the reason was time or load, which another try may not meet.
+            # This error is not cached: its cause is time or load, so another attempt can succeed.
             result = error
         for on_done in self._waiting.pop(key):
             on_done(result)

@@ -2,8 +2,8 @@
 """Compiles grammars for one model's vocabulary, under limits of work and memory, and keeps the latest ones.
 
 The text process compiles each constraint once in a process that may die, and rejects it with an error. The core
-compiles the same text again. Its limits are the same and count work, not time, so a text that compiled in the text
-process compiles in the core, too. Thread-safe; llguidance releases the GIL while it compiles.
+compiles the same text again. The core has the same limits, which count work and not time. So a text that compiled in
+the text process compiles in the core, too. Thread-safe; llguidance releases the GIL while it compiles.
 """
 
 import threading
@@ -21,13 +21,14 @@ from quire_spec.errors import InvalidArgument
 MAX_CACHE_BYTES = 256 * 2**20
 _BYTES_PER_CHARACTER = 200
 _MIN_BYTES = 256 * 1024
-"""Estimate of the memory of a compiled grammar: this, and _BYTES_PER_CHARACTER of its text."""
+"""Estimated bytes of a compiled grammar: _MIN_BYTES + _BYTES_PER_CHARACTER * characters of its text."""
 MAX_ERROR_CHARS = 300
 MAX_LEXER_STATES = 10_000
-"""States of one grammar's lexer, about 1 kB each; llguidance's default is 250,000. A hostile expression that reaches
-this number takes 3 MB for each sequence."""
+"""Maximum states of one grammar's lexer, about 1 kB each; llguidance's default is 250,000. A hostile expression that
+reaches this maximum takes 3 MB for each sequence.
+"""
 STEP_LEXER_FUEL = 100_000
-"""Work for one mask, half of llguidance's default: about 7 ms. More would delay the other sequences of a step."""
+"""Maximum work for one mask: half of llguidance's default, about 7 ms. More would delay other sequences of a step."""
 
 
 class GrammarCompiler:
@@ -38,7 +39,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """`vocab_size` is the model's, which can be larger than the tokenizer's."""
+        """`vocab_size` is the size of the model's vocabulary, which can be larger than the tokenizer's."""
         if not eos_token_ids:
             raise InvalidArgument("structured_outputs: the model has no end-of-sequence token; leave it out")
         self._eos_token_ids = sorted(eos_token_ids)
@@ -53,7 +54,7 @@ class GrammarCompiler:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Self:
-        """Return the compiler of a checkpoint; raises InvalidArgument also if it has no tokenizer."""
+        """Return the compiler of a checkpoint; raises InvalidArgument also if the checkpoint has no tokenizer."""
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is None:
             raise InvalidArgument("structured_outputs: the model has no tokenizer; leave it out")
@@ -90,7 +91,7 @@ class GrammarCompiler:
 
     def _build_matcher(self, grammar_text: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar_text, log_level=0, limits=self._limits)
-        # The first mask builds most of the lexer, so that every copy starts with it.
+        # Computing the first mask builds most of the lexer, so every copy of the matcher starts with this lexer.
         is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
         if matcher.is_error():
             raise InvalidArgument(f"structured_outputs: {describe_error(matcher)}")

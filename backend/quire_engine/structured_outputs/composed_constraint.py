@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A constraint that is put together from others: a grammar in Lark notation, whose rules refer to them as @name.
+"""A constraint that is composed of other constraints: a grammar in Lark notation, whose rules refer to these as @name.
 
-The parsers of chat outputs build it, the process that checks constraints turns it into one grammar. Imports no library
-for grammars.
+The parsers of chat outputs build it, the process that checks constraints turns it into one grammar. This module
+imports no library for grammars.
 """
 
 import re
@@ -30,7 +30,7 @@ class ComposedConstraint:
 
 
 def quote(text: str) -> str:
-    """Return a Lark string. Only these escapes exist there; json.dumps would write surrogate pairs for others."""
+    """Return a Lark string. Lark has only these escapes; json.dumps would write surrogate pairs, which Lark lacks."""
     return f'"{_SPECIAL_CHARACTERS.sub(_escape, text)}"'
 
 

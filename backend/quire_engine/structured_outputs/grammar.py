@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one sequence's grammar: which tokens can come next.
 
-The scheduler advances it with each token of the sequence, the model runner reads its masks. Both names and duties are
-those of vLLM's StructuredOutputGrammar. A budget of the reasoning is a part of it, because it also decides that.
+The scheduler advances it with each token of the sequence, the model runner reads its masks. Its methods have the names
+and meanings of vLLM's StructuredOutputGrammar. The thinking budget is a part of the grammar, because it also decides
+which tokens can come next.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,33 +25,33 @@ class Grammar:
         eos_token_ids: Collection[int] = (),
         thinking_budget: ThinkingBudget | None = None,
     ) -> None:
-        """`matcher` is in its initial state, and becomes the property of this object; None allows any output."""
+        """`matcher` is in its initial state, and only this object may use it; None allows any output."""
         self.matcher = matcher
         self.thinking_budget = thinking_budget
         self._pending_begin = begin_after_token_ids
         self._last_token_ids: list[int] = []
         self._eos_token_ids = eos_token_ids
         self.error = ""
-        """Why the sequence cannot continue; empty while it can."""
+        """Reason why the sequence cannot continue; empty while it can."""
 
     @property
     def has_begun(self) -> bool:
-        """False while the sequence still writes what precedes the constrained part."""
+        """False while the output is still before its constrained part."""
         return not self._pending_begin
 
     @property
     def is_terminated(self) -> bool:
-        """True if only the end of the sequence can follow."""
+        """True if only an end-of-sequence token can come next."""
         return self.has_begun and self.matcher is not None and self.matcher.is_stopped()
 
     @property
     def forced_token_id(self) -> int | None:
-        """The only token that the budget of the reasoning allows; None if it allows all."""
+        """The only token that the thinking budget allows; None if it allows all tokens."""
         return None if self.thinking_budget is None else self.thinking_budget.forced_token_id
 
     @property
     def excluded_token_ids(self) -> Collection[int]:
-        """Tokens that are not allowed before the grammar begins: those that end the sequence."""
+        """Tokens that are not allowed before the grammar begins: the tokens that end the sequence."""
         return () if self.has_begun else self._eos_token_ids
 
     def accept_token(self, token_id: int) -> bool:
@@ -83,10 +84,11 @@ class Grammar:
         return list(self.matcher.compute_ff_tokens())
 
     def validate_draft(self, token_ids: list[int]) -> list[int]:
-        """Return the first of these tokens, as many as may come next. None of them ends or begins the grammar, except
-        that the last one can begin it."""
+        """Return the longest prefix of these tokens that the grammar allows. No token of it ends or begins the
+        grammar, except that its last token can begin the grammar.
+        """
         if self.thinking_budget is not None:
-            # The token after the draft is not forced either.
+            # The token after the draft must not be forced either.
             token_ids = token_ids[: max(0, self.thinking_budget.num_unforced - 1)]
         if self._pending_begin:
             return token_ids[: self.num_rows_before_begin(token_ids)]
@@ -98,7 +100,7 @@ class Grammar:
         return token_ids[: num_allowed - ends]
 
     def num_rows_before_begin(self, draft_token_ids: Sequence[int]) -> int:
-        """Return how many of the next tokens, one more than the draft has, precede the constrained part."""
+        """Return how many of the next len(draft_token_ids) + 1 tokens precede the constrained part."""
         if not (begin := self._pending_begin):
             return 0
         last_token_ids = self._last_token_ids

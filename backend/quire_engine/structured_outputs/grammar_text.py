@@ -16,7 +16,7 @@ from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument
 
 MAX_TAGS = 256
-"""Structures of a structural tag."""
+"""Maximum number of structures of a structural tag."""
 _MAX_TAG_CHARS = 1024
 
 
@@ -34,7 +34,7 @@ def to_grammar_text(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
     if params.choice is not None:
-        # One terminal: 10,000 strings as separate ones take seconds to compile.
+        # All strings are one terminal: 10,000 separate terminals take seconds to compile.
         return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(quote, params.choice))))
     if params.grammar is not None:
         return _parse_grammar(params.grammar)
@@ -53,14 +53,17 @@ def compose_grammar_text(constraint: ComposedConstraint) -> str:
                 reason = str(error).removeprefix("sampling parameter ").removeprefix("'structured_outputs': ")
                 raise InvalidArgument(f"tools: the parameters of a tool are not supported: {reason}") from None
             raise
-        # Of a choice, a grammar and a structural tag it is Lark, of a schema and a regular expression JSON.
+        # The grammar text of a choice, a grammar or a structural tag is Lark; that of a schema or a regular expression
+        # is JSON.
         [grammar] = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
         grammars.append({**grammar, "name": name})
     return json.dumps({"grammars": grammars})
 
 
 def _json_options(params: StructuredOutputsParams) -> Any:
-    """Return llguidance's options for the JSON of a constraint. All are set, so that no schema can change them."""
+    """Return llguidance's options for the JSON of a constraint. All options are set, so that no schema can change
+    them.
+    """
     return {
         "item_separator": ",",
         "key_separator": ":",
@@ -68,7 +71,7 @@ def _json_options(params: StructuredOutputsParams) -> Any:
         "whitespace_pattern": params.whitespace_pattern,
         "coerce_one_of": False,
         "lenient": False,
-        # Otherwise an additional property can be a second, escaped spelling of a property with a schema.
+        # Otherwise an additional property could be another, escaped spelling of a property that has a schema.
         "json_allowed_escapes": 'nrtbf"\\',
     }
 
@@ -88,7 +91,7 @@ def _parse_grammar(grammar: str) -> str:
 def _structural_tag_grammar(tag: dict[str, Any], params: StructuredOutputsParams) -> str:
     """Return a grammar of free text in which each trigger starts one of the structures.
 
-    Source: `StructTag.to_grammar` of llguidance, which knows only one structure per trigger.
+    Source: `StructTag.to_grammar` of llguidance, which supports only one structure per trigger.
     """
     triggers, structures = _read_tag(tag)
     lines = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(triggers))) + ")* tag_end"]

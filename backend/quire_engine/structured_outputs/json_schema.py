@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a JSON schema (draft 2020-12) for llguidance: rejects what it would not enforce, rewrites what it lacks.
+"""Prepares a JSON schema (draft 2020-12) for llguidance: rejects keywords that it would not enforce, and rewrites
+keywords that it lacks.
 
-llguidance rejects keywords that it does not implement. This module knows the cases that it accepts and does not
-enforce, found with JSON-Schema-Test-Suite and by experiment, and keywords that have no effect or an equivalent.
+llguidance rejects keywords that it does not implement. This module handles keywords that llguidance accepts but does
+not enforce, found with JSON-Schema-Test-Suite and by experiment. It also handles keywords that have no effect or an
+equivalent.
 """
 
 import re
@@ -27,7 +29,7 @@ _IN_PLACE_KEYWORDS = frozenset(
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default"})
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
-"""Characters that JSON writes as \\u escapes, which the grammar has not."""
+"""Characters that JSON writes as \\u escapes, which the grammar does not contain."""
 _CONTROL_ESCAPES = re.compile(
     r"\\(x\{?0*[01]?[0-9a-fA-F](?![0-9a-fA-F])|x[01][0-9a-fA-F]|u\{?0*[01][0-9a-fA-F]|u000|c|0|a|v|e)"
 )
@@ -37,7 +39,7 @@ def prepare_schema(schema: dict[str, Any] | bool, disable_additional_properties:
     """Return an equivalent schema as an object, without llguidance's own options, which could turn checks off.
 
     Args:
-        schema: of the request.
+        schema: schema of the request.
         disable_additional_properties: forbid properties that an object's schema does not name, unless it has a keyword
             for them.
 
@@ -62,7 +64,7 @@ def prepare_schema(schema: dict[str, Any] | bool, disable_additional_properties:
 
 
 def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects of a document, schemas or not: a reference can point to any of them."""
+    """Yield all objects of a document, even if they are not schemas, because a reference can point to any object."""
     if isinstance(value, dict):
         yield value
         for child in value.values():
@@ -86,7 +88,7 @@ def _check(part: dict[str, Any]) -> None:
     min_properties, required = part.get("minProperties"), part.get("required", [])
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(min_properties, int) and min_properties > max(1, num_required) and _allows_other_properties(part):
-        # A property can occur twice in the text, but only once in the value.
+        # A property can occur twice in the text, but only once in the parsed value.
         raise _error(
             f"minProperties {min_properties} of free properties cannot be enforced; name them in properties and "
             "required, or set additionalProperties to false"
@@ -98,7 +100,7 @@ def _allows_other_properties(schema: dict[str, Any]) -> bool:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield a string, or the strings of a list; those of objects are checked as parts of their own."""
+    """Yield a string, or the strings of a list. Strings in objects are checked with their objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -111,11 +113,13 @@ class _Rewriter:
     """Replaces keywords that llguidance lacks by equivalents."""
 
     closes_objects: bool
-    """Forbid properties that a schema does not name."""
+    """Whether properties that a schema does not name are forbidden."""
     has_dynamic_ref: bool
     """Whether $dynamicRef occurs in the document."""
     has_unevaluated: bool
-    """Whether unevaluatedItems or unevaluatedProperties occurs: they depend on keywords that otherwise do nothing."""
+    """Whether unevaluatedItems or unevaluatedProperties occurs; they depend on keywords that otherwise have no
+    effect.
+    """
 
     def rewrite(self, schema: Any) -> Any:
         """Return an equivalent schema."""
@@ -125,7 +129,7 @@ class _Rewriter:
         for name in self._keywords_without_effect(rewritten):
             del rewritten[name]
         if rewritten.keys().isdisjoint(_IN_PLACE_KEYWORDS):
-            # Then the keywords of this schema alone evaluate properties and items.
+            # Then only keywords of this schema evaluate its properties and items.
             if "unevaluatedProperties" in rewritten:
                 rewritten.setdefault("additionalProperties", rewritten.pop("unevaluatedProperties"))
             if "unevaluatedItems" in rewritten and "contains" not in rewritten:
@@ -146,7 +150,7 @@ class _Rewriter:
         return value
 
     def _keywords_without_effect(self, schema: dict[str, Any]) -> list[str]:
-        """Return keywords of a schema that llguidance rejects and that mean nothing here."""
+        """Return the keywords of a schema that llguidance rejects and that have no effect in this schema."""
         names = [name for name in ("uniqueItems", "not") if schema.get(name) is False]
         names += [n for n in ("propertyNames", "unevaluatedItems", "unevaluatedProperties") if schema.get(n) is True]
         names += [name for name in ("dependentRequired", "dependentSchemas") if schema.get(name) == {}]

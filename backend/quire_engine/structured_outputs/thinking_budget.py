@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits the reasoning of one sequence: after a number of tokens, only the mark that ends the reasoning can follow.
 
-The grammar of the sequence owns it and advances it with each token. A reasoning that ends by itself is not touched, and
-nothing behind it counts.
+The grammar of the sequence owns it and advances it with each token. A reasoning that ends within the budget is not
+changed, and tokens after the reasoning are not counted.
 
-Source: name and meaning are those of vLLM's thinking_token_budget. As there, reasoning tokens in the prompt count.
+Source: name and meaning are those of vLLM's thinking_token_budget. As in vLLM, reasoning tokens in the prompt are
+counted.
 """
 
 import sys
@@ -23,15 +24,16 @@ class ThinkingBudget:
         end_token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`start_token_ids` and `end_token_ids` are the marks of the reasoning; without a start the output begins in
-        it. `num_tokens` are allowed between them; those of the prompt count."""
+        """`start_token_ids` and `end_token_ids` are the marks of the reasoning. Without start tokens, the output
+        begins inside the reasoning. At most `num_tokens` are allowed between the marks, including those of the prompt.
+        """
         self._start, self._end = tuple(start_token_ids), tuple(end_token_ids)
         self._num_left = num_tokens
         self._num_forced = 0
-        """Tokens of the end mark that were forced."""
+        """Number of tokens of the end mark that were forced."""
         self._last_token_ids: tuple[int, ...] = ()
         self._state = "before" if self._start else "inside"
-        """before, inside or behind the reasoning."""
+        """Position of the next token: before, inside or behind the reasoning."""
         if self._start and (begin := _last_index(prompt_token_ids, self._start)) > _last_index(
             prompt_token_ids, self._end
         ):
@@ -40,16 +42,16 @@ class ThinkingBudget:
 
     @property
     def forced_token_id(self) -> int | None:
-        """The only token that can come next; None if any can."""
+        """The only token that can come next; None if any token can."""
         return self._end[self._num_forced] if self._state == "inside" and self._num_left <= 0 else None
 
     @property
     def num_unforced(self) -> int:
-        """Number of next tokens of which certainly none is forced; a large number behind the reasoning."""
+        """Number of next tokens that are certainly not forced; a large number behind the reasoning."""
         return sys.maxsize if self._state == "behind" else max(0, self._num_left)
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by a sampled token. Return False if another one was forced."""
+        """Advance by a sampled token. Return False if another token was forced."""
         if self._state == "behind":
             return True
         if (forced := self.forced_token_id) is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics per adapter, with a bounded number of series.
 
-Maps the digests that the engine core reports to adapter names. `RequestMetrics` owns it, the request manager calls it.
-vLLM has no metrics per adapter, so all names begin with quire_adapter_.
+Maps the digests that the engine core reports to adapter names. `RequestMetrics` owns the metrics, and the request
+manager calls them. vLLM has no metrics per adapter, so all names begin with quire_adapter_.
 """
 
 from collections import deque
@@ -15,13 +15,14 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
 
 MAX_ADAPTER_LABELS = 100
-"""Adapters with their own series; all others share one. Each adapter adds about 60 lines to a scrape, most of them
-buckets: with 1,000 adapters the scrape would be larger than the traffic that it describes."""
+"""Number of adapters with their own series; all other adapters share one. Each adapter adds about 60 lines to a
+scrape, most of them buckets, so 1,000 adapters would make a scrape larger than the traffic it describes.
+"""
 
 _MAX_UNNAMED_ADAPTER_EVENTS = 256
-"""Adapter events kept until the adapter has a name."""
+"""Maximum number of adapter events that are kept until the adapter has a name."""
 
-# Coarse: they only show which part of the time to first token was spent on waiting or loading.
+# The buckets are coarse: they only show which part of the time to first token was spent on waiting or loading.
 _QUEUE_TIME_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
 _LOAD_TIME_BUCKETS = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 
@@ -30,7 +31,7 @@ OTHER_LABEL = "_other"
 
 
 class AdapterMetrics:
-    """Series by adapter name. The base model, adapter name None, has none."""
+    """Series by adapter name. The base model, whose adapter name is None, has no series."""
 
     def __init__(self, registry: CollectorRegistry, served_name: str, ttft_buckets: Iterable[float]) -> None:
         self._model_name = served_name

@@ -23,14 +23,15 @@ from quire_spec.protocol.messages import GenerateRequest
 from quire_spec.protocol.parsed_output import OutputParsing
 
 _MIN_PROMPT_BYTES = 64 * 1024
-"""Prompts of up to this size are always tokenized before their length is checked. That takes milliseconds, and a
-tokenizer that normalizes text can return fewer tokens than its longest token suggests."""
+"""Prompts of up to this many bytes are always tokenized before their length is checked. Tokenizing them takes
+milliseconds, and a tokenizer that normalizes text can return fewer tokens than its longest token suggests.
+"""
 
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 2**31 - 1
 _MAX_LISTED_NAMES = 10
 _MAX_GRAMMAR_CHARS = 4 * 2**20
-"""Characters of the grammars of all outputs of a request."""
+"""Maximum characters of the grammars of all outputs of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RequestLimits:
     max_model_len: int
     """Maximum number of tokens of prompt and output together."""
     vocab_size: int
-    """Token ids are less than this."""
+    """Size of the vocabulary; every token id is less than this."""
     max_num_queued_reqs: int
     """Maximum number of requests that have not started."""
     max_prompt_bytes: int
@@ -75,7 +76,7 @@ class AdmittedRequest:
     adapter_digest: AdapterDigest | None
     """Content digest that the name had when the request was admitted."""
     parsing: OutputParsing | None = None
-    """How the outputs are parsed; None: they are returned as text."""
+    """How the outputs are parsed; None: the outputs are returned as text."""
 
 
 def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
@@ -113,11 +114,11 @@ class AdmissionController:
         self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
         """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
         self.chat_templates: Mapping[str, str] = {}
-        """File of the chat template by adapter name, of adapters that have their own."""
+        """File of the chat template by adapter name, only for adapters with their own template."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
         self.closed_reason = "engine core is starting; try again"
-        """Why all requests are rejected at the moment; empty while requests are accepted."""
+        """Reason why all requests are rejected at the moment; empty while requests are accepted."""
         self.draining = False
         self.served_name = served_name
         self._has_tokenizer = has_tokenizer
@@ -129,7 +130,7 @@ class AdmissionController:
         """Check a new request.
 
         Raises:
-            Unavailable: draining, no engine core, or max_num_queued_reqs reached.
+            Unavailable: the server is draining, the engine core is not connected, or max_num_queued_reqs is reached.
             NotFound: the model name is unknown.
             InvalidArgument: a parameter or the prompt is invalid.
         """
@@ -164,7 +165,7 @@ class AdmissionController:
         """Return the token ids of a prompt, truncated if the request sets truncate_prompt_tokens.
 
         Raises:
-            InvalidArgument: no token ids, too many, or one outside the vocabulary.
+            InvalidArgument: there are no token ids, too many, or one outside the vocabulary.
         """
         limits = self.limits
         token_ids = params.truncate_prompt(token_ids, limits.max_model_len)
@@ -176,7 +177,7 @@ class AdmissionController:
                 f"at least one output token; shorten the prompt to {limits.max_model_len - 1} tokens, set "
                 "truncate_prompt_tokens, or raise max_model_len"
             )
-        # Without a Python loop: a prompt can have 100,000 tokens, and this blocks the event loop.
+        # A Python loop is avoided, because a prompt can have 100,000 tokens, and this check blocks the event loop.
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limits.vocab_size:
             return token_ids
         invalid_id = next(i for i in token_ids if type(i) is not int or not 0 <= i < limits.vocab_size)
@@ -186,7 +187,9 @@ class AdmissionController:
         )
 
     def check_grammar_size(self, grammar: str, params: SamplingParams) -> None:
-        """Reject a grammar of many outputs that is too large, because each output is sent to the core with it."""
+        """Reject a grammar that is too large for the number of outputs, because it is sent to the core with each
+        output.
+        """
         num_chars = len(grammar) * params.num_sequences
         if num_chars > _MAX_GRAMMAR_CHARS:
             raise InvalidArgument(
@@ -213,7 +216,7 @@ class AdmissionController:
                 return adapter_name, adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
-        # Clients of vllm_backend search for its sentence.
+        # Clients of vllm_backend search for this sentence of vllm_backend.
         name, adapter_names = str(model)[:100], sorted(digests_by_name)
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
         raise NotFound(

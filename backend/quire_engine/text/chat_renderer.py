@@ -15,7 +15,7 @@ from quire_spec.dataclass_json import to_json
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_from_code
 
 RENDER_TIMEOUT_S = 5.0
-"""Time limit of one render. A conversation of 100,000 tokens takes about 0.1 s."""
+"""Seconds that the rendering of a conversation may take. A conversation of 100,000 tokens takes about 0.1 s."""
 QUEUE_TIMEOUT_S = 10.0
 
 

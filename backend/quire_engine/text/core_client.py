@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of the engine core: the text process's connection to the core. Reconnects whenever the connection closes.
 
-Knows messages but no requests: the `CoreListener` handles results and the loss of the core.
+This module handles messages, not requests: the `CoreListener` handles results and the loss of the core.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class CoreListener(Protocol):
-    """Receives the events of the connection to the core: the result coalescer, and behind it the request manager."""
+    """Receives the events of the connection to the core. The result coalescer is the listener, and passes the events
+    on to the request manager.
+    """
 
     def on_core_connected(self) -> None:
         """Called when the core is connected."""
@@ -37,7 +39,7 @@ class CoreListener(Protocol):
 class CoreClient(ConnectionHandler):
     """Handler of the connection to the core. Messages sent while it is not connected are dropped.
 
-    This loses nothing: `on_core_lost` has ended the requests that they belong to.
+    Nothing is lost, because `on_core_lost` has already ended the requests of dropped messages.
     """
 
     def __init__(self, path: Path, served_name: str) -> None:

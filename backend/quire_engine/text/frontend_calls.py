@@ -23,7 +23,7 @@ from quire_spec.errors import Code, InvalidArgument, QuireError
 from quire_spec.protocol.messages import ControlRequest, ControlResponse
 
 _LIVE_TIMEOUT_S = 10.0
-"""A step of a large model on a slow CPU can take seconds."""
+"""Seconds to wait for the core's answer: a step of a large model on a slow CPU can take seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class FrontendCalls:
         sampling_defaults: Mapping[str, Any],
         call_core: Callable[[str, float], Awaitable[Any]],
     ) -> None:
-        """`sampling_defaults` are those of the checkpoint, for frontends that apply them.
+        """`sampling_defaults` are the checkpoint's default parameters, for frontends that apply them.
 
         `call_core(method, timeout_s)` calls a method of the engine core.
         """
@@ -91,7 +91,7 @@ class FrontendCalls:
             self._grammar_checker.start()
 
     async def _models(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the names that requests can use, and why requests are rejected at the moment."""
+        """Return the model names that requests can use, and the reason why requests are rejected at the moment."""
         admission = self._admission
         return {
             "served_name": admission.served_name,
@@ -104,13 +104,13 @@ class FrontendCalls:
 
     async def _render_metrics(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self._request_manager.refresh_adapter_gauges()
-        # The default thread pool, so that a scrape does not wait for prompts that are being tokenized.
+        # Metrics use the default thread pool, so that a scrape does not wait for prompts that are being tokenized.
         is_vllm_backend = args.get("format") == "vllm_backend"
         render = self._metrics.render_vllm_backend if is_vllm_backend else self._metrics.render
         return {"text": await asyncio.get_running_loop().run_in_executor(None, render)}
 
     async def _live(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that the live page shows. Nothing is computed for it unless a page asks."""
+        """Return the state that the live page shows. It is computed only when a page requests it."""
         core = await self._call_core("live", _LIVE_TIMEOUT_S)
         digests_by_name = self._admission.digests_by_name or {}
         load_times = self._metrics.adapter_metrics.mean_load_times()

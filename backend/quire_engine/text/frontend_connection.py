@@ -33,7 +33,9 @@ class FrontendConnection:
         self._flush_scheduled = False
 
     def send(self, delta: OutputDelta) -> None:
-        """Send an output delta at the end of this iteration of the event loop, together with all others."""
+        """Send an output delta at the end of this iteration of the event loop, together with all deltas of the
+        iteration.
+        """
         self._delta_buffer.append(delta)
         if not self._flush_scheduled:
             self._flush_scheduled = True

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that the live page shows: KV blocks by owner and adapters by name. Pure; contains no text of requests.
+"""The state that the live page shows: KV blocks by owner and adapters by name. Pure function; the state contains no
+text of requests.
 
-The core knows digests, the text process names. A digest that several names share is one owner with the first name.
+The core reports digests, and the text process adds names. A digest with several names is one owner with the first
+name.
 """
 
 from collections.abc import Mapping
@@ -11,10 +13,10 @@ from quire_spec.constants import AdapterDigest, AdapterName
 
 MAX_ADAPTERS = 64
 MAX_OWNERS = 12
-"""Owners of KV blocks with a colour of their own; all others are one."""
+"""Maximum number of owners of KV blocks with their own colour; all other owners are shown as one."""
 _STATE_ORDER = {"slot": 0, "host": 1}
 REMOVED = "removed"
-"""Owner of the blocks of adapters without a name; open requests keep their content."""
+"""Name of the owner of blocks whose adapter has been removed, while open requests still use it."""
 OTHERS = "others"
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of the text process.
 
-Names are vLLM's where the meaning is the same, so that its dashboards, autoscalers and endpoint pickers work; all
-others begin with quire_. Counted here and not in the engine core, because this process knows requests, names and
-latencies. The core sends its own counters with every step (SchedulerStats). The request manager calls this at most once
-per request and step.
+Metrics with the meaning of a vLLM metric have its name, so that dashboards, autoscalers and endpoint pickers for vLLM
+work. All other names begin with quire_. Metrics are counted in this process, because the engine core has no requests,
+names and latencies. The core sends its own counters with every step (SchedulerStats). The request manager calls this
+module at most once per request and step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ _REQUEST_LATENCY_BUCKETS = (
 )
 
 MAX_API_KEY_LABELS = 100
-"""API keys with their own series; all others share one."""
+"""Number of API keys with their own series; all other keys share one."""
 
 _KV_CACHE_INFO_LABELS = (
     *("model_name", "block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks"),
@@ -63,7 +63,7 @@ class RequestMetrics:
         """Set the names of the adapters of running and of waiting requests."""
         if not self._config.enable_lora:
             return
-        # Only one series exists: readers use the newest, and old combinations of names would never disappear.
+        # Only one series is kept: readers use the newest one, and old combinations of names would never disappear.
         self._lora_requests_info.clear()
         labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
         self._lora_requests_info.labels(*labels).set_to_current_time()
@@ -163,7 +163,7 @@ class RequestMetrics:
             self._accepted_tokens_per_position.labels(self._model_name, str(position)).inc(max(0, new - old))
 
     def live_counters(self) -> dict[str, float]:
-        """Return the counters that the live page turns into rates and mean latencies. Cheap."""
+        """Return the counters that the live page turns into rates and mean latencies. The call is cheap."""
         values = {}
         for metric in (
             *(self._prompt_tokens, self._generation_tokens, self._time_to_first_token, self._inter_token_latency),
@@ -179,7 +179,9 @@ class RequestMetrics:
         return generate_latest(self.registry).decode()
 
     def render_vllm_backend(self) -> str:
-        """Return the series of vLLM with names and labels of NVIDIA's vllm_backend. As slow as `render`."""
+        """Return the series of vLLM with the names and labels of NVIDIA's vllm_backend. The call is as slow as
+        `render`.
+        """
         registry = CollectorRegistry()
         registry.register(_VllmBackendCollector(self.registry))
         return generate_latest(registry).decode()

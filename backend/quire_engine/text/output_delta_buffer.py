@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded buffer of the output deltas that wait to be sent to one frontend. No I/O.
 
-Merges the deltas of a request, so that the number of messages does not grow while they wait. Reports an overflow if
-the frontend does not read; its connection is then closed, which bounds the memory and protects other frontends.
+Merges the deltas of a request, so that the number of messages does not grow while deltas wait. If the frontend does
+not read, the buffer reports an overflow. The connection is then closed, which limits the memory and protects other
+frontends.
 """
 
 from quire_spec.protocol.messages import OutputDelta, merge_deltas
 
 MAX_PENDING_BYTES = 128 * 2**20
-"""Per connection, in bytes of Python objects. 256 streams of 50 tokens/s fill it in 25 s; a live frontend reads it in
-1 s."""
+"""Limit per connection, in bytes of Python objects. 256 streams of 50 tokens/s reach it in 25 s; a healthy frontend
+reads as much in 1 s.
+"""
 
 MAX_PENDING_STREAM_BYTES = 4 * 2**20
-"""Per streamed request: 10,000 tokens, or 600 with 20 log probabilities each (200 s and 11 s of 50 tokens/s).
-A healthy reader never falls this far behind: it has ignored about a thousand tokens."""
+"""Limit per streamed request, in bytes: 10,000 tokens, or 600 tokens with 20 log probabilities each (200 s and 11 s at
+50 tokens/s). A healthy reader never falls this far behind.
+"""
 
 MAX_BATCH_BYTES = 16 * 2**20
-"""Approximate size of one message. JSON is smaller than the Python objects, so it is far below the frame limit."""
+"""Approximate size of one message. JSON is smaller than the Python objects, so a message is far below the frame
+limit.
+"""
 
 # Approximate sizes of the Python objects.
 _DELTA_BYTES = 400
@@ -26,7 +31,7 @@ _EVENT_BYTES = 200
 
 
 class OutputDeltaBuffer:
-    """Waiting deltas: at most one per output of a request, and the final delta of a request after its others."""
+    """Waiting deltas: at most one per output of a request, and the final delta of a request after its other deltas."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[int, _PendingOutput]] = {}
@@ -77,7 +82,9 @@ class OutputDeltaBuffer:
 
 
 class _PendingOutput:
-    """The deltas of one output. They are merged on draining: merging on each append would take quadratic time."""
+    """The deltas of one output. The deltas are merged by `drain`, because merging on each append would take quadratic
+    time.
+    """
 
     __slots__ = ("deltas", "num_bytes")
 

@@ -5,7 +5,7 @@
              <--OutputDeltas----- FrontendConnection <- RequestManager <- ResultCoalescer <--StepResult-------
 
 Admission, tokenizing, detokenizing, stop strings and metrics run here, so that none of them delays a step of the
-engine. One event loop; imports neither torch nor transformers.
+engine. The process has one event loop, and imports neither torch nor transformers.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ async def _serve(
 
 
 def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:
-    """Return the checkpoint's templates, or the configured one; raises ConfigError if it is not a template."""
+    """Return the checkpoint's templates, or the configured template; raises ConfigError if that is not a template."""
     files = ChatTemplateFiles.from_folder(folder)
     if config.chat_template is None:
         return files
@@ -159,10 +159,11 @@ def _choose_parsers(config: EngineConfig, templates: ChatTemplateFiles, tokenize
 
 
 def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
-    """Return the default sampling parameters, for frontends that apply them; none if the checkpoint's are wrong.
+    """Return the default sampling parameters, for frontends that apply them; empty if those of the checkpoint are
+    invalid.
 
     Raises:
-        ConfigError: those of the folder that the configuration names are wrong.
+        ConfigError: the parameters in the folder that the configuration names are invalid.
     """
     try:
         return load_default_sampling_params(folder, config.generation_config).to_mapping()
@@ -174,7 +175,7 @@ def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any
 
 
 def _create_throttle(config: EngineConfig) -> ResponseThrottle:
-    """Throttle responses only where the engine computes on the same CPU."""
+    """Return a throttle that delays responses only if the engine computes on the same CPU."""
     if config.device != "cpu":
         return ResponseThrottle(None)
     return ResponseThrottle(RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0)))

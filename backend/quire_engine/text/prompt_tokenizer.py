@@ -16,10 +16,12 @@ from quire_spec.errors import QuireError
 from quire_spec.protocol.messages import GenerateRequest
 
 _MAX_INLINE_CHARS = 2048
-"""Shorter texts are encoded on the event loop: that takes about 0.5 ms, and the use of a thread costs 0.1 ms."""
+"""Texts of up to this many characters are encoded on the event loop, in about 0.5 ms. The use of a thread costs 0.1
+ms.
+"""
 
 _NUM_THREADS = 2
-"""Two threads: one very long prompt does not delay all others, and an engine on the same CPU keeps most cores."""
+"""With two threads, one very long prompt does not delay all others, and an engine on the same CPU keeps most cores."""
 
 _T = TypeVar("_T")
 
@@ -51,7 +53,7 @@ class PromptTokenizer:
 
         `on_done` runs on the event loop. For a short text it runs before this method returns.
         """
-        # A bad word is encoded twice, with a space before it and without.
+        # A bad word is encoded twice: with a space before it and without a space.
         num_chars = len(request.prompt or "") + 2 * sum(map(len, request_state.params.bad_words))
         if num_chars <= _MAX_INLINE_CHARS:
             on_done(self._encode(request, request_state))

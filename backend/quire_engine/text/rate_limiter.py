@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rate limiter: the limits that the adapter catalog sets per adapter, for this pod.
 
-Policy only: the caller passes the time. A request over a limit is rejected, not queued: queued requests would fill
-the queue that all adapters share, and the client knows best whether to retry. The request manager calls it for each
+Policy only: the caller passes the time. A request over a limit is rejected, not queued: queued requests would fill the
+queue that all adapters share. The client decides whether to retry. The request manager calls the limiter for each
 request.
 """
 
@@ -15,7 +15,7 @@ from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
 
 BURST_S = 10.0
-"""Capacity of a token bucket, in seconds of its rate: requests arrive in bursts and have hundreds of tokens each."""
+"""Capacity of a token bucket, in seconds of its rate: requests arrive in bursts, each with hundreds of tokens."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class AdapterRateLimiter:
         self._num_open: Counter[str] = Counter()
 
     def set_limits(self, limits: Mapping[str, AdapterLimits], now: float) -> None:
-        """Replace all limits. Open requests and used tokens still count."""
+        """Replace all limits. Open requests and used tokens are still counted."""
         self._limits = dict(limits)
         previous_buckets = self._buckets
         self._buckets = {

@@ -22,7 +22,7 @@ from quire_spec.errors import Code, ConfigError, InvalidArgument, QuireError, Un
 
 MAX_MEMORY_BYTES = 1 * 2**30
 MAX_ADAPTER_TEMPLATES = 64
-"""Compiled templates of adapters that are kept."""
+"""Maximum number of compiled templates of adapters that are kept."""
 
 
 class RenderWorker:
@@ -110,7 +110,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     worker = RenderWorker(**json.loads(sys.stdin.readline()))
-    # Compiled now, so that the first conversation does not wait for it.
+    # The template is compiled now, so that the first conversation does not wait for it.
     worker.answer(
         {"messages": [{"role": "user", "content": ""}], "template_kwargs": {}}
         | {"add_generation_prompt": True, "continue_final_message": False}

@@ -67,7 +67,7 @@ class RequestManager:
         """`prompt_tokenizer` and `grammar_checker` are None if the model has no tokenizer. `chat_renderer` is None if
         the model has no chat template."""
         self.num_queued = 0
-        """Open requests that no step has run yet."""
+        """Number of open requests that no step has run yet."""
         self._admission = admission
         self._prompt_tokenizer = prompt_tokenizer
         self._metrics = metrics
@@ -76,17 +76,17 @@ class RequestManager:
         self._eos_token_ids = eos_token_ids
         self._chat_renderer = chat_renderer
         self._grammar_checker = grammar_checker
-        # Starts at the time: after a restart of the text process, new ids differ from those that the core still runs.
+        # Ids start at the current time, so that ids after a restart of the text process differ from those in the core.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
-        """Unfinished sequences."""
+        """Unfinished sequences by id."""
         self._by_frontend: defaultdict[FrontendSink, dict[int, RequestState]] = defaultdict(dict)
         self._drain_callbacks: list[Callable[[], None]] = []
         self._rate_limiter = AdapterRateLimiter()
 
     @property
     def num_open(self) -> int:
-        """Open requests, queued ones included."""
+        """Number of open requests, including queued requests."""
         return sum(map(len, self._by_frontend.values()))
 
     def submit(self, frontend: FrontendSink, request: GenerateRequest) -> None:
@@ -109,7 +109,7 @@ class RequestManager:
             self._reject(frontend, request.id, error)
             return
         request_state = RequestState(self._next_sequence_id, request, admitted_request, self._clock())
-        # With beam search, the core uses one id per beam, also if it returns fewer outputs.
+        # With beam search, the core uses one id per beam, even if it returns fewer outputs.
         self._next_sequence_id += request_state.params.num_sequences
         self._metrics.adapter_metrics.record_admitted(request_state.adapter_name)
         self._rate_limiter.acquire(request_state.adapter_name)
@@ -176,7 +176,9 @@ class RequestManager:
         self._metrics.adapter_metrics.set_adapters(digests_by_name)
 
     def set_loading_adapters(self, names: Set[str]) -> None:
-        """Replace the adapters that are being loaded: until then, requests that name them get UNAVAILABLE."""
+        """Replace the adapters that are being loaded. Requests that name such an adapter get UNAVAILABLE until it is
+        loaded.
+        """
         self._admission.loading_names = names
 
     def drain(self, on_drained: Callable[[], None]) -> None:
@@ -255,7 +257,7 @@ class RequestManager:
             self._fail(request_state, Internal("tools: no grammar can be built; see the log of the text process"))
             return
         if constraint is not None and request_state.params.use_beam_search:
-            # Those of the request itself are rejected before.
+            # Admission has already rejected constraints of the request itself.
             reason = "tools: not allowed with use_beam_search; omit one of the two"
             self._fail(request_state, InvalidArgument(reason))
         elif constraint is None:
@@ -298,9 +300,11 @@ class RequestManager:
             self._send_to_core(sequence_request)
 
     def _constraint(self, request_state: RequestState) -> StructuredOutputsParams | ComposedConstraint | None:
-        """Return what the output must match: the request's own constraint, and that of its tools."""
+        """Return the constraint that the output must match, composed of the request's own constraint and that of its
+        tools.
+        """
         own, parsing = request_state.params.structured_outputs, request_state.parsing
-        # A constraint that begins after given tokens knows where the reasoning ends.
+        # With begin_after_token_ids, the constraint itself defines where the reasoning ends.
         if parsing is None or self._prompt_tokenizer is None or (own is not None and own.begin_after_token_ids):
             return own
         names, tokenizer = self._admission.parser_names, self._prompt_tokenizer.tokenizer
@@ -311,7 +315,7 @@ class RequestManager:
     def _parser_factory(
         self, request_state: RequestState, prompt_token_ids: list[int]
     ) -> Callable[[], OutputParser] | None:
-        """Return the constructor of a parser for each output of a request; None if it has nothing to parse."""
+        """Return a function that creates a parser for each output of a request; None if nothing is parsed."""
         parsing, names = request_state.parsing, self._admission.parser_names
         if parsing is None or self._prompt_tokenizer is None:
             return None
@@ -343,12 +347,14 @@ class RequestManager:
         assert request_state.submit_time is not None, "the core runs only submitted requests"
         request_state.is_started = True
         self.num_queued -= 1
-        # The core measures its part: the result of a first step arrives only after the prompt is computed.
+        # The core measures the time in its queue: the first result arrives only after the prompt is computed.
         queue_s = request_state.submit_time - request_state.arrival_time + core_queue_s
         self._metrics.record_started(request_state.adapter_name, queue_s)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
-        """Send a result to its frontend. Return the sequences that ended here while the core still runs them."""
+        """Send a result to its frontend. Return the sequences that the text process ended while the core still runs
+        them.
+        """
         entry = self._by_sequence.get(result.id)
         if entry is None:
             return []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one open request in the text process, from admission to its final output delta.
 
-Converts the engine core's results (token ids) into output deltas for the client (with text). No socket, no clock, no
-queue. A request has one sequence in the core per output. The request manager owns the state.
+Converts the engine core's results (token ids) into output deltas for the client (with text). This module has no
+socket, clock or queue. A request has one sequence in the core per output. The request manager owns the state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +33,11 @@ class RequestState:
         self.adapter_name = admitted_request.adapter_name
         self.arrival_time = arrival_time
         self.submit_time: float | None = None
-        """When its sequences were sent to the engine core; None before."""
+        """Time when its sequences were sent to the engine core; None before."""
         self.is_started = False
-        """A step has run one of the sequences, so the request is no longer queued."""
+        """True if a step has run one of the sequences, so that the request is no longer queued."""
         self.is_closed = False
-        """The request has ended: finished, failed or aborted."""
+        """True if the request has ended: it is finished, failed or aborted."""
         self.num_input_tokens = 0
         self.completions: list[CompletionState] = []
         """Its outputs, in the order of `sequence_ids`; empty until it is submitted."""
@@ -48,9 +48,9 @@ class RequestState:
         self._stream_interval = request.stream_interval
         self.api_key_name = request.api_key_name
         self.parsing = admitted_request.parsing
-        """How its outputs are parsed; None: they are returned as text."""
+        """How its outputs are parsed; None: the outputs are returned as text."""
         self.tools: Sequence[Mapping[str, Any]] = (request.chat or {}).get("tools") or ()
-        """Tools of its conversation."""
+        """Tools of the conversation."""
         self.reasoning = "possible"
         """Whether the prompt ends inside the reasoning, see `reasoning_state`."""
         self._return_prompt_token_ids = request.return_prompt_token_ids
@@ -59,13 +59,13 @@ class RequestState:
         self._num_cached_tokens = 0
         self._tokenizer: Tokenizer | None = None
         self._parsers: list[OutputParser] = []
-        """Of its outputs; empty if they are returned as text."""
+        """Parsers of its outputs; empty if outputs are returned as text."""
         self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
         self._prompt_logprobs: list[_TokenLogprobs | None] | None = None
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs so far."""
+        """Number of tokens of all outputs so far."""
         return sum(completion.num_tokens for completion in self.completions)
 
     def to_core_requests(
@@ -100,10 +100,10 @@ class RequestState:
         if grammar is not None and self.params.structured_outputs is not None:
             begin_after_token_ids = list(self.params.structured_outputs.begin_after_token_ids)
             base_request = replace(base_request, begin_after_token_ids=begin_after_token_ids)
-        # The parameters of the core: they can request log probabilities that only `best_of` needs.
+        # Outputs use the parameters of the core, which can request log probabilities that only `best_of` needs.
         params = self.params.child_params(0)
         if create_parser is not None:
-            # Marks can be special tokens; the parser omits all others.
+            # Marks can be special tokens; the parser omits all other special tokens.
             params = replace(params, skip_special_tokens=False)
             self._parsers = [create_parser() for _ in self.sequence_ids]
         self.completions = [
@@ -179,7 +179,7 @@ class RequestState:
         )
 
     def _best_outputs(self) -> list[OutputDelta]:
-        """Return the most likely outputs, renumbered."""
+        """Return the most likely outputs, with new indices."""
         best_indices = select_best_of(self.completions, self.params.n)
         output_deltas = [
             replace(self._to_output_delta(i, *self._output_buffers[i].take()), index=output_index)
@@ -213,7 +213,7 @@ class _OutputBuffer:
     logprobs: list[list[list[float]]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     is_first: bool = True
-    """No part was taken yet."""
+    """True until the first part is taken."""
 
     def add(self, delta: CompletionDelta, events: list[Event]) -> None:
         self.texts.append(delta.text)
@@ -222,7 +222,7 @@ class _OutputBuffer:
         self.events += events
 
     def take(self) -> tuple[CompletionDelta, list[Event]]:
-        """Remove and return what was added."""
+        """Remove and return the deltas that were added."""
         taken = CompletionDelta("".join(self.texts), self.token_ids, self.logprobs), join_neighbours(self.events)
         self.texts, self.token_ids, self.logprobs, self.events, self.is_first = [], [], [], [], False
         return taken

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coalesces step results on their way to the request manager, to bound the number of responses per second.
 
-Each response costs the stub, server and client 0.2 ms of CPU together, and the OpenAI front a quarter of it. If the
-engine computes on the same cores, that time delays the next token. `ResponseThrottle` decides when waiting results can
-be sent; `ResultCoalescer` merges the waiting results of each sequence. Merged before detokenizing, several tokens cost
-hardly more than one. The first tokens of a sequence and its end never wait. Used on the event loop only; has no
-knowledge of requests.
+A response costs 0.2 ms of CPU in stub, server and client together, and a quarter of that in the OpenAI front. If the
+engine computes on the same cores, this time delays the next token. `ResponseThrottle` decides when waiting results can
+be sent; `ResultCoalescer` merges the waiting results of each sequence. Results are merged before detokenizing, so that
+several tokens cost hardly more than one. The first tokens of a sequence and its end never wait. This module is used
+only on the event loop and does not depend on requests.
 """
 
 import asyncio
@@ -15,17 +15,21 @@ from quire_engine.text.core_client import CoreListener
 from quire_spec.protocol.messages import SequenceDelta, StepResult
 
 RESPONSES_PER_S_PER_CORE = 250.0
-"""For an engine on the CPU: responses then take 5 % of each core. A single stream gets each token at once (up to 250
-per second and core); 64 streams on two cores get their tokens every 128 ms, which is faster than a person reads."""
+"""Maximum response rate for an engine on the CPU: responses then take 5 % of each core. A single stream gets each
+token at once (up to 250 per second and core); 64 streams on two cores get their tokens every 128 ms, which is faster
+than a person reads.
+"""
 OPENAI_RESPONSE_COST = 0.25
-"""A response of the OpenAI front, in responses of the server: its 64 streams get their tokens every 32 ms."""
+"""CPU cost of a response of the OpenAI front, relative to the server's: 64 streams get their tokens every 32 ms."""
 
 
 class ResponseThrottle:
-    """Bounds the rate of responses: after n of them, the next ones wait for n intervals. The caller passes the time."""
+    """Limits the rate of responses: after n responses, the next ones wait for n intervals. The caller passes the
+    time.
+    """
 
     def __init__(self, responses_per_s: float | None) -> None:
-        """With `responses_per_s` None, nothing is delayed; used if the engine does not compute on the CPU."""
+        """With `responses_per_s` None, nothing is delayed, for an engine that does not compute on the CPU."""
         self._interval_s = 1.0 / responses_per_s if responses_per_s else 0.0
         self._next_send_at = 0.0
 
@@ -34,7 +38,9 @@ class ResponseThrottle:
         return max(0.0, self._next_send_at - now)
 
     def record_sent(self, num_responses: float, now: float) -> None:
-        """Count responses sent at `now`, including those that could not wait; a cheap one counts as a part of one."""
+        """Count responses sent at `now`, including those that could not wait. A cheap response is counted as a
+        fraction.
+        """
         self._next_send_at = max(self._next_send_at, now) + num_responses * self._interval_s
 
 
@@ -104,7 +110,7 @@ class ResultCoalescer:
         self._timer = None
         delay_s = self._throttle.delay_s(self._loop.time())
         if delay_s > 0:
-            # Results that could not wait were sent in the meantime.
+            # Results that cannot wait can have been sent in the meantime.
             self._timer = self._loop.call_later(delay_s, self._on_timer)
         elif self._last_step is not None and (results := self._flush()):
             self._listener.on_step(StepResult(results, [], self._last_step.stats))

@@ -3,7 +3,7 @@
 
 Runs on one event loop, which handles thousands of small messages per second. Nothing on it may take longer than about
 a millisecond: the request manager tokenizes long prompts in threads, and metrics are rendered in a thread. This module
-knows connections and message types; the request manager owns the requests.
+handles connections and message types; the request manager owns the requests.
 """
 
 import logging
@@ -101,7 +101,7 @@ class TextServer(ConnectionHandler):
         self._request_manager.reject_oversize(frontend, int(match[1]), length)
 
     def on_writable(self, connection: Connection) -> None:
-        """Called when a peer has read what was unsent."""
+        """Called when a peer has read the unsent messages."""
         if frontend := self._frontends.get(connection):
             frontend.flush()
 

@@ -27,7 +27,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# Upper bound of the header with names, shapes and metadata.
+# Maximum bytes of the header with names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
@@ -64,10 +64,10 @@ def read_adapter(
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
 
     Args:
-        shard: return only the part for this tensor-parallel rank. Everything is checked, so that all ranks report the
-            same error.
-        checkpoint: folder of the base model. With an adapter of the embedding PEFT also saves the embedding itself,
-            which must equal the checkpoint's.
+        shard: return only the part for this tensor-parallel rank. Every rank checks the whole adapter, so that all
+            ranks report the same error.
+        checkpoint: folder of the base model. With an adapter of the embedding, PEFT also saves the embedding itself,
+            which must equal the checkpoint's embedding.
 
     Raises:
         InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
@@ -142,7 +142,8 @@ def _read_tensors(
         a = file.get_tensor(names["A"]).to(dtype)
         b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(module.name)).to(dtype)
         for name, tensor in ((names["A"], a), (names["B"], b)):
-            # One pass; both results are NaN if any element is. torch.isfinite takes sixty times as long.
+            # aminmax takes one pass, and both results are NaN if any element is NaN. torch.isfinite takes sixty times
+            # as long.
             if not all(map(math.isfinite, torch.aminmax(tensor))):
                 raise InvalidArgument(f"{name} contains NaN or infinity, or overflows {dtype} after scaling")
         pairs[module.layer, module.target] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
@@ -180,7 +181,7 @@ class _LoRAModule:
     """Path in the model, which rank_pattern matches."""
     layer: int
     path: str
-    """Path in the layer; the name, if the module is outside the layers."""
+    """Path in the layer; for a module outside the layers, its name."""
 
     @property
     def target(self) -> str:
@@ -204,7 +205,8 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
 
 
 def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
-    """Return the tensor names of A and B of each adapted module, and of copies of base weights outside the layers.
+    """Return the tensor names of A and B of each adapted module, and the names of copied base weights outside the
+    layers.
 
     Raises:
         InvalidArgument: a tensor is unexpected, A or B of a pair is missing, or the file contains no pair.
@@ -256,7 +258,9 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
 
 
 def _check_targets(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shape: ModelConfig) -> None:
-    """Reject a file whose tensors do not match the modules in its config: it is truncated, or from another adapter."""
+    """Reject a file whose tensors do not match the modules in its config: the file is truncated or from another
+    adapter.
+    """
     for module in ab_pairs:
         if (field := config.target_modules.excluding_field(module.name)) is not None:
             raise InvalidArgument(
@@ -280,7 +284,7 @@ def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConf
 def _check_base_copy(
     file: SafetensorsReader, name: str, module: _LoRAModule, shape: ModelConfig, checkpoint: Path | None
 ) -> None:
-    """Reject a copy of a base weight that differs from the base model: it was resized or trained."""
+    """Reject a copy of a base weight that was resized or trained, so that it differs from the base model."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
     checkpoint_name = f"{module.name}.weight"
     if checkpoint_name == "lm_head.weight" and shape.tied_embedding_name is not None:

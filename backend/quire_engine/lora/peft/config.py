@@ -44,7 +44,7 @@ UNSUPPORTED_FIELDS = {
     "use_qalora": "inputs are pooled before A",
     "velora_config": "it is a variant",
 }
-# The others (pissa, olora, corda, loftq, lora_ga) subtract the initial B A from the weights of the base model.
+# The other methods (pissa, olora, corda, loftq, lora_ga) subtract the initial B A from the weights of the base model.
 SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -59,7 +59,7 @@ class PeftConfig:
     lora_alpha: float
     use_rslora: bool
     rank_pattern: Mapping[str, int]
-    """LoRA rank of modules whose path ends in a match of the key. The first matching key counts."""
+    """LoRA rank of modules whose path ends in a match of the key. The first matching key is used."""
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
     """Whether tied embedding and output projection share their adapter."""

@@ -24,12 +24,14 @@ class TargetModules:
     """The combined effect of target_modules, exclude_modules, layers_to_transform and layers_pattern."""
 
     names: frozenset[str] | str | None
-    """Ends of paths, or a regular expression. None: not given, or an expression whose match could take forever."""
+    """Ends of paths, or a regular expression. None: the field is not set, or its expression could take forever to
+    match.
+    """
     excluded_names: frozenset[str] | str | None
     layers: frozenset[int] | None
-    """Layers to which names apply; None: all."""
+    """Layers to which names apply; None: all layers."""
     layer_regexes: tuple[str, ...]
-    """Each matches the layer number in a module's path. The first that matches counts."""
+    """Each expression matches the layer number in a module's path. The first match is used."""
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Self:
