@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensor operations of a step. Each has a plain torch reference, which defines its result, behind one dispatcher.
 
-This package knows tensors and not requests: quire_engine prepares the arguments once a step and calls the operations
+This package handles tensors, not requests: quire_engine prepares the arguments once a step and calls the operations
 from its layers.
 """
 

@@ -24,7 +24,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @Op
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a merged projection.
+    """Return silu(gate) * up of a merged projection.
 
     Args:
         gate_up: [num_tokens, 2 * intermediate_size], gate first, any float dtype.

@@ -16,15 +16,15 @@ from quire_kernels.host_device_copy import to_device_async
 from quire_kernels.kv_cache_layout import dequantize_rows, is_quantized, row_size
 from quire_kernels.kv_cache_write import as_indexable
 
-# Bytes of keys that one batched call gathers. 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5 core:
-# 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB: gathered keys are then evicted from the CPU cache before they are read.
+# Bytes of keys that one batched call gathers. With 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5
+# core: 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys leave the CPU cache before they are read.
 GATHER_BYTES = 4 << 20
-# Padded keys that a batched call may have: computing them costs about as much as another call.
+# Maximum padded keys of a batched call: computing as many keys costs about as much as another call.
 MAX_PADDED_KEYS = 1024
-# Limits of decoding in a single GEMM: see `_prefers_single_gemm`. Measured with 9 to 32 heads.
+# Limits of decoding in a single GEMM, see `_prefers_single_gemm`; measured with 9 to 32 heads.
 MAX_SINGLE_GEMM_HEADS = 24
 MIN_SINGLE_GEMM_KEYS = 1024
-# Supported by csrc/attention.cpp: head dimensions, and query heads per KV head.
+# Head dimensions and query heads per KV head that csrc/attention.cpp supports.
 _HEAD_DIMS = range(16, 257, 16)
 _MAX_HEADS_PER_KV_HEAD = 48
 # CUDA implementations that load nothing beyond a sequence's context.
@@ -36,18 +36,18 @@ class AttentionGroup:
     """Spans of one length that the gathering implementation computes in one call."""
 
     rows: slice | Tensor
-    """Rows of their tokens in the batch, span after span; a slice if the rows are contiguous."""
+    """Rows of the spans' tokens in the batch, span after span; a slice if the rows are contiguous."""
     num_spans: int
     length: int
     """Tokens of each span."""
     blocks: Tensor
-    """[num_spans * blocks per span] int64: their KV blocks, padded with a block of the same span."""
+    """[num_spans * blocks per span] int64: KV blocks of the spans, padded with a block of the same span."""
     num_keys: int
-    """Keys of each span that are read: whole blocks for decoding spans, the exact length for prompts."""
+    """Number of keys of each span that are read: whole blocks for decoding spans, the exact length for prompts."""
     positions: Tensor
     """[num_spans or 1, length] int64: each token's position in its sequence. The prompts of a group share one row."""
     first_position: int
-    """The smallest position."""
+    """The smallest position of a token in the group."""
     masks: dict[int | None, Tensor]
     """Cache of `get_mask` by window, for this step."""
 
@@ -108,7 +108,7 @@ class AttentionMetadata:
     separate_prefill_min_tokens: int | None = None
     """Prefill spans of at least this many tokens are computed by another kernel; skip them."""
     separate_chunk_min_tokens: int | None = None
-    """The same for chunk spans."""
+    """Chunk spans of at least this many tokens are computed by another kernel; skip them."""
     work_plans: dict[object, Tensor] = field(default_factory=dict)
     """Work plans on the device, cached by an implementation for all layers of the step."""
 
@@ -172,7 +172,7 @@ def build_attention_metadata(
 
 
 def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:
-    """Return span indices by group: decoding spans of similar context, prompts of the same shape."""
+    """Return the span indices of each group: decoding spans of similar context, or prompts of the same shape."""
     max_keys = GATHER_BYTES // (cache.shape[3] * cache.shape[4] * cache.element_size())
     prompts: dict[tuple[int, int], list[int]] = {}
     decodes: list[tuple[int, int]] = []
@@ -212,7 +212,7 @@ def _build_group(
     num_keys = max(starts[i] for i in members) + length
     num_blocks = _round_up_to_blocks(num_keys, cache) // cache.shape[2]
     if length == 1:
-        # Whole blocks: a slice of the gathered keys would be copied for the GEMM.
+        # Whole blocks are gathered, because a slice of the gathered keys would be copied for the GEMM.
         num_keys = num_blocks * cache.shape[2]
     first_rows = torch.tensor([query_starts[i] for i in members])
     rows: slice | Tensor
@@ -262,10 +262,10 @@ def paged_attention(
         cache: see `write_kv`; contains every key and value of the spans' contexts, including those of this step.
         batch: the spans.
         scale: factor of the scores, above 0, usually 1 / sqrt(head_dim).
-        window: a token at position p attends to positions above p - window only; None: no limit. At least 1.
+        window: a token at position p attends only to positions above p - window; at least 1. None: no limit.
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: no soft cap.
-        sinks: [num_heads], dtype of the queries: a score of each head that every token attends to in addition, and
-            whose value is 0; None: no sinks.
+        sinks: [num_heads], dtype of the queries: for each head, the score of an additional key with value 0, to which
+            every token attends; None: no sinks.
 
     Returns:
         [num_tokens, num_heads, head_dim], dtype of the queries.
@@ -378,8 +378,8 @@ def _prefill_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    # The query heads of a KV head take the place of query tokens, so keys are not repeated. bf16, 64 sequences of 128
-    # tokens, 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms against 5.6 ms with enable_gqa.
+    # The query heads of a KV head take the place of query tokens, so keys are not repeated. With bf16, 64 sequences of
+    # 128 tokens, 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms instead of 5.6 ms with enable_gqa.
     q = q.view(q.shape[0], keys.shape[1], -1, keys.shape[3])
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
@@ -393,7 +393,9 @@ def _unfused_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """torch's fused attention has no soft cap and no sinks, so the scores are materialized, in float32."""
+    """Compute attention with scores in memory, in float32, because torch's fused attention has no soft cap and no
+    sinks.
+    """
     num_spans, length, _, head_dim = q.shape
     heads = q.view(num_spans, length, keys.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = heads.flatten(2, 3).float() @ (keys.float().transpose(2, 3) * (scale / (softcap or 1.0)))
@@ -412,8 +414,8 @@ def _unfused_attention(
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
     """Return whether one GEMM over all heads, whose operand is mostly zeros, is faster than torch's fused attention.
 
-    On a CPU the bf16 GEMMs of fused attention are as small as one KV head's queries. A single GEMM is faster if
-    there are enough keys, and either few heads or one query head per KV head.
+    On a CPU, each bf16 GEMM of fused attention contains only one KV head's queries. A single GEMM is faster if there
+    are enough keys, and either few heads or one query head per KV head.
     """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False
@@ -424,8 +426,8 @@ def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, s
     """Compute the scores of all heads as one GEMM per sequence: each query is zero outside the columns of its KV head.
 
     The GEMM rounds scores to bf16. It therefore runs twice, the second time with the row's maximum subtracted before
-    rounding: scores that matter to the softmax are then near zero, and as exact as in fused attention. bf16, 64
-    sequences of 128 tokens, 9 heads on 3 KV heads, one Zen 5 core, without the gather: 0.5 ms against 1.0 ms.
+    rounding: scores that matter to the softmax are then near zero, and as exact as in fused attention. With bf16, 64
+    sequences of 128 tokens, 9 heads on 3 KV heads, one Zen 5 core, without the gather: 0.5 ms instead of 1.0 ms.
     """
     num_spans, num_kv_heads, _, head_dim = keys.shape
     heads = q.view(num_spans, num_kv_heads, -1, head_dim)
@@ -442,8 +444,9 @@ def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, s
 
 
 def _gather_kv(cache: Tensor, group: AttentionGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a group without the skipped ones, in `dtype`, each [num_spans, num_kv_heads, num_keys,
-    head_dim], strided."""
+    """Return the keys and values of a group without the skipped keys, in `dtype`, each [num_spans, num_kv_heads,
+    num_keys, head_dim], strided.
+    """
     block_size, num_kv_heads, size = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks
     num_skipped = group.num_skipped_keys(window, block_size)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatcher: an operation has a reference, and implementations for each device type.
+"""The dispatcher of operations: each operation has a reference, and implementations for each device type.
 
 The reference is plain torch, written for reading, and defines the result: tests compare every implementation with it.
 The dispatcher tries the implementations of a device type in the order of registration and takes the first whose library
-can be imported. A kernel of another library is therefore one more registration, and no caller changes.
+can be imported. A kernel of another library is therefore one more registration, without a change of callers.
 
 QUIRE_KERNELS overrides the choice, to compare implementations and to isolate a fault. `QUIRE_KERNELS=torch` selects
-that implementation for every operation that has one, `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference` for two.
+the torch implementation for every operation that has one. `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference`
+selects implementations for two operations.
 """
 
 import functools
@@ -44,7 +45,7 @@ class Op(Generic[P, R]):
     """A callable operation. The device of its first argument, a tensor, selects the implementation."""
 
     def __init__(self, reference: Callable[Concatenate[Tensor, P], R], name: str | None = None) -> None:
-        """`name`: the operation's name, if it differs from the reference's."""
+        """`name`: the operation's name, if it differs from the name of the reference."""
         self.reference = reference
         self.name = name or reference.__name__
         self.dispatch_table: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
@@ -68,8 +69,9 @@ class Op(Generic[P, R]):
         return decorator
 
     def register_lazy(self, device_type: str, name: str, module: str) -> None:
-        """Register the function `module`.`self.name`, which is imported at first use: Triton, or another library, is
-        required only where the implementation runs."""
+        """Register the function `module`.`self.name`, which is imported at first use: Triton or another library is
+        required only on machines where the implementation runs.
+        """
 
         def load() -> Callable[Concatenate[Tensor, P], R]:
             implementation: Callable[Concatenate[Tensor, P], R] = getattr(importlib.import_module(module), self.name)
@@ -104,7 +106,9 @@ class Op(Generic[P, R]):
 
     @property
     def override(self) -> str | None:
-        """Name that QUIRE_KERNELS selects for this operation or for all; None: the dispatcher decides."""
+        """Implementation that QUIRE_KERNELS selects for this operation or for all operations; None: the dispatcher
+        selects one.
+        """
         return overrides().get(self.name) or overrides().get("")
 
     def __call__(self, first_tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -119,7 +123,7 @@ class Op(Generic[P, R]):
         candidates = self.implementations(device_type)
         override = self.override
         if override in candidates:
-            # The name was selected explicitly: an error is better than another implementation.
+            # The implementation was selected explicitly, so an error is better than another implementation.
             candidates = (override,)
         for name in candidates:
             try:
@@ -138,7 +142,9 @@ class Op(Generic[P, R]):
 
 @functools.cache
 def overrides() -> dict[str, str]:
-    """Return the implementations that QUIRE_KERNELS selects, by operation. The key "" applies to all others."""
+    """Return the implementations that QUIRE_KERNELS selects, by operation. The key "" applies to all other
+    operations.
+    """
     names_by_op = {}
     value = os.environ.get("QUIRE_KERNELS") or os.environ.get("QUIRE_FORMS", "")
     for item in filter(None, value.split(",")):
@@ -149,7 +155,7 @@ def overrides() -> dict[str, str]:
 
 
 def validate_overrides(operations: Iterable[Op[Any, Any]], device_type: str) -> str | None:
-    """Return what is wrong with QUIRE_KERNELS and which names exist; None if all of it exists."""
+    """Return an error message with the valid names if QUIRE_KERNELS is wrong; None if all its names exist."""
     names_by_op = {operation.name: operation.implementations(device_type) for operation in operations}
     for operation, implementation in overrides().items():
         if operation and operation not in names_by_op:

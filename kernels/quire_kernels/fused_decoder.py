@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All decoder layers of a step in one compiled call, if every operation of the layers has a compiled kernel.
 
-Each call from Python costs 14 us on a Zen 5 core, and a layer has 9: 3.8 ms per step of a 135M Llama with 30 layers,
-which takes 54 ms for 64 sequences and 12 ms for one.
+A call from Python costs 14 us on a Zen 5 core, and a layer has 9 calls: 3.8 ms per step of a 135M Llama with 30
+layers. A step takes 54 ms for 64 sequences and 12 ms for one sequence.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from quire_kernels.lora_slots import ModuleSlots
 from quire_kernels.quantized_linear import PANEL_COLUMNS, QuantizedWeight
 
 CHUNK_ROWS = 240
-"""Rows that pass through a layer together: kBlockRows of csrc/tile.h."""
+"""Rows that a layer computes together: kBlockRows of csrc/tile.h."""
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A linear: the result of `pack_weight` or of a `pack_weight_*`, and optionally bias and adapters."""
+    """Weights of a linear: the result of `pack_weight` or of a `pack_weight_*`, and optionally bias and adapters."""
 
     weight: LinearWeight
     bias: Tensor | None
@@ -76,13 +76,13 @@ class AttentionShape:
 
 
 class _Product(ctypes.Structure):
-    """QuireProduct of csrc/decoder.cpp."""
+    """The C struct QuireProduct of csrc/decoder.cpp."""
 
     _fields_ = (("packed", _P), ("bias", _P), ("outputs", _N), ("format", _N), ("adapters", _P))
 
 
 class _Layer(ctypes.Structure):
-    """QuireLayer of csrc/decoder.cpp."""
+    """The C struct QuireLayer of csrc/decoder.cpp."""
 
     _fields_ = (
         ("attention_norm", _P),
@@ -98,7 +98,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Layers(ctypes.Structure):
-    """QuireLayers of csrc/decoder.cpp."""
+    """The C struct QuireLayers of csrc/decoder.cpp."""
 
     _fields_ = (
         ("layers", _P),
@@ -108,7 +108,7 @@ class _Layers(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """QuireStep of csrc/decoder.cpp."""
+    """The C struct QuireStep of csrc/decoder.cpp."""
 
     _fields_ = (
         ("tokens", _N),
@@ -145,7 +145,7 @@ class FusedDecoder:
         self._cache_pointers = (_P * 0)()
 
     def supports(self, hidden: Tensor, caches: Sequence[Tensor]) -> bool:
-        """Return whether it accepts these tensors; the answer is the same for every step of a model."""
+        """Return whether the decoder accepts these tensors; the result is the same for every step of a model."""
         is_supported = cpu_native.supports(hidden) and not reads_whole_blocks(caches[0], self._heads.num_heads)
         return is_supported and hidden.is_contiguous() and hidden.shape[1] == self._layers_struct.hidden
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every CUDA context, like torch's own pinned memory."""
+"""cudaHostRegisterPortable: the memory is pinned for every CUDA context, like torch's own pinned memory."""
 
 
 def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
@@ -26,13 +26,13 @@ def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: to
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized, contiguous tensor in pinned host memory. It is unpinned when the tensor is freed.
 
-    The allocation has exactly the requested size; torch's pinned allocator rounds up to a power of two, so 40 GiB would
-    take 64. Pinning and unpinning are slow, so use this for long-lived buffers; torch's allocator reuses its memory.
+    The allocation has exactly the requested size; torch's pinned allocator rounds up to a power of two, so 40 GiB
+    would take 64 GiB. Pinning and unpinning are slow, so use this function only for long-lived buffers.
 
     Raises:
         RuntimeError: the system does not have the memory, or the driver cannot pin it.
     """
-    # Not from a HugePageArena: torch checks whether memory is pinned at the start of the tensor's storage.
+    # No HugePageArena is used, because torch checks whether memory is pinned at the start of the tensor's storage.
     tensor = torch.empty(shape, dtype=dtype)
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()

@@ -18,7 +18,7 @@ def is_quantized(cache: Tensor) -> bool:
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of a row: the last dimension of a cache of this dtype."""
+    """Return the number of elements of a row, which is the last dimension of a cache of this dtype."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
@@ -29,7 +29,7 @@ def quantize_rows(x: Tensor) -> Tensor:
     """
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # `127 / largest` would multiply with the rounded reciprocal.
+    # `127 / largest` would multiply by the rounded reciprocal.
     factor = torch.where(largest == 0, 0.0, torch.full_like(largest, _MAX_CODE) / largest)
     codes = (x * factor).round().nan_to_num(0.0).to(torch.int8)
     return torch.cat((codes, (largest * (1 / _MAX_CODE)).view(torch.int8)), dim=-1)

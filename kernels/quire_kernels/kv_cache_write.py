@@ -15,9 +15,9 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
     Args:
         keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. Has the
-            dtype of the keys, or float8_e4m3fn: then numbers are clamped to its largest, 448, and NaN stays NaN. On a
-            CPU also int8, with rows of `kv_cache_layout`.
+        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. The dtype
+            is that of the keys, or float8_e4m3fn: then numbers are clamped to its maximum 448, and NaN stays NaN. On a
+            CPU it can be int8, with rows of `kv_cache_layout`.
         addresses: [num_tokens] int64, block * block_size + offset, all different (vLLM's `slot_mapping`).
     """
     num_tokens = keys.shape[0]
@@ -30,7 +30,9 @@ write_kv.register_lazy("cuda", "own", "quire_kernels.gpu.kv_cache_write")
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert keys or values to rows of the cache. e4m3 has no infinity: larger numbers would become NaN."""
+    """Convert keys or values to rows of the cache. e4m3 has no infinity: numbers above its maximum would become
+    NaN.
+    """
     if dtype == torch.int8:
         return quantize_rows(x)
     if dtype == torch.float8_e4m3fn:
@@ -39,5 +41,7 @@ def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_indexable(x: Tensor) -> Tensor:
-    """Return a view in a dtype that torch can index: it cannot gather or scatter 8-bit floats on every device."""
+    """Return a view in a dtype that torch can index, because torch cannot gather or scatter 8-bit floats on every
+    device.
+    """
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -22,8 +22,8 @@ from quire_kernels.quantized_linear import (
     quantized_linear,
 )
 
-# Elements of the smallest float32 weight that is packed. torch uses oneDNN for bf16 only; oneDNN takes 11 us instead of
-# 2 us for 64 x 192 and 1 token, and compiles a GEMM for every number of tokens (0.2 ms and up, once).
+# Elements of the smallest float32 weight that is packed. torch uses oneDNN for bf16 only. With 64 x 192 and 1 token,
+# oneDNN takes 11 us instead of 2 us, and it compiles a GEMM for every number of tokens (0.2 ms or more, once).
 MIN_PACKED = 1 << 16
 _QUANTIZED_ROWS = 1 << 13
 
@@ -51,8 +51,9 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tenso
 
 @linear.register("cuda")
 def _linear_cuda(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Let the GEMM accumulate into the residual stream: saves a launch and 3 * num_tokens * out_features elements of
-    memory traffic."""
+    """Let the GEMM accumulate into the residual stream, which saves a launch and 3 * num_tokens * out_features
+    elements of memory traffic.
+    """
     if residual is None or bias is not None or isinstance(weight, QuantizedWeight):
         return linear.reference(x, weight, bias, residual)
     return residual.addmm_(x, weight.t())
@@ -116,13 +117,13 @@ def _embedding_cpu(token_ids: Tensor, table: Tensor) -> Tensor:
 
 def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     """Return a weight [out_features, in_features] in the fastest layout for this processor, or unchanged if there is
-    none. The result is valid for `linear` only, and for `embedding` if `supports_embedding`. Panels are allocated from
-    `arena`.
+    none. The result is valid only for `linear`, and for `embedding` if `supports_embedding` returns True. Panels are
+    allocated from `arena`.
 
-    Compiled kernels use panels: [out_features / 32, in_features / 2, 32, 2]. 576 x 3072 and 64 tokens, bf16, two Zen 5
-    cores: 0.51 ms, 95 % of the peak of vdpbf16ps, against 0.61 ms in oneDNN's layout, which is the next choice. A plain
-    weight is reordered by oneDNN in every call: 0.11 ms instead of 0.05 ms for 1 token. torch.compile freezes weights
-    with the same oneDNN operators; they have no public name.
+    Compiled kernels use panels: [out_features / 32, in_features / 2, 32, 2]. With 576 x 3072, 64 tokens, bf16, two Zen
+    5 cores: 0.51 ms, 95 % of the peak of vdpbf16ps, instead of 0.61 ms in oneDNN's layout, which is the next choice.
+    oneDNN reorders a plain weight in every call: 0.11 ms instead of 0.05 ms for 1 token. torch.compile freezes weights
+    with the same oneDNN operators, which have no public names.
     """
     out_features, in_features = weight.shape
     if (
@@ -151,7 +152,7 @@ def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
 def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | None = None) -> LinearWeight:
     """Quantize a weight [out_features, in_features] and return it for `linear`.
 
-    Where there are kernels for quantized weights, a weight whose shape has none is not quantized.
+    On a machine with kernels for quantized weights, a weight whose shape has no kernel is not quantized.
 
     Args:
         weight: floating-point, contiguous.

@@ -2,10 +2,10 @@
 """LoRA deltas of the adapters in slots: shrink to the LoRA rank, expand into the base linear's output.
 
 For a linear of d inputs and D outputs, an adapter of LoRA rank r costs 2 r (d + D) operations per token, and r (d + D)
-elements read per step, however few its tokens are. For all linears of a 135M Llama that is 9.8 MB at rank 16. 64
-sequences on 16 adapters: 156 MB and 0.62 GFLOP per step, compared with the base's 269 MB and 17.2 GFLOP. On two Zen 5
-cores that is 5.2 ms at the memory's 30 GB/s, or 1.3 ms of vdpbf16ps at 466 GFLOP/s; a step without adapters takes 58
-ms. The cost is memory traffic, unless it overlaps with the base GEMM: see csrc/lora.cpp.
+elements read per step, however few its tokens are. All linears of a 135M Llama have 9.8 MB of matrices at rank 16. 64
+sequences on 16 adapters read 156 MB and take 0.62 GFLOP per step; the base model reads 269 MB and takes 17.2 GFLOP. On
+two Zen 5 cores, 156 MB take 5.2 ms at the memory's 30 GB/s, and 0.62 GFLOP take 1.3 ms with vdpbf16ps at 466 GFLOP/s. A
+step without adapters takes 58 ms. The cost is memory traffic, unless it overlaps with the base GEMM: see csrc/lora.cpp.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import ModuleSlots
 
 TILE_ROWS = 8
-"""Rows of a tile of the compiled kernels, in csrc/tile.h."""
+"""Rows of a tile of the compiled kernels, as in csrc/tile.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AdapterSegment:
 
 
 class _Rows(ctypes.Structure):
-    """QuireLoraRows of csrc/lora.cpp."""
+    """The C struct QuireLoraRows of csrc/lora.cpp."""
 
     _fields_ = (("tiles", ctypes.c_void_p), ("num_tiles", ctypes.c_int64), ("slots", ctypes.c_void_p))
 
@@ -46,20 +46,20 @@ class LoRABatch:
     """Adapter slots of a step's tokens; built once a step by `build_lora_batch` or `build_routed_lora_batch`."""
 
     adapter_slots: Tensor
-    """[num_tokens] int64, on the device: the adapter slot of each token; -1: none."""
+    """[num_tokens] int64, on the device: the adapter slot of each token; -1 without an adapter."""
     segments: tuple[AdapterSegment, ...] = ()
-    """Ascending, without overlap; empty if the slots are known only on the device."""
+    """Segments in ascending order, without overlap; empty if the slots are known only on the device."""
     active_slots: frozenset[int] | None = None
-    """Slots of the segments; None if the slots are known only on the device: every module must be computed."""
+    """Slots of the segments; None if the slots are known only on the device, so that every module must be computed."""
     routing: TokenRouting | None = None
     """Tiles for CUDA kernels; None on other devices."""
     tiles: Tensor | None = None
     """[num_tiles, 3] int64, for compiled CPU kernels: slot, first token, end of at most 8 tokens."""
     native: _Rows | None = None
-    """The same as a C struct; points into `adapter_slots` and `tiles`."""
+    """C struct for compiled kernels, which points into `adapter_slots` and `tiles`."""
 
     def iter_slot_tokens(self) -> Iterator[tuple[int, slice | Tensor]]:
-        """Yield slots and their tokens. Synchronizes with the device if only the device knows the slots."""
+        """Yield slots and their tokens. Synchronizes with the device if the slots are known only on the device."""
         if self.active_slots is not None:
             yield from ((s.adapter_slot, slice(s.start, s.end)) for s in self.segments)
             return
@@ -69,7 +69,7 @@ class LoRABatch:
 
 
 def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device: torch.device) -> LoRABatch:
-    """Build the batch from slots that the host knows; segments are ascending and do not overlap."""
+    """Build the batch from slots that are known on the host; segments are ascending and do not overlap."""
     adapter_slots, active_slots = torch.full((num_tokens,), -1), frozenset(segment.adapter_slot for segment in segments)
     for s in segments:
         adapter_slots[s.start : s.end] = s.adapter_slot
@@ -88,7 +88,7 @@ def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device
 
 
 def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoRABatch:
-    """Build the batch from slots that only the device knows, without synchronizing.
+    """Build the batch from slots that are known only on the device, without synchronizing.
 
     Args:
         adapter_slots: [num_tokens] int64, in any order; -1: none.
@@ -154,7 +154,8 @@ def adapted_linear(
 
 
 adapted_linear.register("cuda")(adapted_linear.reference)
-# Not the default: its effect has not been measured. `QUIRE_KERNELS=adapted_linear=side` selects it.
+# This implementation is not the default, because its effect has not been measured. `QUIRE_KERNELS=adapted_linear=side`
+# selects it.
 adapted_linear.register_lazy("cuda", "side", "quire_kernels.gpu.lora")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing of tokens to adapters or experts on the device: tiles of tokens with the same slot, rebuilt in each step.
 
-The host neither sorts the tokens nor knows their slots, so a captured step can be replayed with other adapters. The
-maximum number of tiles follows from the sizes alone: launches have one program per tile, and programs without tokens
-exit at once.
+The host does not need the slots of the tokens, so a captured step can be replayed with other adapters. The maximum
+number of tiles depends only on sizes. A launch has one program for each possible tile, and programs without tokens exit
+at once.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from torch import Tensor
 from quire_kernels.dispatch import Op
 
 ROWS_PER_TILE = 16
-"""Maximum tokens of a tile of one adapter. A GPU's matrix instructions take no fewer rows."""
+"""Maximum tokens of a tile of one adapter. A GPU's matrix instructions need at least this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRouting:
-    """Tokens by slot, of an adapter or the index of an expert, in buffers that every step overwrites."""
+    """Tokens by slot, in buffers that every step overwrites. A slot is an adapter slot or the index of an expert."""
 
     tile_slots: Tensor
     """[max_tiles] int32: the slot of each tile, ascending; -1 if this tile and all after it have no tokens."""

@@ -2,8 +2,8 @@
 """Adapter slots: storage of the LoRA matrices on the device, one tensor with a row for each slot.
 
 An adapter is contiguous in its slot, and each matrix has its own LoRA rank. Loading a slot is therefore one copy, and
-nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive a module's view of
-both, `ModuleSlots`.
+nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive a module's view
+of slots and table, `ModuleSlots`.
 """
 
 import ctypes
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from quire_kernels.lora import LoRABatch
 
 ALIGNMENT = 32
-"""Every matrix begins at a multiple of this many elements: a cache line of bfloat16."""
+"""Every matrix begins at a multiple of this many elements, which are a cache line of bfloat16."""
 PANEL_COLUMNS = 32
 """Columns of a panel of B in csrc/lora.cpp."""
 PINNED_BYTES = 4 << 20
 """Bytes of a chunk of an adapter in pinned memory. torch rounds a pinned allocation up to a power of two, so 80 MiB
-would take 128, and reuses it for allocations of the same size: equal chunks fit adapters of any rank."""
+would take 128 MiB. torch reuses an allocation for others of the same size, so chunks of equal size serve adapters of
+any rank.
+"""
 
 LoRAPair = tuple[Tensor, Tensor]
-"""A [rank, in_features] and B [out_features, rank], the scale folded into B."""
+"""A [rank, in_features] and B [out_features, rank], with the scale folded into B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,11 @@ class LoRATarget:
     """A module that adapters change: a linear, several merged linears with the same input, or the embedding."""
 
     in_features: int
-    """For an embedding, the size of the vocabulary."""
+    """Number of input features; for an embedding, the size of the vocabulary."""
     widths: tuple[int, ...]
     """Output features of each slice: three slices for q, k, v, two for gate, up, else one."""
     is_embedding: bool = False
-    """Inputs are token ids: a row of A is looked up for each."""
+    """True if the inputs are token ids, so that a row of A is looked up for each token."""
 
     def num_elements(self, max_rank: int) -> int:
         """Return the elements that an adapter of the largest LoRA rank needs for this module."""
@@ -74,7 +76,7 @@ class PackedAdapter:
 
 
 class _Linear(ctypes.Structure):
-    """QuireLoraLinear of csrc/lora.cpp."""
+    """The C struct QuireLoraLinear of csrc/lora.cpp."""
 
     _fields_ = (
         ("slots", ctypes.c_void_p),
@@ -101,10 +103,10 @@ class ModuleSlots:
         self.entries = entries
         """[num_slots, max_slices, 3] int64, on the device: see `PackedAdapter.entries`."""
         self.host_entries = host_entries
-        """The same on the host; the same tensor if the device is the CPU."""
+        """Copy of `entries` on the host; the same tensor if the device is the CPU."""
         self.max_rank = max_rank
         self.active_slots = set(range(len(slot_weights)))
-        """Slots whose adapter changes the module, and empty slots: warm-up steps that measure memory use those."""
+        """Slots whose adapter changes the module, and empty slots, which warm-up steps use to measure memory."""
         self.is_panel_packed = _supports_panels(target, slot_weights)
         """Whether matrices have the layout of the compiled kernels."""
         if self.is_panel_packed:
@@ -178,7 +180,7 @@ class LoRASlots:
             ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], max_rank)
             for i, site in enumerate(targets)
         )
-        """In the order of `targets`."""
+        """The views of all modules, in the order of `targets`."""
         for module, next_module in zip(self.modules, (*self.modules[1:], self.modules[0]), strict=True):
             module.set_next_module(next_module)
 

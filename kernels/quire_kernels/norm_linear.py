@@ -13,7 +13,7 @@ from quire_kernels.norm import rms_norm
 def rms_norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """Return `linear` of `rms_norm`, and `silu_mul` of that if `gated`.
+    """Return linear(rms_norm(x)), or silu_mul(linear(rms_norm(x))) if `gated`.
 
     Args:
         x: [num_tokens, in_features].

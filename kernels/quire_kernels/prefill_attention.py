@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the attention of long prompts: cuDNN's on Hopper, after a rehearsal; elsewhere the Triton kernel. On
-request, cuDNN computes long chunks behind a context, too."""
+"""Selection of the attention kernel of long prompts: cuDNN on Hopper, if it passes a rehearsal, otherwise the Triton
+kernel. On request, cuDNN also computes long chunks behind a context.
+"""
 
 import logging
 import time
@@ -13,7 +14,7 @@ from quire_kernels.attention import paged_attention
 logger = logging.getLogger(__name__)
 
 _CUDNN_CAPABILITY = (9, 0)
-"""The Triton kernel uses neither TMA nor specialized warps, which this generation needs most."""
+"""Compute capability of Hopper, which needs TMA and specialized warps most; the Triton kernel uses neither."""
 
 
 def select_prefill_attention(
@@ -26,8 +27,8 @@ def select_prefill_attention(
 
     Args:
         shape: query heads, KV heads, head size.
-        dtype: of the queries.
-        device: any device; on others than such a GPU nothing changes.
+        dtype: dtype of the queries.
+        device: any device; nothing changes if it does not have compute capability 9.0.
         max_tokens: maximum tokens of a prompt in one step.
     """
     if paged_attention.override not in (None, "fused", "cudnn") or not _is_preferred_on(device):
@@ -52,8 +53,8 @@ def prepare_chunk_attention(
 ) -> None:
     """Build cuDNN's plans of long chunks over one layer's cache, if QUIRE_KERNELS selects paged_attention=cudnn.
 
-    Where cuDNN or the package nvidia-cudnn-frontend is missing, or the device has a compute capability below 9.0, one
-    log line gives the reason, and the other implementations compute chunks. The arguments are those of
+    If cuDNN or the package nvidia-cudnn-frontend is missing, or the compute capability is below 9.0, one log line
+    gives the reason, and other implementations compute the chunks. The arguments are those of
     `gpu/cudnn_attention.py:rehearse`. Call it in the thread that runs the steps.
     """
     if paged_attention.override != "cudnn":

@@ -10,8 +10,9 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 GROUP_SIZE = 32
-"""Inputs that share a scale if a weight is quantized to 4 bits at load. It divides the input features of all common
-models and of their tensor-parallel shards."""
+"""Inputs that share a scale if a weight is quantized to 4 bits at load. The input features of all common models and of
+their tensor-parallel shards are multiples of this number.
+"""
 ACTIVATION_GROUP = 64
 """Inputs of a token that share a scale in w8a8: kGroup of csrc/int8.cpp."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -30,10 +31,11 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x: Tensor) -> Tensor:
-    """Round activations [num_tokens, in_features] as w8a8 does: each 64 inputs of a token symmetrically to 8 bits.
+    """Round activations [num_tokens, in_features] to the values of w8a8: each 64 inputs of a token symmetrically to 8
+    bits.
 
     Returns:
-        [num_tokens, in_features] float32: the rounded values and not their codes.
+        [num_tokens, in_features] float32: the rounded values, not their codes.
     """
     width = x.shape[1]
     groups = F.pad(x.float(), (0, -width % ACTIVATION_GROUP)).unflatten(1, (-1, ACTIVATION_GROUP))
@@ -44,11 +46,11 @@ def quantize_activations(x: Tensor) -> Tensor:
 def quantize_int4(weight: Tensor, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each group of a weight [out_features, in_features] to 4 bits, with a zero point.
 
-    Scales are rounded to float16 first, so that they take two bytes, unless one of them is outside its range.
+    Scales are first rounded to float16, so that they take two bytes, unless a scale is outside the range of float16.
 
     Returns:
         [out_features, in_features] uint8 in [0, 15]; scales [out_features, in_features / group_size] float32; zero
-        points of the same shape, uint8 in [0, 15]. A code q stands for scale * (q - zero).
+        points of the same shape, uint8 in [0, 15]. The value of a code q is scale * (q - zero).
     """
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
@@ -104,5 +106,5 @@ def fp8_codebook() -> Tensor:
 
 
 def to_sign_and_magnitude(values: Tensor) -> Tensor:
-    """Return int8 values in [-127, 127] as codes that `int8_codebook` describes, uint8 of the same shape."""
+    """Return int8 values in [-127, 127] as codes of a sign and 7 bits for `int8_codebook`, uint8 of the same shape."""
     return values.abs().to(torch.uint8) | (values < 0).to(torch.uint8) << 7

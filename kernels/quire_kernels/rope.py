@@ -12,7 +12,7 @@ from quire_kernels.kv_cache_write import write_kv
 
 @Op
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's pair (i, i + dim / 2) by angle i of its position; elements from `dim` on stay unchanged.
+    """Rotate each head's pair (i, i + dim / 2) by angle i of its position; elements at `dim` and above stay unchanged.
 
     Args:
         x: [num_tokens, num_heads, head_dim], any float dtype; keys and queries may be rotated as one tensor.
@@ -31,7 +31,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @apply_rope.register("cpu", "cuda")
 def _apply_rope_rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Three launches instead of the reference's nine.
+    # This takes three launches; the reference takes nine.
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
         return torch.cat((_apply_rope_rolled(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)

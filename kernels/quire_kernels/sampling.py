@@ -9,8 +9,8 @@ from torch import Tensor
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 
-# Most likely tokens that top-p sorts before it sorts a whole row: 0.2 ms for a row of 49,152, against 3 ms (one Zen 5
-# core).
+# Number of most likely tokens that top-p sorts before it sorts a whole row. For a row of 49,152 this takes 0.2 ms
+# instead of 3 ms (one Zen 5 core).
 NUCLEUS_CANDIDATES = 256
 
 
@@ -25,8 +25,8 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [num_rows] float32, multiples of 2^-24.
 
-    Source: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), the seed mixed
-    before the position is added, so that neighbouring seeds do not share shifted streams.
+    Source: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), with the seed
+    mixed before the position is added, so that adjacent seeds do not share shifted streams.
     """
     mixed = _mix(_mix(seeds) + positions * _GOLDEN)
     return _logical_shift_right(mixed, 40).to(torch.float32) * 2.0**-24
@@ -37,9 +37,10 @@ uniform.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @Op
 def argmax_first(logits: Tensor) -> Tensor:
-    """Return the index of each row's largest element, the first of equal ones: [num_rows, vocab_size] to [num_rows]
-    int64."""
-    # As float32: 64 rows of 49,152 in bf16 take 10 ms instead of 3 ms (one Zen 5 core).
+    """Return the index of each row's largest element, [num_rows] int64; of equal elements, the first one is
+    returned.
+    """
+    # The rows are converted to float32, because 64 rows of 49,152 take 10 ms in bf16 instead of 3 ms (one Zen 5 core).
     return logits.to(torch.float32).argmax(dim=-1)
 
 
@@ -82,8 +83,8 @@ def apply_penalties(
         token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row, possibly repeated, so that
             other tokens can be skipped; None: not known.
 
-    Source: repetition as in CTRL (Keskar et al. 2019, section 4.1), the others as in OpenAI's API reference; the order
-    is vLLM's.
+    Source: the repetition penalty is that of CTRL (Keskar et al. 2019, section 4.1), the other penalties are those of
+    OpenAI's API reference; the order is vLLM's.
     """
     weights = presence, frequency, repetition
     logits[rows] = _penalize_logits(logits[rows], in_prompt[state_rows], counts[state_rows], *weights)
@@ -110,8 +111,9 @@ def _apply_penalties_cpu(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Change the logits of `token_ids` only: 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step, the whole
-    vocabulary 72 ms (one Zen 5 core)."""
+    """Change only the logits of `token_ids`. 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step; changing the
+    whole vocabulary would add 72 ms (one Zen 5 core).
+    """
     weights = presence, frequency, repetition
     if token_ids is None:
         apply_penalties.reference(logits, rows, in_prompt, counts, state_rows, *weights)
@@ -140,7 +142,7 @@ def apply_token_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
 
 @apply_token_bitmask.register("cpu")
 def _apply_token_bitmask_cpu(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
-    """A row at a time, because a row fits into the cache; bits become bytes by a table of 256 entries."""
+    """Mask one row at a time, because a row fits into the cache. A table of 256 entries converts bits to bytes."""
     vocab_size = logits.shape[1]
     if cpu_native.supports(logits):
         cpu_native.get_library().quire_apply_bitmask(
@@ -166,7 +168,7 @@ def _forbidden_bits() -> Tensor:
 def filter_top_k_top_p_min_p(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set the probabilities of filtered tokens to zero, in vLLM's order: min_p, top_k, then top_p of the rest.
 
-    Tokens exactly as likely as the last kept token are kept too, so that the result depends only on the row.
+    Tokens that are exactly as likely as the last kept token are also kept, so that the result depends only on the row.
 
     Args:
         probs: [num_rows, vocab_size] float32, rows that sum to 1.
@@ -190,7 +192,7 @@ def filter_top_k_top_p_min_p(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p:
 
 @filter_top_k_top_p_min_p.register("cpu")
 def _filter_top_k_top_p_min_p_cpu(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sort only as much as the rows need: sorting 64 rows of 49,152 completely takes 190 ms on a core."""
+    """Sort only as many tokens as the rows need: sorting 64 rows of 49,152 completely takes 190 ms on a core."""
     vocab_size = probs.shape[-1]
     floor = min_p[:, None] * probs.amax(dim=-1, keepdim=True)
     max_top_k = int(top_k.max())
@@ -223,7 +225,7 @@ def _filter_top_p_of_rows(filtered: Tensor, rows: Tensor, top_p: Tensor, num_can
 
 @Op
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first token at which the cumulative sum exceeds the uniform's share of the total.
+    """Return, for each row, the first token at which the cumulative sum exceeds uniform * total of the row.
 
     Args:
         weights: [num_rows, vocab_size] float32, nonnegative, each row with a positive sum.
@@ -262,15 +264,15 @@ def sample(
         any_greedy: False guarantees that no temperature is 0.
 
     Returns:
-        [num_rows] int64. The same on every device up to rounding: a uniform close to the border between two tokens may
-        select either.
+        [num_rows] int64. Tokens are the same on every device except for rounding: a uniform close to the border
+        between two tokens can select either.
     """
     logits_f32 = logits.to(torch.float32)
     is_greedy = temperatures <= 0
     shifted = (logits_f32 - logits_f32.amax(dim=-1, keepdim=True)) / torch.where(is_greedy, 1.0, temperatures)[:, None]
     weights = shifted.softmax(dim=-1)
     if any_filtered:
-        # Greedy rows keep all tokens, which costs nothing; their sample is not used.
+        # Filters keep all tokens of greedy rows, which costs nothing; the sample of a greedy row is not used.
         top_k, top_p = torch.where(is_greedy, 0, top_k), torch.where(is_greedy, 1.0, top_p)
         weights = filter_top_k_top_p_min_p(weights, top_k, top_p, torch.where(is_greedy, 0.0, min_p))
     sampled = inverse_transform(weights, uniform(seeds, positions))
@@ -320,7 +322,8 @@ def _sample_cpu(
 
 
 sample.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
-# Not the default: its effect has not been measured. `QUIRE_KERNELS=sample=histogram` selects it.
+# This implementation is not the default, because its effect has not been measured. `QUIRE_KERNELS=sample=histogram`
+# selects it.
 sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.histogram_sampling")
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers for few tokens on a GPU: six launches a layer and not ten, each with its weights requested early.
+"""Decoder layers for few tokens on a GPU: six launches per layer instead of ten, each of which requests its weights
+early.
 
 Used if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
 """
@@ -17,8 +18,9 @@ from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.rope import rope_and_cache
 
 SMALL_BATCH_TOKENS = 8
-"""A tile has 16 rows. With more tokens, the library's matrix product is as fast, and the norm costs less in comparison
-(estimated)."""
+"""Maximum tokens of a step; a tile has 16 rows. With more tokens, the library's matrix product is as fast, and the
+norm is a smaller part of the time (estimated).
+"""
 
 
 class SmallBatchDecoder:

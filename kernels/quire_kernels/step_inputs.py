@@ -18,7 +18,7 @@ class SequenceState:
     """State of running sequences on the device."""
 
     lengths: Tensor
-    """[num_rows] int32: computed tokens, whose keys and values are in the cache."""
+    """[num_rows] int32: number of computed tokens, whose keys and values are in the cache."""
     tables: Tensor
     """[num_rows, max_blocks] int64: KV blocks; undefined beyond the blocks of the computed and scheduled tokens."""
 
@@ -42,8 +42,9 @@ class StepInputs:
     context_lengths: Tensor
     """[num_spans] int32."""
     block_tables: Tensor
-    """[num_spans, max_blocks] int64; columns beyond a context's blocks keep what they contain, because most of the
-    width is unused in nearly every step."""
+    """[num_spans, max_blocks] int64; columns behind the blocks of a context are not written, because most columns are
+    unused in nearly every step.
+    """
 
     @classmethod
     def empty(cls, num_tokens: int, num_spans: int, max_blocks: int, device: torch.device) -> Self:
@@ -72,7 +73,8 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
 
     Args:
         rows: [num_spans] int64, the state row of each span.
-        query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), perhaps none.
+        query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), which can be
+            empty.
         state: state of all sequences; a span begins after its sequence's computed tokens.
         block_size: tokens of a KV block.
         out: output, with the sizes of the step.

@@ -2,7 +2,7 @@
 """Chat templates: render a conversation to the prompt format that a chat model was trained on.
 
 Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers provides. The
-sandbox prevents access to files and Python, but does not bound time and memory (`{{ 'a' * 10**12 }}`). The server
+sandbox prevents access to files and Python, but does not limit time and memory (`{{ 'a' * 10**12 }}`). The server
 therefore renders in a process that may die (text/render_worker.py). The offline LLM, which users run for themselves,
 renders in its own process.
 
@@ -25,8 +25,10 @@ from quire_spec.errors import InvalidArgument
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_FINAL_MESSAGE_TAG = "CONTINUE_FINAL_MESSAGE "
-"""Appended to the content that the model must continue, to find its end in the rendered text: the text that a template
-writes after it can contain the same characters. A template that trims contents removes the trailing space."""
+"""Appended to the content that the model must continue, to find the end of this content in the rendered text. The text
+that a template writes after the content can contain the same characters. A template that trims contents removes the
+trailing space.
+"""
 
 ChatMessage = Mapping[str, Any]
 """{"role": "user", "content": "..."}, in the format of the OpenAI API."""
@@ -56,10 +58,11 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, template_override: str | None = None, has_tools: bool = False) -> Self | None:
-        """Return the template in chat_template.jinja or else tokenizer_config.json; None if the checkpoint has none.
+        """Return the template in chat_template.jinja or else tokenizer_config.json; None if the checkpoint has no
+        template.
 
-        `template_override` replaces it, with the special tokens of the checkpoint. With `has_tools`, a separate
-        template for conversations with tools is preferred.
+        `template_override` replaces this template, with the special tokens of the checkpoint. With `has_tools`, a
+        separate template for conversations with tools is preferred.
 
         Raises:
             ConfigError: tokenizer_config.json is invalid.
@@ -80,8 +83,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt of a conversation.
 
-        With `add_generation_prompt` it ends with the beginning of an answer, with `continue_final_message` inside the
-        last message. `tools`, `documents` and `template_kwargs` are passed to the template.
+        With `add_generation_prompt`, the prompt ends with the beginning of an answer; with `continue_final_message`,
+        it ends inside the last message. `tools`, `documents` and `template_kwargs` are passed to the template.
 
         Raises:
             InvalidArgument: the template or this method rejects the messages; the error contains the reason.
@@ -120,7 +123,7 @@ def as_conversation_list(
     """Return a list of conversations; a single conversation becomes a list of one.
 
     Raises:
-        InvalidArgument: the argument is neither.
+        InvalidArgument: the argument is neither a conversation nor a list of conversations.
     """
     is_single = _is_list(messages) and len(messages) > 0 and isinstance(messages[0], Mapping)
     conversations: Any = [messages] if is_single else messages
@@ -162,7 +165,7 @@ def flatten_content(message: object) -> dict[str, Any]:
         content = "\n".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
         raise InvalidArgument(f"messages: content must be a text, got {content!r}")
-    # As in transformers: null fields are removed, and reasoning has several field names.
+    # As in transformers, null fields are removed, and reasoning is available under several field names.
     fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}
     if isinstance(fields.get("tool_calls"), Sequence):
         fields["tool_calls"] = [_parse_arguments(call) for call in fields["tool_calls"]]
@@ -171,7 +174,9 @@ def flatten_content(message: object) -> dict[str, Any]:
 
 
 def _parse_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object: clients send a text, which templates would encode again."""
+    """Return a tool call with its arguments as an object, because templates would encode the text that clients send
+    again.
+    """
     function: Any = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):
@@ -183,7 +188,7 @@ def _parse_arguments(call: Any) -> Any:
 
 
 def _truncate_at_tag(text: str, content: str) -> str:
-    """Return `text` up to the end of the last message's content, which the tag follows."""
+    """Return `text` up to the end of the last message's content, where the tag begins."""
     before, tag, after = text.rpartition(_CONTINUE_FINAL_MESSAGE_TAG.strip())
     if not tag or content.strip() not in before:
         raise InvalidArgument(
@@ -193,7 +198,7 @@ def _truncate_at_tag(text: str, content: str) -> str:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Replaces jinja2's filter, which escapes characters for HTML; transformers does the same."""
+    """Replaces jinja2's tojson filter, which escapes characters for HTML. transformers replaces it, too."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

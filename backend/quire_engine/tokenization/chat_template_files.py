@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chat templates of a checkpoint: finds their text in the file layouts that transformers writes.
 
-chat_template.jinja wins over `chat_template` in tokenizer_config.json, which is a text or a list of named texts.
-additional_chat_templates/tool_use.jinja is a separate template for conversations with tools.
+chat_template.jinja takes precedence over `chat_template` in tokenizer_config.json, which is a text or a list of named
+texts. additional_chat_templates/tool_use.jinja is a separate template for conversations with tools.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token",
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateFiles:
-    """Texts of the templates, and the special tokens that they can name."""
+    """Texts of the templates, and the special tokens that the templates can name."""
 
     default: str | None
     tool_use: str | None
-    """For conversations with tools; None: the default."""
+    """Template for conversations with tools; None: the default template is used."""
     special_tokens: Mapping[str, str]
-    """Text by name, such as bos_token."""
+    """Texts of special tokens by name, such as bos_token."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Read the files of a checkpoint; both templates are None if it has none.
+        """Read the files of a checkpoint; both templates are None if the checkpoint has no template.
 
         Raises:
             ConfigError: tokenizer_config.json or a template cannot be read.
@@ -63,7 +63,7 @@ class ChatTemplateFiles:
 
     @property
     def sources(self) -> str:
-        """Text of all templates; empty if the checkpoint has none."""
+        """Texts of all templates; empty if the checkpoint has no template."""
         return (self.default or "") + (self.tool_use or "")
 
     def source(self, has_tools: bool) -> str | None:

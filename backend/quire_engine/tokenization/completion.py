@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one output of a request: converts results of the engine core to text. A request has one or several outputs.
 
-Knows no socket and no client format. The text process and the offline LLM use it.
+This module depends on neither sockets nor client formats. The text process and the offline LLM use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,9 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
-"""Replaces the logarithm of zero and NaN, which JSON cannot represent; vLLM uses the same number. As the first argument
-of `max` it is the result if the second is NaN."""
+"""Replaces the logarithm of zero and NaN, which JSON cannot represent; vLLM uses the same number. As the first
+argument of `max`, it is the result if the second argument is NaN.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class CompletionDelta:
     text: str
     token_ids: list[int]
     logprobs: list[list[list[float]]] | None
-    """In the format of `SequenceDelta.logprobs`; None unless requested."""
+    """Log probabilities in the format of `SequenceDelta.logprobs`; None unless requested."""
 
 
 class CompletionState:
@@ -39,11 +40,13 @@ class CompletionState:
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        """None until the output ends."""
+        """Reason why the output ended; None until it ends."""
         self.stop_reason: int | str | None = None
         """The stop string or stop token that ended the output; None for a token in `eos_token_ids`."""
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
-        """Sum over the tokens so far; None unless the core returns log probabilities, or the output is a beam."""
+        """Sum of the tokens' log probabilities so far; None unless the core returns log probabilities or the output is
+        a beam.
+        """
         self.last_token_time: float | None = None
         """Arrival of the last tokens in monotonic seconds; set by the request manager."""
         self._has_logprobs = params.logprobs is not None
@@ -73,9 +76,10 @@ class CompletionState:
 
 
 def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
-    """Return a core request per output. Ids count up from `base_request`; all others are forks of the first.
+    """Return one core request per output. Ids count up from the id of `base_request`; all other requests are forks of
+    the first.
 
-    A beam search is one request, whose outputs have the ids that count up from it.
+    A beam search is one request; the ids of its outputs count up from the request's id.
     """
     return [
         replace(

@@ -2,7 +2,7 @@
 """Control tokens in the text of users: marked before a chat template is rendered, encoded as plain text afterwards.
 
 A template writes control tokens such as <|im_end|> between the contents of messages. The same text inside a content
-must not end a turn. Imports nothing, because the process that renders templates uses it.
+must not end a turn. This module imports no other module of Quire, because the process that renders templates uses it.
 
 Source: `mark_control_tokens` and `encode_marked_chat` in transformers 5.23, utils/chat_template_utils.py
 """
@@ -29,7 +29,7 @@ class ControlTokens:
         self._all = _pattern([*special, *others])
 
     def mark_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with their control tokens marked; the keys and roles stay."""
+        """Return the messages with their control tokens marked; keys and roles are not changed."""
         return [
             {
                 name: value
@@ -77,5 +77,5 @@ def split_marked(text: str) -> list[str]:
 
 
 def _pattern(tokens: Collection[str]) -> re.Pattern[str]:
-    # The longest first, so that a token has priority over those that it contains.
+    # The longest tokens come first, so that a token has priority over tokens that it contains.
     return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")

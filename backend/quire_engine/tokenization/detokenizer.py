@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Incremental detokenizer: converts the output tokens of one sequence to text as they arrive.
 
-Owns stop strings and incomplete UTF-8 characters; has no knowledge of requests, sockets or torch. `CompletionState`
-creates one per output.
+It handles stop strings and incomplete UTF-8 characters, and does not depend on requests, sockets or torch.
+`CompletionState` creates one per output.
 """
 
 import codecs
@@ -26,9 +26,11 @@ class TextDelta:
     text: str
     """Text that no later token can change."""
     num_tokens: int
-    """How many of the tokens belong to the output: fewer than were passed if a stop string ends before the last."""
+    """Number of tokens that belong to the output: fewer than were passed if a stop string ends before the last
+    token.
+    """
     stopped: bool
-    """A stop string was found, so the output ends with finish reason "stop"."""
+    """True if a stop string was found, so that the output ends with finish reason "stop"."""
     stop_string: str | None = None
     """The stop string that was found."""
 
@@ -73,10 +75,10 @@ class IncrementalDetokenizer:
             self._decode_tokens(prompt_token_ids[-_MAX_INCOMPLETE_CHARACTER_TOKENS:], final=False)
 
     def update(self, token_ids: Sequence[int], finished: bool, stop_terminated: bool = False) -> TextDelta:
-        """Convert the next tokens. `finished` means that they are the last, so that all text is emitted.
+        """Convert the next tokens. `finished` means that these are the last tokens, so that all text is emitted.
 
-        `stop_terminated` means that the last token is a stop token that ended the output (finish reason "stop"). It is
-        part of the text only with include_stop_str_in_output.
+        `stop_terminated` means that the last token is a stop token that ended the output (finish reason "stop"). The
+        stop token is part of the text only with include_stop_str_in_output.
         """
         end = len(token_ids) - (1 if stop_terminated and not self._include_stop_string else 0)
         if not self._stop_strings:
@@ -119,7 +121,7 @@ class IncrementalDetokenizer:
     def _match_stop_string(self, new_text_start: int) -> tuple[int, str] | None:
         """Return where to truncate the window, and the stop string that ends first at or after `new_text_start`.
 
-        If several end there, the first one in the request's list counts.
+        If several stop strings end there, the first one in the request's list is used.
         """
         matches = []
         for stop_string in self._stop_strings:

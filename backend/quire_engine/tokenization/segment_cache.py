@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids of the segments of conversations. Each turn of a conversation repeats all earlier ones.
+"""Cache of the token ids of conversation segments, because each turn of a conversation repeats all earlier turns.
 
 Thread-safe, and bounded in bytes: the least recently used segments are evicted.
 """
@@ -10,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 MAX_BYTES = 64 * 2**20
-"""About 8 million tokens of text with their ids."""
+"""Maximum bytes of the cache: about 8 million tokens of text with their ids."""
 _ENTRY_BYTES = 300
 
 
 class SegmentCache:
-    """Ids by segment."""
+    """Token ids by segment."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
@@ -29,9 +29,10 @@ class SegmentCache:
         segments: Sequence[tuple[bool, str]],
         encode: Callable[[Sequence[tuple[bool, str]]], list[list[int]]],
     ) -> list[int]:
-        """Return the ids of all segments; `encode` is called for those that are not cached.
+        """Return the ids of all segments; `encode` is called for segments that are not cached.
 
-        A segment is a text, and whether other text precedes it. Requests with different salts share nothing.
+        A segment is a text and a flag: whether other text precedes it. Requests with different salts share no
+        segments.
         """
         keys = [(salt, *segment) for segment in segments]
         with self._lock:
@@ -61,5 +62,5 @@ class SegmentCache:
 
 def _num_bytes(key: tuple[str, bool, str], ids: "array[int]") -> int:
     salt, _, text = key
-    # A text with characters outside of Latin-1 takes 2 or 4 bytes each.
+    # A text with characters outside of Latin-1 takes 2 or 4 bytes per character.
     return _ENTRY_BYTES + len(salt) + len(text) * (1 if text.isascii() else 4) + 4 * len(ids)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a rendered conversation behind its control tokens, so that each segment can be encoded by itself.
 
-A tokenizer splits a text at added tokens before anything else, so the ids of the segments together are those of the
-text. `Tokenizer` encodes the segments and keeps their ids.
+A tokenizer splits a text at added tokens before anything else, so the concatenated ids of the segments are the ids of
+the text. `Tokenizer` encodes the segments and caches their ids.
 
 Source of the idea: `entrypoints/openai/parallel_prompt_encode.py` of SGLang 0.5
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import tokenizers
 
 _SHAPE = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_/]{1,60}\]")
-"""Forms of control tokens. One expression finds them fast even if a vocabulary has thousands."""
+"""Forms of control tokens. One expression finds them fast, even if a vocabulary has thousands of them."""
 _PROBE = " a b\n\nc{0}d e{0} f{0}\ng{0}{0}  h"
 
 
@@ -21,22 +21,22 @@ class Segmenter:
     """Cuts texts for one tokenizer."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, encode: Callable[[Sequence[str]], list[list[int]]]) -> None:
-        """`encode` returns the ids of texts without special tokens of the tokenizer's own."""
+        """`encode` returns the ids of texts, without the special tokens that the tokenizer adds."""
         added_tokens = tokenizer.get_added_tokens_decoder().values()
         self._tokens: Collection[str] = frozenset()
         if not tokenizer.encode_special_tokens:
             self._tokens = frozenset(filter(_cuttable(added_tokens).__contains__, (t.content for t in added_tokens)))
-        # Some tokenizers treat the start of a text in another way than the text behind a token.
+        # Some tokenizers treat the start of a text differently from text behind a token.
         if any(not _is_exact(token, self.split, encode) for token in sorted(self._tokens)[:8]):
             self._tokens = frozenset()
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts are cut at all; otherwise each is one segment."""
+        """Whether texts are cut; otherwise each text is one segment."""
         return bool(self._tokens)
 
     def split(self, text: str) -> list[str]:
-        """Return the segments of a text, each but the last with a control token at its end."""
+        """Return the segments of a text; each segment except the last ends with a control token."""
         segments, start = [], 0
         if self._tokens:
             for match in _SHAPE.finditer(text):
@@ -49,7 +49,7 @@ class Segmenter:
 def _cuttable(added_tokens: Collection[tokenizers.AddedToken]) -> Collection[str]:
     """Return the tokens that the tokenizer finds independently of the surrounding text."""
     contents = [token.content for token in added_tokens]
-    # Ends of other tokens: a token that begins like one of them can be part of an earlier match.
+    # Ends of other tokens: a token that begins with such an end can be part of an earlier match.
     ends = {content[i:] for content in contents for i in range(1, len(content))}
     return {
         token.content

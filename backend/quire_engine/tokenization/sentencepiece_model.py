@@ -41,14 +41,14 @@ _FIELDS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
         ("remove_extra_whitespaces", 4, _Field.TYPE_BOOL, "true"),
     ),
 }
-"""Name, number, type and default of the fields that are read; enums are integers."""
+"""Name, number, type and default of each field that is read, by message; enums are integers."""
 
 
 def read_sentencepiece_model(path: Path) -> tuple[tokenizers.Tokenizer, str, str]:
     """Return the tokenizer of a SentencePiece model, without special tokens around a text, and its pieces for the
     beginning and the end of a sequence.
 
-    Unlike in SentencePiece, text behind a user-defined piece gets a space, as in the conversion of transformers.
+    Text behind a user-defined piece gets a space, as in the conversion of transformers and unlike in SentencePiece.
 
     Raises:
         ConfigError: the file is not a SentencePiece model, or is of a kind that this engine does not convert.
@@ -116,7 +116,7 @@ def _build_normalizer(spec: Any) -> Any:
     steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    # Metaspace would not add the space to a text that begins with one; SentencePiece does.
+    # Metaspace would add no space to a text that begins with a space, but SentencePiece adds one.
     steps += [normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []
     steps.append(normalizers.Replace(" ", _SPACE))
     return normalizers.Sequence(steps)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings of one request, as bytes: whether a token ends an output, without the text of the whole output.
+"""Stop strings of one request as bytes. They detect whether a token ends an output, without the text of the whole
+output.
 
 The beam search of the scheduler uses them, because it must know at once which beams end. All other outputs are searched
 by the detokenizer of the text process.
@@ -23,7 +24,7 @@ class StopStrings:
         self._tail_length = max(map(len, self._stop_strings), default=1) - 1
 
     def tail(self, output_token_ids: Sequence[int]) -> bytes:
-        """Return the last bytes of an output: all that can be the beginning of a stop string."""
+        """Return the last bytes of an output that can be the beginning of a stop string."""
         chunks: list[bytes] = []
         num_missing = self._tail_length
         for token_id in reversed(output_token_ids):
@@ -38,8 +39,8 @@ class StopStrings:
 
         Args:
             token_id: the next token.
-            tail: of the output before it.
-            num_tokens: tokens of the output with it; the first `min_tokens` end no output.
+            tail: result of `tail` for the output before this token.
+            num_tokens: number of output tokens including this one; the first `min_tokens` tokens end no output.
         """
         if num_tokens <= self._min_tokens or not (new_bytes := self._text_bytes(token_id)):
             return False

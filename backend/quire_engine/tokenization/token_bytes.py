@@ -2,10 +2,10 @@
 """Table of the bytes that each token adds to a text, so that streams are decoded in time linear in their length.
 
 A tokenizer's decoder converts a whole list of tokens to text. Decoding a growing list again for each token takes
-quadratic time, and decoding a window of it is wrong for invalid bytes. The decoders of byte-level BPE and
+quadratic time, and decoding a part of the list is wrong for invalid bytes. The decoders of byte-level BPE and
 SentencePiece tokenizers are local: each token adds its bytes independently of the tokens before it, except that the
 first token of a text can lose its space. This module reads the decoder's description and builds the table from it. The
-tokenizer owns the table, the detokenizer reads it.
+tokenizer owns the table, and the detokenizer reads it.
 """
 
 import json
@@ -32,9 +32,9 @@ class TokenBytesTable:
         self._tokenizer = tokenizer
         self._token_decoders: list[_TokenDecoder] = []
         self._stripped_prefix = b""
-        """Removed once from the start of a text."""
+        """Bytes that are removed once from the start of a text."""
         self._is_fused = False
-        """The remaining decoders apply to the whole text, not to single tokens."""
+        """True if the remaining decoders apply to the whole text, not to single tokens."""
         self.decode_errors = "replace"
         """Codec error handler for bytes that are not UTF-8. "replace" returns one U+FFFD per invalid character, as the
         byte-level decoder does. "surrogateescape" keeps each byte, which later becomes one U+FFFD, as in the

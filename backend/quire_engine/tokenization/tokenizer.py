@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a checkpoint: text to token ids, and token ids to text as a whole.
 
-tokenizer_files.py reads the files. This has no knowledge of requests, sockets or torch. The request manager of the text
-process and the offline LLM call it.
+tokenizer_files.py reads the files. This module does not depend on requests, sockets or torch. The request manager of
+the text process and the offline LLM call it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,7 @@ class Tokenizer:
         """Bytes of each token."""
         added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens: Mapping[int, str] = {i: token.content for i, token in added_tokens.items()}
-        """Tokens added to the model's own vocabulary, special ones and others, by id."""
+        """Tokens added to the model's own vocabulary, by id; some of them are special tokens."""
         self.special_token_ids: Collection[int] = frozenset(i for i, token in added_tokens.items() if token.special)
         """Tokens that skip_special_tokens removes from a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -58,7 +58,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the tokenizer adds if `add_special_tokens`.
 
-        A text with more than `max_tokens` tokens, special tokens included, loses those on its `truncation_side`.
+        A text with more than `max_tokens` tokens, special tokens included, loses tokens on its `truncation_side`.
 
         Raises:
             InvalidArgument: `text` contains lone surrogates, which no encoding can represent.
@@ -74,7 +74,7 @@ class Tokenizer:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        """Built for the first conversation, because it encodes texts."""
+        """Segmenter, which is built for the first conversation, because building it takes time to encode texts."""
         return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
 
     def encode_rendered(self, text: str, cache_salt: str = "") -> list[int]:
@@ -82,7 +82,7 @@ class Tokenizer:
 
         The ids of segments are cached by `cache_salt`. Raises the errors of `encode`.
         """
-        # Behind the first piece, text continues a word, or a line.
+        # Text after the first piece continues a word or a line.
         segments = [
             (i > 0 and j == 0, segment)
             for i, piece in enumerate(split_marked(text))
@@ -93,9 +93,9 @@ class Tokenizer:
         return [i for ids in self._encode_segments(segments) for i in ids]
 
     def _encode_segments(self, segments: Sequence[tuple[bool, str]]) -> list[list[int]]:
-        """Return the ids of each segment; True: other text precedes it."""
+        """Return the ids of each segment. The flag of a segment is True if other text precedes it."""
         [newline] = self._encode(["\n"], "messages", add_special_tokens=False)
-        # After a newline, no tokenizer adds the space that it adds at the start of a text.
+        # After a newline, no tokenizer adds the space that it would add at the start of a text.
         encodings = self._encode(
             [f"\n{text}" if is_continued else text for is_continued, text in segments], "messages", False
         )
@@ -113,8 +113,8 @@ class Tokenizer:
         Raises:
             InvalidArgument: a word has no tokens, or is not valid Unicode.
 
-        Source: `SamplingParams.update_from_tokenizer` of vLLM. It omits the second form if that has another number of
-        tokens, so that " there", which is one token, would not be forbidden.
+        Source: `SamplingParams.update_from_tokenizer` of vLLM. vLLM omits the second form if it has another number of
+            tokens, so that " there", which is one token, would not be forbidden.
         """
         stripped = [word.lstrip() for word in words]
         encoded_words = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint's tokenizer: tokenizer.json, or else tokenizer.model, or vocab.json with merges.txt.
 
-Reads them as transformers does. tokenizer.py calls it; it has no knowledge of requests.
+This module reads the files as transformers does. tokenizer.py calls it.
 """
 
 from pathlib import Path
@@ -69,7 +69,7 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_byte_level(folder: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
-    """Read GPT-2's format, which OPT has, too.
+    """Read GPT-2's format, which OPT uses, too.
 
     Source: `GPT2Tokenizer` in transformers 5, src/transformers/models/gpt2/tokenization_gpt2.py
     """
@@ -86,7 +86,7 @@ def _read_byte_level(folder: Path, add_prefix_space: bool) -> tokenizers.Tokeniz
 
 
 def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ...], files: str) -> None:
-    """Reject a class whose rules are not in its files."""
+    """Reject a tokenizer class whose rules are not contained in its files."""
     name = config.get("tokenizer_class")
     if name not in known:
         raise ConfigError(

@@ -48,7 +48,7 @@ def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr)
     mask = columns < width
     gate = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0)
     up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0)
-    # Rounds at the same points as the reference.
+    # Intermediate results are rounded at the same points as in the reference.
     tl.store(out + row * width + columns, activate(gate.to(tl.float32), NAME).to(up.dtype) * up, mask=mask)
 
 

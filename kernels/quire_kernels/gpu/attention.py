@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of a mixed batch: split-KV for short spans, query tiles for long ones, each in its own launch.
+"""Paged attention of a mixed batch: split-KV for short spans, query tiles for long spans, each in its own launch.
 
 A program multiplies all query heads of a KV head at once (packed GQA): row m of its tile is query head m % group of
-token m // group, so that a key is read once for all of them.
+token m // group, so that a key is read once for all heads.
 
 Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. Their key tiles,
 ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers is
 fixed, so that a captured graph fits every batch. The number of workers of one span depends on its context length. A
-worker that has only a part of a (span, KV head) pair writes a partial result. It has two at most, at the start and at
-the end of its share. `_combine` merges the partial results of a pair. There are no atomics: the result of a batch is
-deterministic.
+worker that has only a part of a (span, KV head) pair writes a partial result. A worker has at most two such parts, at
+the start and at the end of its share. `_combine` merges the partial results of a pair. There are no atomics: the result
+of a batch is deterministic.
 
-Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries, the last ones first,
-because those have the most keys; only key tiles on the diagonal are masked.
+Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries. The last queries come
+first, because they have the most keys. Only key tiles on the diagonal are masked.
 
-Short and long spans have a kernel each, because a kernel takes the registers and the shared memory of its larger
-branch. One program of the kernel for long spans fills a multiprocessor, so a common kernel would have one worker per
-multiprocessor for short spans, and not three.
+Short and long spans have separate kernels, because a kernel takes the registers and the shared memory of its larger
+branch. One program of the kernel for long spans fills a multiprocessor. So a common kernel would have only one worker
+per multiprocessor for short spans, instead of three.
 
 Source: the equal shares are Stream-K's (Osama et al. 2023, arXiv 2301.03598), applied to the split of keys of
 Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attention.py.
@@ -40,23 +40,24 @@ from quire_kernels.gpu.pdl import supports_pdl
 logger = logging.getLogger(__name__)
 
 WORKERS_PER_SM = 3
-"""Workers per multiprocessor: while one starts a pair, the others read. The shared memory is enough for three, at 73 KB
-for heads of 128 in bfloat16 (compiled for sm_90)."""
+"""Workers per multiprocessor: while one worker starts a pair, the other workers read. The shared memory is enough for
+three workers of 73 KB, with heads of 128 in bfloat16 (compiled for sm_90).
+"""
 _checked_kernels: set[str] = set()
-"""Hashes of compiled kernels."""
+"""Hashes of the compiled kernels whose occupancy was checked."""
 _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
-"""Workers per multiprocessor by device, head size and element size, if fewer than planned fit."""
+"""Workers per multiprocessor by device, head size and element size, if fewer workers fit than planned."""
 MIN_SHARE = 2
 """Minimum key tiles of a worker's share, because a partial result must be written, read and merged."""
 NUM_INTERPRETED_WORKERS = 5
 _NO_LENGTH = (1 << 31) - 1
-"""More tokens than any span has."""
+"""A length greater than that of any span."""
 _PARTIALS_PER_ROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Tile sizes of a launch; tests/bench/gpu.py measures the best for a GPU."""
+    """Tile sizes of a launch; tests/bench/gpu.py measures the best sizes for a GPU."""
 
     short_keys: int
     """Keys per iteration of a worker."""
@@ -66,9 +67,10 @@ class AttentionTiles:
     num_warps: int
     num_stages: int
     """Stages of the compiler's pipeline. Odd, because reading addresses from the block table takes as many stages as
-    reading keys and values. With 3, a tile is requested at the end of an iteration and awaited at the start of the
-    next; with 5 it has one iteration's time; 4 is like 3. Shared memory holds one or two tiles for short spans, and one
-    more for long ones, which wgmma still reads (compiled for sm_90)."""
+    reading keys and values. With 3 stages, a tile is requested at the end of an iteration and awaited at the start of
+    the next. With 5 stages, the request has the time of one iteration; 4 stages are like 3. Shared memory contains one
+    or two tiles for short spans; for long spans one more, which wgmma still reads (compiled for sm_90).
+    """
     max_registers: int | None = None
     """Maximum registers per thread; None: the compiler decides."""
 
@@ -132,7 +134,9 @@ def _attend_short_spans(
     rows: int,
     num_rows: int,
 ) -> None:
-    """Launch `_split_kv_decode`, and `_combine` for the `num_rows` rows of each tile of `rows` that may be used."""
+    """Launch `_split_kv_decode`, and `_combine` for the `num_rows` rows of each tile that can be in use, of `rows`
+    rows.
+    """
     queries, _, out, query_starts, _, _, work, num_spans = arguments[:8]
     head_dim, element_size = sizes["HEAD_DIM"], queries.element_size()
     workers = num_workers(queries.device, head_dim, element_size)
@@ -173,8 +177,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
     short_keys = 32 if is_wide or is_float32 else 64
     rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
     if not has_long:
-        # Allows WORKERS_PER_SM workers of 128 threads in 65,536 registers. Triton 3.9 would use 177 per thread, and
-        # does not spill with fewer.
+        # This limit allows WORKERS_PER_SM workers of 128 threads in 65,536 registers. Triton 3.9 would use 177
+        # registers per thread, and does not spill with fewer.
         return AttentionTiles(
             short_keys,
             rows,
@@ -184,7 +188,7 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
             max_registers=None if is_wide or is_float32 else 168,
         )
     # Registers allow only one program of 8 warps per multiprocessor, which must hide the memory latency by itself. Two
-    # programs of 4 warps hide it for each other, but would not fit with more stages; in float32 no choice would.
+    # programs of 4 warps hide it for each other, but would not fit with more stages. In float32, more stages never fit.
     return AttentionTiles(
         short_keys,
         rows,
@@ -195,7 +199,7 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 
 
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
-    """Return the number of workers for short spans: as planned, or as many as fit of a kernel that was measured."""
+    """Return the number of workers for short spans: the planned number, or the number that fits if it was measured."""
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
     return _measured_workers_per_sm.get((device, head_dim, element_size), WORKERS_PER_SM) * _num_sms(device)
@@ -229,7 +233,7 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
     """Return where each span's work begins: [2, num_spans + 1] int32, key tiles of short spans and query tiles of long
-    ones. Computed by the first layer of a step, on the device, because the host may not know the lengths."""
+    ones. The first layer of a step computes it on the device, because the lengths may be known only there."""
     separate_from = batch.separate_prefill_min_tokens, batch.separate_chunk_min_tokens
     key = window, max_short, short_keys, long_tokens, separate_from
     work = batch.work_plans.get(key)
@@ -259,7 +263,7 @@ def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tu
     return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
 
 
-# A constant `separate_from` would compile a variant for each BLOCK when a long prompt joins a batch for the first time.
+# If `separate_from` were a constant, the first long prompt in a batch would compile a variant for each BLOCK.
 @triton.jit(do_not_specialize=["num_spans", "separate_prompts_from", "separate_chunks_from"])
 def _build_work_plan(
     query_starts,
@@ -379,7 +383,7 @@ def _split_kv_decode(
             span_start += tiles
             span += 1
             tiles = 0
-            # Skips long spans. Behind the last tile there can be many empty spans, which are not searched.
+            # Long spans are skipped. The many empty spans that can follow the last tile are not searched.
             while (tiles == 0) & (span_start * NUM_KV_HEADS < total):
                 tiles = tl.load(work + span + 1) - span_start
                 span += tl.where(tiles == 0, 1, 0)
@@ -397,7 +401,7 @@ def _prefill(
     pid = tl.program_id(0)
     blocks = work + num_spans + 1
     block = tl.load(blocks + num_spans) - 1 - pid // NUM_KV_HEADS
-    # There may be more programs than tiles.
+    # There can be more programs than tiles.
     if block >= 0:
         head = pid % NUM_KV_HEADS
         span = _span_of(blocks, num_spans, block)
@@ -442,8 +446,9 @@ def _prefill(
 
 @triton.jit
 def _start_softmax(sinks, heads, has_sink, ROWS: tl.constexpr):
-    """Return maximum and sum of an online softmax before the first key of each row: of the sink of the row's head, if
-    there are sinks and this part of the keys has it."""
+    """Return maximum and sum of each row's online softmax before the first key. They contain the sink of the row's
+    head if there are sinks and this part of the keys includes it.
+    """
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     if sinks is not None:
@@ -461,8 +466,8 @@ def _accumulate(
     """Add key tiles [first, last) to an online softmax: `acc` is the sum of values weighted by 2^(score - most),
     `weight` the sum of the weights; scores and the maximum `most` are base-2 logarithms."""
     dims = tl.arange(0, DIM)
-    # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one in float32 and use
-    # the tensor cores; "ieee" does not, spills kilobytes, and takes a minute to compile.
+    # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one float32 product and
+    # use the tensor cores. "ieee" uses no tensor cores, spills kilobytes of registers, and takes a minute to compile.
     EXACT: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
     to_log2 = (1.0 if CAPPED else scale) * 1.4426950408889634
     for tile in range(first, last):
@@ -493,7 +498,7 @@ def _accumulate(
             scores = tl.where(is_visible, scores, float("-inf"))
         # `to_log2` is positive, so it can be applied after the maximum: one fused multiply-add per score.
         new_row_max = tl.maximum(row_max, tl.max(scores, axis=1) * to_log2)
-        # Without this, a row without any key would compute -inf - -inf.
+        # Without this line, a row without any key would compute -inf - -inf.
         base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         factors = tl.exp2(tl.fma(scores, to_log2, -base[:, None]))
         rescale = tl.exp2(row_max - base)
@@ -537,7 +542,7 @@ def _combine(
     start = tl.load(query_starts + span)
     length = tl.load(query_starts + span + 1) - start
     if EARLY:
-        # Every program waits: there was work even if no pair was cut.
+        # Every program must wait, because the previous kernel had work even if no pair was cut.
         tl.extra.cuda.gdc_wait()
     if (cut < total) & (first < cut) & (first >= cut - share) & (row < length * GROUP):
         dims = tl.arange(0, DIM)

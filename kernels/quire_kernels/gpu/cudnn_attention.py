@@ -3,8 +3,9 @@
 
 A chunk continues its sequence: its tokens attend to a context that earlier steps wrote, which PyTorch's fused attention
 cannot read in place. The package nvidia-cudnn-frontend describes such attention to cuDNN 9.7 or later as a graph, and
-cuDNN compiles a kernel for it. All other spans run in gpu/fused_attention.py. Selected by
-`QUIRE_KERNELS=paged_attention=cudnn` only. `prefill_attention.py` prepares it at start. It has never run on a device.
+cuDNN compiles a kernel for it. gpu/fused_attention.py computes all other spans. Only
+`QUIRE_KERNELS=paged_attention=cudnn` selects this implementation, and `prefill_attention.py` prepares it at start. It
+has never run on a device.
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from quire_kernels.gpu.launch_math import next_power_of_2
 from quire_kernels.host_device_copy import to_device_async
 
 MIN_TOKENS = 1024
-"""Minimum tokens of a chunk. Shorter ones do not justify a launch of their own."""
+"""Minimum tokens of a chunk. A shorter chunk does not justify a separate launch."""
 MIN_CUDNN_VERSION = 90700
-"""Since 9.5 cuDNN reads paged keys and values, and since 9.7 beside queries at ragged offsets."""
+"""Since 9.5 cuDNN reads paged keys and values, and since 9.7 also with queries at ragged offsets."""
 _QUERIES, _KEYS, _VALUES, _OUT, _KEY_PAGES, _VALUE_PAGES, _OFFSETS, _QUERY_LENGTH, _KEY_LENGTH = range(1, 10)
 """Names of the tensors in a graph."""
 _ALIGNMENT = 4
@@ -30,17 +31,17 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What a plan depends on."""
+    """Sizes and dtypes that a plan depends on."""
 
     max_tokens: int
-    """A power of two; a chunk may have fewer tokens."""
+    """Maximum tokens of a chunk, a power of two."""
     num_heads: int
     num_blocks: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     table_width: int
-    """Blocks of the longest context."""
+    """Number of blocks of the longest context."""
     scale: float
     dtype: torch.dtype
 
@@ -49,7 +50,7 @@ class ChunkPlans:
     """cuDNN's plans of one device for one KV cache."""
 
     def __init__(self, cudnn: Any, table_width: int, handle: Any, **graph_options: Any) -> None:
-        """`handle` is cuDNN's. `graph_options` are passed to each graph."""
+        """`handle` is cuDNN's handle. `graph_options` are passed to each graph."""
         self._cudnn = cudnn
         self._handle = handle
         self._table_width = table_width
@@ -105,8 +106,8 @@ class ChunkPlans:
     def describe(self, shape: ChunkShape) -> Any:
         """Return the graph of one chunk.
 
-        Queries and output are at ragged offsets, so that cuDNN leaves the rows behind the chunk alone. The last query
-        attends to the last key, and each earlier one to a key less.
+        Queries and output have ragged offsets, so that cuDNN does not write the rows behind the chunk. The last query
+        attends to all keys, and each earlier query to one key less than the next query.
         """
         cudnn = self._cudnn
         dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
@@ -181,13 +182,14 @@ def paged_attention(
 
 
 def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, max_tokens: int, max_blocks: int) -> int:
-    """Build and run the plans of all chunks of up to `max_tokens` tokens over this cache; those of another are dropped.
+    """Build and run the plans of all chunks of up to `max_tokens` tokens over this cache; plans for another cache are
+    dropped.
 
     Args:
         cache: one layer's cache; see attention.paged_attention. Block 0 is read.
         num_heads: number of query heads.
         scale: factor of the scores.
-        dtype: of the queries.
+        dtype: dtype of the queries.
         max_tokens: maximum tokens of a chunk.
         max_blocks: blocks of the longest context.
 
@@ -215,7 +217,7 @@ def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, ma
             out = queries.new_empty(queries.shape)
             plans.attend(queries, cache, batch, PrefillSpan(0, 0, num_tokens), scale, out)
     if cache.device.type == "cuda":
-        # An error of a kernel is reported here, and not by the next operation.
+        # Synchronize, so that an error of a kernel is reported here and not by the next operation.
         torch.cuda.synchronize(cache.device)
     _plans[cache.device] = plans
     return len(lengths)
@@ -245,7 +247,7 @@ def _get_numbers(batch: AttentionMetadata, chunk: PrefillSpan, shape: ChunkShape
         numbers[known.numel()] = batch.context_lengths[chunk.span_index]
         table = batch.block_tables[chunk.span_index]
         pages = numbers[3 * _ALIGNMENT :]
-        # Pages behind the context are those of the same sequence.
+        # Pages behind the context repeat blocks of the same sequence.
         pages[:] = table[0]
         pages[: len(table)] = table
         batch.work_plans[key] = numbers

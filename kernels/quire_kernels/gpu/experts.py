@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts in two grouped GEMMs: gate and up with the activation, then down with the router's weights.
 
-The copies of tokens, one for each of a token's experts, are grouped by expert on the device (lora_routing.py), so a
-captured step stays valid for any choice of experts. A program multiplies a tile of copies of one expert with a block of
-the expert's columns. Tiles without copies exit at once. Nothing is padded or sorted in memory: programs gather rows.
-No atomics are used, and the result is deterministic.
+The (token, expert) pairs are grouped by expert on the device (lora_routing.py), so a captured step stays valid for any
+choice of experts. A program multiplies a tile of tokens of one expert with a block of the expert's columns. Tiles
+without tokens exit at once. Nothing is padded or sorted in memory: programs gather rows. No atomics are used, and the
+result is deterministic.
 
 Weights of 4 or 8 bits are dequantized in registers, in the layout and by the code of gpu/quantized_linear.py. The codes
 of a byte belong to neighbouring inputs, which are multiplied one after the other. Inputs are not quantized.
@@ -27,9 +27,9 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.quantized_linear import QuantizedWeight
 
 _FEW_ROWS = 16
-"""Rows of a tile when experts have few copies, as in decoding: the minimum of a matrix instruction."""
+"""Rows of a tile if experts have few tokens, as in decoding: the minimum of a matrix instruction."""
 _MANY_ROWS = 64
-"""Rows of a tile otherwise: weights are read once for all of them."""
+"""Rows of a tile if experts have many tokens: weights are read once for all rows of a tile."""
 _COLUMNS = 64
 _INPUTS = 64
 """Columns of a program, and inputs per iteration unless weights are quantized."""
@@ -83,7 +83,7 @@ def fused_experts(
         **of_down,
         **constants,
     )
-    # Sums in float32.
+    # Sums are computed in float32.
     out = outputs.view(num_tokens, top_k, hidden).sum(1)
     return out if residual is None else residual.add_(out)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a mixed batch with long prompts in PyTorch's fused attention; other spans run in gpu/attention.py.
 
-On Hopper, PyTorch selects cuDNN, which uses the copy engine (TMA) and specialized warps; the Triton kernel does not.
-`prefill_attention.py` selects this implementation there; tests/bench/gpu.py measures both. Published figures for an
-H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, 469 for the attention of Triton's tutorial, which
+On Hopper, PyTorch selects cuDNN, which uses the copy engine (TMA) and specialized warps; the Triton kernel uses
+neither. `prefill_attention.py` selects this implementation there; tests/bench/gpu.py measures both. Published figures
+for an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, 469 for the attention of Triton's tutorial, which
 resembles ours (https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 
@@ -20,9 +20,11 @@ from quire_kernels.gpu.attention import paged_attention as triton_paged_attentio
 from quire_kernels.kv_cache_write import as_indexable
 
 MIN_TOKENS = 1024
-"""Minimum tokens of a prompt. Shorter ones do not justify three more launches and copies of keys, values and output."""
+"""Minimum tokens of a prompt. A shorter prompt does not justify three more launches and copies of keys, values and
+output.
+"""
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""In order of preference: the first one that supports the dtypes and shapes is used."""
+"""Backends in order of preference: the first one that supports the dtypes and shapes is used."""
 
 
 def paged_attention(

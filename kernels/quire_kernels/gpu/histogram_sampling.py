@@ -3,8 +3,8 @@
 
 A row of 128,256 logits has 32 programs, so few rows use the whole GPU. The thresholds of top-k and top-p are weights,
 float32 numbers from 0 to 1, whose 30 bits are found 10 at a time: a pass counts the tokens, and adds their weights, in
-1,024 bins. Both start from the same first histogram, so top-k needs three passes, top-p three, and both five; the
-bisection needs 13 each.
+1,024 bins. Top-k and top-p start from the same first histogram, so each needs three passes, and both together need
+five. The bisection needs 13 passes for each.
 
 Weights are added as integers, in units of 2^-40. Sums of integers do not depend on the order of the atomic additions,
 so a row gives the same token each time.
@@ -23,7 +23,7 @@ from quire_kernels.gpu.sampling import _row_argmax, _softmax_weights, _uniform
 
 _BINS = 1024
 _NUM_HISTOGRAMS = 5
-"""The first one, two that refine it for top-k, and two for top-p."""
+"""Number of histograms: the first one, two that refine it for top-k, and two that refine it for top-p."""
 _NUM_STAGES = 6
 _WARPS = 8
 
@@ -51,7 +51,7 @@ def sample(
     sizes = {"PARTS": max(next_power_of_2(num_parts), 16), "BLOCK": block}
     grid = (rows, num_parts)
     _part_maxima[grid](logits, maxima, tokens, logits.stride(0), vocab_size, num_parts, BLOCK=block, num_warps=_WARPS)
-    # Counts and weights of each bin; and what each stage found.
+    # Counts and weights of each bin, and the results of each stage.
     num_histograms = _NUM_HISTOGRAMS if any_filtered else 0
     bins = torch.zeros(2, num_histograms, rows, _BINS, dtype=torch.int64, device=device)
     state = torch.empty(_NUM_STAGES, rows, 3, dtype=torch.int64, device=device)
@@ -118,7 +118,7 @@ def _row_max(maxima, row, num_parts, PARTS: tl.constexpr):
 @triton.jit
 def _select_bin(values, others, base, other_base, target, BINS: tl.constexpr):
     """Return the lowest bin above which `values` sum to less than `target`, with the sums of `values` and of `others`
-    above it. `base` and `other_base` are what is above all bins."""
+    above it. `base` and `other_base` are the sums above all bins."""
     bins = tl.arange(0, BINS)
     above = base + tl.sum(values, axis=0) - tl.cumsum(values, axis=0)
     selected = tl.min(tl.where(above.to(tl.float64) < target, bins, BINS - 1), axis=0)
@@ -162,7 +162,7 @@ def _filter(
             masses_ptr = counts_ptr + HISTOGRAMS * step
             state_step = num_rows * 3
             own_state = state + row * 3
-            # Which histogram this stage fills, for which tokens, and by which of their bits.
+            # The histogram that this stage fills, its range of tokens, and the bits that select a bin.
             is_counted = (bits > 0) & (bits >= floor)
             fills = cuts_k | cuts_p
             histogram = 0
@@ -242,7 +242,8 @@ def _filter(
         if STAGE == 5:
             tl.store(sums + row * num_parts + part, tl.sum(tl.where(bits >= floor, weights, 0.0), axis=0))
             if CUTS:
-                # Another program of the row can read the new number instead of the old one: it computes the same.
+                # Another program of the row can read the new number instead of the old one, because it computes the
+                # same result.
                 tl.store(floors + row, floor, mask=part == 0)
 
 
@@ -276,7 +277,7 @@ def _draw(
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
         columns = tl.arange(0, BLOCK)
         is_past = (sum_before + tl.cumsum(weights, 0) > threshold) & (weights > 0.0)
-        # A cumulative sum within the part may round below the part's total: then select the last token.
+        # The cumulative sum within the part can be rounded below the part's total; then the last token is selected.
         last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
         token = first_column + tl.minimum(tl.min(tl.where(is_past, columns, BLOCK), axis=0), last)
     tl.store(out + row, token.to(tl.int64))

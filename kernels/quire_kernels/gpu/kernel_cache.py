@@ -26,7 +26,9 @@ _GROUP_PREFIX = "__grp__"
 
 @functools.cache
 def cache_key(capability: tuple[int, int]) -> dict[str, str]:
-    """Return what compiled kernels depend on: the sources in this folder, Triton's version, the compute capability."""
+    """Return the values that compiled kernels depend on: the sources in this folder, Triton's version and the compute
+    capability.
+    """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
@@ -38,7 +40,7 @@ def cache_key(capability: tuple[int, int]) -> dict[str, str]:
 
 
 def write_key(folder: Path, capability: tuple[int, int]) -> None:
-    """Mark a folder as complete."""
+    """Write the key of a folder, which marks the folder as complete."""
     (folder / _KEY_NAME).write_text(json.dumps(cache_key(capability), indent=1) + "\n")
 
 
@@ -48,8 +50,8 @@ def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None
     A folder with another key is ignored, and one log line names the difference.
 
     Args:
-        capability: of the device.
-        cache: Triton's cache; None: the one in use.
+        capability: compute capability of the device.
+        cache: Triton's cache folder; None: the current one.
 
     Returns:
         Number of entries that the cache did not have.
@@ -96,7 +98,7 @@ def _copy_entry(source: Path, destination: Path) -> bool:
     try:
         temporary.rename(destination)
     except OSError:
-        # Another rank was faster.
+        # Another rank has already copied the folder.
         shutil.rmtree(temporary)
         return False
     return True

@@ -65,8 +65,8 @@ def to_cache_dtype(x, like):
     return y
 
 
-# `kind_stride` exceeds 2^31 in large caches. An int32 in small ones would be another kernel variant, which would be
-# compiled during the first request, because the engine warms up with a cache of one block.
+# `kind_stride` exceeds 2^31 in large caches. With an int32 in small caches, the first request would compile another
+# kernel variant, because the engine warms up with a cache of one block.
 @triton.jit
 def _write_kv(
     keys, values, cache, addresses, key_stride, value_stride, kind_stride: tl.int64, width, BLOCK: tl.constexpr

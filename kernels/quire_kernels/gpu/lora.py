@@ -2,12 +2,12 @@
 """LoRA deltas in two launches per linear, for all its slices: shrink into partial sums, expand into the base output.
 
 A program processes a tile of `TokenRouting`: up to 16 tokens of one adapter, anywhere in the batch. The inputs of a
-linear are split between programs (split-K); each writes its own plane of A x, and expand adds the planes in order. No
-buffer is cleared, no atomics are used, and the result is deterministic. Grids and constants depend only on the sizes of
-the step and of the slots, so a captured step stays valid when the adapters in the slots change: programs read an
-adapter's LoRA rank on the device.
+linear are split between programs (split-K); each program writes its own plane of A x, and the expand kernel adds the
+planes in order. No buffer is cleared, no atomics are used, and the result is deterministic. Grids and constants depend
+only on the sizes of the step and of the slots, so a captured step stays valid when the adapters in the slots change:
+programs read an adapter's LoRA rank on the device.
 
-Expand is launched while shrink runs, on devices that support it (pdl.py).
+On devices with programmatic dependent launch (pdl.py), the expand kernel is launched while the shrink kernel runs.
 """
 
 import functools
@@ -28,7 +28,9 @@ from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
 _MIN_RANKS = 16
 """LoRA ranks per iteration for adapters of low rank: the minimum of a matrix instruction."""
 _MAX_RANKS = 64
-"""LoRA ranks per iteration for adapters of higher rank, limited by the slots' maximum: inputs are read once for all."""
+"""LoRA ranks per iteration for adapters of higher rank, at most the maximum rank of the slots: inputs are read once
+for all.
+"""
 _MIN_INPUTS_PER_PROGRAM = 512
 """Minimum number of input features that one program of the shrink kernel reads; fewer features are not split."""
 _MAX_BLOCKS_PER_PROGRAM = 16
@@ -37,19 +39,20 @@ _MAX_BLOCKS_PER_PROGRAM = 16
 
 @dataclass(frozen=True, slots=True)
 class LoRATiles:
-    """Tile sizes of both launches; tests/bench/gpu.py measures the best for a GPU."""
+    """Tile sizes of both launches; tests/bench/gpu.py measures the best sizes for a GPU."""
 
     inputs: int = 128
-    """Inputs per iteration of shrink."""
+    """Inputs per iteration of the shrink kernel."""
     columns: int = 128
-    """Columns of a block of expand."""
+    """Columns of a block of the expand kernel."""
     min_shrink_programs: int = 264
-    """Target number of shrink programs: two for each of 132 multiprocessors. Inputs are split until it is reached and
-    no further, because each program of expand reads all planes."""
+    """Target number of shrink programs: two for each of 132 multiprocessors. Inputs are split no further than this
+    target, because each program of the expand kernel reads all planes.
+    """
     max_expand_programs: int = 1056
     """Above this number of expand programs, a program processes several blocks of columns and reads its planes once."""
     shrink_num_stages: int = 4
-    """Stages of the compiler's pipeline: 3 tiles of x and A are loading while one is multiplied."""
+    """Stages of the compiler's pipeline: 3 tiles of x and A are loaded while one tile is multiplied."""
     expand_num_stages: int = 3
 
 
@@ -68,15 +71,16 @@ def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) ->
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
-    """See lora.adapted_linear. In a captured step, shrink runs on a side branch of the graph, parallel to the base
-    GEMM; expand follows both."""
+    """See lora.adapted_linear. In a captured step, the shrink kernel runs on a side branch of the graph, parallel to
+    the base GEMM; the expand kernel follows both.
+    """
     if not torch.cuda.is_current_stream_capturing():
         out = linear(x, weight, bias, residual)
-        # Compiles the kernels that the capture uses.
+        # This call compiles the kernels that the capture uses.
         _launch_shrink_and_expand(out, x, adapters, batch, use_pdl=False)
         return out
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    # Allocated on the step's main stream, which is the last to use it.
+    # The planes are allocated on the step's main stream, which is the last stream to use them.
     planes = _allocate_planes(x, adapters, batch)
     side.wait_stream(main)
     with torch.cuda.stream(side):
@@ -102,14 +106,14 @@ def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tens
     """Allocate the planes of A x: [num_splits, num_tokens, num_slices, rank] float32."""
     num_tokens, in_features = x.shape
     num_slices = len(adapters.target.widths)
-    # Each adapter writes and reads only the columns of its own LoRA rank: the others cost memory but no traffic.
+    # Each adapter writes and reads only the columns of its own LoRA rank: other columns cost memory but no traffic.
     ld_planes = -(-adapters.max_rank // _MIN_RANKS) * _MIN_RANKS
     num_splits = cdiv(in_features, _inputs_per_program(in_features, len(_get_routing(batch).tile_slots) * num_slices))
     return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
 
 
 def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """`early`: the next kernel may start early and calls `gdc_wait`."""
+    """Launch the shrink kernel. `early`: the next kernel may start early and calls `gdc_wait`."""
     in_features, routing = x.shape[1], _get_routing(batch)
     num_splits, _, num_slices, ld_planes = planes.shape
     assert x.stride(1) == 1 and num_slices <= 3
@@ -137,7 +141,9 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRA
 
 
 def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """`early`: the previous kernel in the stream is the shrink of these planes and may still run."""
+    """Launch the expand kernel. `early`: the previous kernel in the stream is the shrink kernel of these planes and
+    may still run.
+    """
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)
     _launch_expand(out, planes, *strides, len(planes), adapters, _get_routing(batch), is_embedding=False, early=early)
@@ -160,8 +166,9 @@ def _constants(adapters: ModuleSlots) -> dict[str, int]:
 
 
 def _inputs_per_program(in_features: int, num_programs: int) -> int:
-    """Return the number of input features per program of the shrink kernel; `num_programs`: programs without a
-    split."""
+    """Return the number of input features per program of the shrink kernel; `num_programs` is their number without a
+    split.
+    """
     num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
     return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
 
@@ -177,7 +184,7 @@ def _launch_expand(
     is_embedding: bool,
     early: bool,
 ) -> None:
-    """`source`: planes, or token ids that select rows of A."""
+    """Launch the expand kernel on `source`: planes, or token ids that select rows of A."""
     first, second, third = (*adapters.target.widths, 0, 0)[:3]
     num_tiles = len(routing.tile_slots)
     num_blocks = sum(cdiv(width, TILES.columns) for width in adapters.target.widths)
@@ -242,7 +249,7 @@ def _shrink(
     if slot >= 0:
         rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         entry = entries_ptr + slot * ld_entries + index * 3
-        # Every matrix begins at such a multiple; without this hint, loads would have one element each.
+        # Every matrix begins at a multiple of ALIGNMENT; without this hint, each load would have one element.
         a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
         dst_ptrs = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
@@ -342,8 +349,8 @@ def _expand(
             shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
         dst_ptrs = out_ptr + rows * ld_out + start
         if EARLY:
-            # All data read so far is older than shrink. A program without a slot need not wait: if no program waits,
-            # shrink had no work either.
+            # All data read so far is older than the shrink kernel. A program without a slot need not wait: if no
+            # program waits, the shrink kernel had no work either.
             tl.extra.cuda.gdc_wait()
         if rank <= NARROW:
             if rank > 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing of tokens to adapters in two launches a step: count each slot's tokens, then write its tiles.
 
-A counting sort with one program per bucket: each program reads the slots of all tokens and selects its own, in order.
-There are no atomics, and the tiles are deterministic.
+A counting sort with one program per bucket: each program reads the slots of all tokens and selects the tokens of its
+slot, in order. There are no atomics, and the tiles are deterministic.
 """
 
 import triton

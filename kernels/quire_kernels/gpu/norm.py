@@ -8,7 +8,7 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _MIN_ELEMENTS_PER_PROGRAM = 2048
-"""Minimum elements of a program: several short rows, such as heads, share one."""
+"""Minimum elements of a program: several short rows, such as heads, share one program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,7 +76,7 @@ def _rms_norm(
         tl.store(stream, values, mask=mask)
     wide = values.to(tl.float32)
     mean = tl.sum(wide * wide, axis=1)[:, None] / SIZE
-    # Rounds at the same points as the reference.
+    # Intermediate results are rounded at the same points as in the reference.
     normed = (wide * tl.rsqrt(mean + eps)).to(values.dtype)
     scale = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
     tl.store(out + rows * SIZE + columns, normed * scale, mask=mask)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programmatic dependent launch (Hopper and later): the next kernel of a stream starts while the previous one runs.
 
-The first kernel calls `gdc_launch_dependents`; the second one starts when all programs of the first have called it or
-ended. The second kernel runs a prologue that reads only data from before the first one, then calls `gdc_wait`, which
-returns when the first kernel has ended and its writes are visible. This hides the launch and the dependent loads of the
-prologue.
+The first kernel calls `gdc_launch_dependents`; the second kernel starts when all programs of the first one have called
+this function or ended. The second kernel runs a prologue that reads only data older than the first kernel, and then
+calls `gdc_wait`. This function returns when the first kernel has ended and its writes are visible. This hides the
+launch and the dependent loads of the prologue.
 
 A kernel that does not wait can end before the previous one, and a third kernel would then start too early. At least one
 program must call `gdc_wait` whenever the first kernel has any work.
 
-QUIRE_EARLY_LAUNCH=0 turns it off, to compare and to isolate a fault.
+QUIRE_EARLY_LAUNCH=0 disables programmatic dependent launch, to compare and to isolate a fault.
 
-Source: the CUDA C++ programming guide, and vLLM's LoRA kernels, which do the same.
+Source: the CUDA C++ programming guide, and vLLM's LoRA kernels, which use it, too.
 """
 
 import functools

@@ -2,9 +2,9 @@
 """Linear layers whose weight has 4 or 8 bits.
 
 `_linear_codes` dequantizes a tile of the weight in registers and multiplies it with the tensor cores in the dtype of
-the activations. It reads in_features * out_features * bits / 8 bytes and the scales; up to about 64 tokens that is the
-time. It is used for 4 bits and for integers of 8 bits. fp8 uses torch._scaled_mm, which multiplies 8 bits, where the
-device has instructions for it and torch accepts the shape.
+the activations. It reads in_features * out_features * bits / 8 bytes and the scales; up to about 64 tokens these reads
+determine the time. It is used for 4 bits and for integers of 8 bits. fp8 uses torch._scaled_mm, which multiplies in 8
+bits, if the device has instructions for it and torch accepts the shape.
 
 The inputs of w8a8 are not quantized here: the result is nearer to the unquantized model than the reference's.
 """
@@ -70,7 +70,7 @@ def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], di
 
 
 def _supports_scaled_mm(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether torch multiplies in 8 bits here. Its operation for scales of rows returns bfloat16 only."""
+    """Return whether torch can multiply in 8 bits. Its operation for scales of rows returns only bfloat16."""
     out_features, in_features = weight.shape
     return (
         x.is_cuda

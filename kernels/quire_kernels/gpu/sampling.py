@@ -38,8 +38,8 @@ def sample(
 ) -> Tensor:
     """See sampling.sample. Every row computes its most likely token in any case.
 
-    Reads a greedy row once and other rows three times, plus 13 times each for top-k and for top-p: a pass narrows the
-    range of the 30-bit threshold to a fifth.
+    Reads a greedy row once and other rows three times, plus 13 times for top-k and 13 times for top-p: each pass
+    narrows the range of the 30-bit threshold to a fifth.
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -125,7 +125,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """See sampling.uniform: unsigned 64-bit arithmetic that wraps around."""
+    """See sampling.uniform. The arithmetic is unsigned, has 64 bits and wraps around."""
     golden = tl.full(seed.shape, 0x9E3779B97F4A7C15, tl.uint64)
     mixed = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64, bitcast=True) * golden)
     return (mixed >> 40).to(tl.float32) * (1.0 / 16777216.0)
@@ -174,7 +174,7 @@ def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.co
     """Find the smallest weight that is at least `low` and whose larger weights sum to less than `target`; return its
     float32 bits. With COUNTS, the number of larger weights must be less than `target`. The result is a token's weight
     or `low`."""
-    # The bits of 1, the weight of the most likely token: no weight is larger.
+    # The bits of 1.0, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:
         step = (high - low) // 5 + 1
@@ -195,7 +195,7 @@ def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.co
             over_2 += tl.where(bits > at_2, weights, 0.0)
             over_3 += tl.where(bits > at_3, weights, 0.0)
             over_4 += tl.where(bits > at_4, weights, 0.0)
-        # How many of the four candidates still have too much above them: the threshold is beyond those.
+        # Number of candidates, of four, above which the sum is still too large: the threshold is greater than these.
         passed = tl.where(tl.sum(over_1, axis=0) < target, 0, 1)
         passed += tl.where(tl.sum(over_2, axis=0) < target, 0, 1)
         passed += tl.where(tl.sum(over_3, axis=0) < target, 0, 1)
@@ -240,7 +240,7 @@ def _sample(
                     kept_weights += tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
                 target = top_p * tl.sum(kept_weights, axis=0)
                 floor = _threshold(row, vocab_size, row_max, temperature, floor, target, False, BLOCK)
-        # Both passes add in the same order, so that the second one ends where the first one did.
+        # Both passes add in the same order, so that the second pass ends with the sum of the first one.
         total = 0.0
         for first in range(0, vocab_size, BLOCK):
             weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
@@ -264,7 +264,7 @@ def _sample(
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
         columns = tl.arange(0, BLOCK)
         is_past = (sum_before + tl.cumsum(weights, 0) > threshold) & (weights > 0.0)
-        # A cumulative sum within the block may round below the block's total: then select the last token.
+        # The cumulative sum within the block can be rounded below the block's total; then the last token is selected.
         last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
         token = first_column + tl.minimum(tl.min(tl.where(is_past, columns, BLOCK), axis=0), last)
     tl.store(out + row_index, token.to(tl.int64))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a few tokens, with the norm before and the epilogue after them in the same kernel.
 
-With 1 to 8 tokens the time is that of reading the weights. A program reads all inputs of 16 outputs. It requests the
+With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. It requests the
 first of its weights before it waits for the previous kernel (programmatic dependent launch, see pdl.py), so that the
 memory is busy while that kernel ends. All programs wait before they read inputs or write outputs.
 
-The norm needs no pass of its own: x / rms * g is multiplied as x * g, and the sum of squares divides the result. The
-sums run in a fixed order, so a batch gives the same bits each time.
+The norm needs no pass of its own: x / rms * g is multiplied as x * g, and the sum of squares divides the result. Sums
+are computed in a fixed order, so a batch gives the same bits each time.
 """
 
 import triton
@@ -19,14 +19,15 @@ from quire_kernels.linear import linear as linear_op
 from quire_kernels.norm_linear import rms_norm_linear as rms_norm_linear_op
 
 MAX_TOKENS = 16
-"""Rows of a tile; a GPU's matrix instructions take no fewer."""
+"""Rows of a tile, the minimum of a GPU's matrix instructions."""
 _COLUMNS = 16
 _DEPTH = 256
 _STAGES = 4
 _WARPS = 4
 _PREFETCHED = 1024
-"""Inputs of each output whose weights are requested before the wait: 32 KB of a program, 12 MB of a launch with 6,144
-outputs, a quarter of the L2 cache."""
+"""Number of inputs per output whose weights are requested before the wait: 32 KB per program, and 12 MB per launch
+with 6,144 outputs, a quarter of the L2 cache.
+"""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
@@ -94,7 +95,7 @@ def _prefetch(weight_rows, NUM_INPUTS: tl.constexpr, PREFETCHED: tl.constexpr):
     """Request the first cache lines of each row of weights."""
     LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
     inputs = tl.arange(0, PREFETCHED // LINE) * LINE
-    # Beyond a short row the last line is requested again.
+    # Behind the end of a short row, its last cache line is requested again.
     pointers = weight_rows + tl.minimum(inputs, NUM_INPUTS - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -110,7 +111,8 @@ def _small_batch_linear(
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # Repeats the last output, which is not stored twice, instead of reading past the weights.
+    # A program without an output repeats the last output, which is not stored twice, instead of reading past the
+    # weights.
     weight_rows = weight + tl.minimum(columns, NUM_OUTPUTS - 1).to(tl.int64)[:, None] * NUM_INPUTS
     if EARLY:
         _prefetch(weight_rows, NUM_INPUTS, PREFETCHED)
