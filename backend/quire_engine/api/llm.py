@@ -264,7 +264,9 @@ class LLM:
         parsed_prompt = ParsedPrompt.from_prompt(prompt)
         check_text_parameters(params, self.tokenizer is not None)
         if priority and self.engine.config.scheduling_policy != "priority":
-            raise InvalidArgument(f"priority: got {priority}, but scheduling_policy is fcfs; set it to priority")
+            raise InvalidArgument(
+                f"priority: got {priority}, but scheduling_policy is fcfs; set scheduling_policy to priority"
+            )
         token_ids = parsed_prompt.token_ids
         if token_ids is None:
             assert parsed_prompt.text is not None

@@ -461,7 +461,7 @@ class Engine:
                 requested_text = f"-1, all {count}," if requested == -1 else count
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: {requested_text} is more than max_logprobs {max_logprobs}; "
-                    "request fewer or raise it"
+                    "request fewer or raise max_logprobs"
                 )
             if (
                 name == "prompt_logprobs"
@@ -470,7 +470,7 @@ class Engine:
             ):
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: got {count} for each of {num_prompt_tokens} tokens; at most "
-                    f"{MAX_PROMPT_LOGPROBS} in total are returned, including those of the tokens themselves; "
+                    f"{MAX_PROMPT_LOGPROBS} in total are returned, including one for each prompt token itself; "
                     "request fewer or shorten the prompt"
                 )
 

@@ -111,7 +111,7 @@ def _small_batch_linear(
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # A program without an output repeats the last output, which is not stored twice, instead of reading past the
+    # A column behind the last output repeats the last output, which is not stored twice, instead of reading past the
     # weights.
     weight_rows = weight + tl.minimum(columns, NUM_OUTPUTS - 1).to(tl.int64)[:, None] * NUM_INPUTS
     if EARLY:

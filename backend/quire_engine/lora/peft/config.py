@@ -119,10 +119,10 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 def _check_fields(values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
-        raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; only 'LORA' is")
+        raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; use 'LORA'")
     if values.get("bias", "none") != "none":
         raise InvalidArgument(
-            f"bias {truncated_repr(values['bias'])} is not supported: biases were trained; only 'none' is"
+            f"bias {truncated_repr(values['bias'])} is not supported, because biases were trained; use 'none'"
         )
     init_method = values.get("init_lora_weights", True)
     if not any(
