@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels for bfloat16 on x86 CPUs: built once per machine, bound with ctypes.
 
-The same sources have two builds. The AVX-512 build is for processors with AVX-512 BF16, VBMI and VNNI, and the AVX2
-build for all others with AVX2, FMA and F16C.
+The same sources have two builds. The AVX-512 build is for processors with AVX-512 BF16, VBMI and VNNI. The AVX2 build
+is for all other processors with AVX2, FMA and F16C.
 
 The kernels are optional: without such a processor or a C++ compiler, or with QUIRE_NATIVE=0, `load_library` returns
-None and torch does the work. The sources under csrc/ include only standard headers, so a build takes about five seconds
-on two cores. The library is stored in QUIRE_NATIVE_CACHE, by default in the user's cache folder; a new build removes
-libraries of other versions that have not been loaded for a month. `python -m quire_kernels.cpu_native` makes both
-builds ahead, for images without a compiler.
+None and torch computes instead. The sources under csrc/ include only standard headers, so a build takes about five
+seconds on two cores. The library is stored in QUIRE_NATIVE_CACHE, by default in the user's cache folder; a new build
+removes libraries of other versions that have not been loaded for a month. For images without a compiler, `python -m
+quire_kernels.cpu_native` makes both builds in advance.
 """
 
 import ctypes
@@ -38,19 +38,20 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
-"""How long an unused build is kept, so that switching back to another version needs no build."""
+"""Seconds for which an unused build is kept, so that a switch back to an older version needs no build."""
 _COMPILER_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 _MAX_INT8_ROW = row_size(256, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """The instructions of a build."""
+    """The processor instructions that a build uses."""
 
     name: str
     cpu_flags: frozenset[str]
-    """Flags of the processors that have them, named as in /proc/cpuinfo; without underscores, the compiler's options
-    have the same names."""
+    """Flags of processors with these instructions, named as in /proc/cpuinfo. The compiler's options have the same
+    names without underscores.
+    """
 
 
 AVX512 = InstructionSet(
@@ -59,7 +60,7 @@ AVX512 = InstructionSet(
 )
 AVX2 = InstructionSet("AVX2", frozenset({"avx2", "fma", "f16c"}))
 _INSTRUCTION_SETS = (AVX512, AVX2)
-"""The fastest is the first."""
+"""Instruction sets, the fastest one first."""
 
 
 class BuildError(Exception):
@@ -68,7 +69,7 @@ class BuildError(Exception):
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the library, building it if necessary; None if it is not available. Logs the reason once."""
+    """Return the library, building it if necessary; None if it is not available. The reason is logged once."""
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
@@ -97,7 +98,7 @@ def supports_cache(cache: Tensor) -> bool:
 
 
 def has_fast_gemm() -> bool:
-    """Return whether the compiled GEMM is the fastest here. AMX, which oneDNN uses, is several times faster."""
+    """Return whether the compiled GEMM is the fastest on this processor. With AMX, oneDNN is several times faster."""
     return "amx_bf16" not in _cpu_flags()
 
 
@@ -109,15 +110,15 @@ def get_library() -> ctypes.CDLL:
 
 
 def supported_instructions() -> InstructionSet | None:
-    """Return the fastest instruction set with a build that this processor has."""
+    """Return the fastest of the builds' instruction sets that this processor supports; None if it supports none."""
     return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
 
 
 def build(instructions: InstructionSet) -> Path:
-    """Build the library for an instruction set if it does not exist, on any processor, and return its file.
+    """Build the library for an instruction set if it does not exist, and return its file. Works on any processor.
 
     Raises:
-        BuildError: there is no compiler, or it failed.
+        BuildError: there is no compiler, or the compiler failed.
     """
     sources = sorted(_SOURCE_DIR.glob("*.cpp"))
     flags = (*_COMPILER_FLAGS, *(f"-m{name.replace('_', '')}" for name in sorted(instructions.cpu_flags)))
@@ -127,7 +128,8 @@ def build(instructions: InstructionSet) -> Path:
     folder = _cache_folder()
     library = folder / f"native-{digest.hexdigest()[:16]}.so"
     if library.exists():
-        # Marks this build as in use for _remove_stale_builds. In an image the file may be read-only.
+        # The new file time tells _remove_stale_builds that this build is in use. In an image the file can be
+        # read-only.
         with suppress(OSError):
             os.utime(library)
         return library
@@ -209,7 +211,7 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    """Return a folder that only this user can write to, because files in it are loaded as code."""
+    """Return a build folder that only this user can write to, because its files are loaded as code."""
     configured = os.environ.get("QUIRE_NATIVE_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     for folder in (
@@ -223,12 +225,12 @@ def _cache_folder() -> Path:
         is_private = status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if is_private and os.access(folder, os.R_OK | os.X_OK):
             return folder
-    raise BuildError("no folder to build into that only this user can write to; set QUIRE_NATIVE_CACHE to one")
+    raise BuildError("found no build folder that only this user can write to; set QUIRE_NATIVE_CACHE to one")
 
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Let one process build while the others wait for it."""
+    """Let one process build while other processes wait for it."""
     try:
         file = path.open("w")
     except OSError as error:
@@ -248,7 +250,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def main() -> int:
-    """Build the library for each instruction set ahead of its first use, and print the paths."""
+    """Build the library for each instruction set in advance, and print the paths."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         for instructions in _INSTRUCTION_SETS:

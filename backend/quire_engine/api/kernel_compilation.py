@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_engine compile`: a folder of compiled GPU kernels, which an image can contain. Needs no GPU.
 
-A model without memory runs the steps that a start runs, and each launch compiles its kernel. A new kernel is therefore
-compiled ahead as soon as a model uses it.
+A model without memory runs the steps that an engine runs at start, and each launch compiles its kernel. So a new
+kernel is compiled in advance as soon as a model uses it.
 """
 
 import re
@@ -46,20 +46,22 @@ _LLAMA_3_1_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-"""Mistral 7B differs in its vocabulary only, and Qwen3-8B in the MLP; most of the kernels are the same."""
+"""Configuration of Llama-3.1-8B. Mistral 7B differs only in its vocabulary and Qwen3-8B in the MLP; most kernels are
+equal.
+"""
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
 _MIN_CAPABILITY_FOR_E4M3 = (8, 9)
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
-"""One for each variant of the attention plan up to 257 spans."""
+"""Numbers of spans: one for each variant of the attention plan up to 257 spans."""
 _LONGEST_STEP = 8192
-"""Tokens of a step that chooses tiles for many rows, also for a model with hundreds of experts."""
+"""Tokens of a step that uses tiles of many rows, even in a model with hundreds of experts."""
 
 
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
     """Compile the kernels of bfloat16 models into a folder and mark it as complete.
 
-    Contains the kernels of adapters and of an fp8 KV cache, and those of weights that are quantized at load.
+    These include the kernels of adapters, of an fp8 KV cache, and of weights that are quantized at load.
 
     Args:
         models: folders with a config.json; if empty, kernels are compiled for the shape of Llama-3.1-8B.
@@ -139,7 +141,7 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
 
 
 def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
-    """Run the steps of a start, without adapters and with them, on each type of KV cache."""
+    """Run the steps that an engine runs at start, without and with adapters, on each type of KV cache."""
     e4m3 = [torch.float8_e4m3fn] if capability >= _MIN_CAPABILITY_FOR_E4M3 else []
     for dtype in (_DTYPE, *e4m3):
         kv_cache = KVCache(model.shape, 1, _CONFIG.block_size, dtype, _DEVICE)

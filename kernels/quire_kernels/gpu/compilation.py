@@ -2,8 +2,8 @@
 """Compilation of kernels for a GPU that this machine does not have.
 
 In `compile_only`, each launch compiles its kernel for the requested compute capability, in Triton's cache folder, and
-runs nothing. Tensors on torch's meta device, which have no memory, get a GPU's kernels there, so a whole model can run
-its steps. `compile_step_ops` launches what such steps do not, because the host reads the results.
+runs nothing. In it, tensors on torch's meta device, which have no memory, use a GPU's kernels, so a whole model can
+run its steps. `compile_step_ops` launches the kernels that such steps omit, because the host reads their results.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ from quire_kernels.dispatch import Op, collect_ops
 from quire_kernels.gpu import attention, kernel_cache, lora
 
 _NUM_SMS = 132
-"""Multiprocessors of an H100 SXM and an H200. The number of attention's workers is part of a kernel."""
+"""Multiprocessors of an H100 SXM or an H200. The number of attention workers, a constant of kernels, depends on it."""
 
 
 class _CompileOnlyDriver:
-    """The part of a Triton driver that compiling uses."""
+    """The part of a Triton driver that compilation uses."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         major, minor = capability
@@ -44,7 +44,7 @@ class _CompileOnlyDriver:
 
 @contextmanager
 def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] = lambda kernel: None) -> Iterator[None]:
-    """Make all launches in the context compile their kernel for `capability` instead, also those from other threads.
+    """In the context, make each launch of any thread compile its kernel for `capability` instead of running it.
 
     `on_kernel` gets the compiled kernel of each launch. Use a process of its own: Triton's driver is not restored,
     because a machine without a GPU has none.
@@ -82,7 +82,7 @@ def fill_cache(call_kernels: Callable[[], None], capability: tuple[int, int], fo
 
 
 def compile_step_ops(vocab_size: int, block_size: int, dtype: torch.dtype) -> None:
-    """Launch the sampler, and what prepares the inputs of a captured step, for several numbers of tokens."""
+    """Launch the kernels of the sampler and of the inputs of a captured step, for several numbers of tokens."""
     for num_tokens in (1, 5, 16):
         _call_input_ops(num_tokens, block_size)
         _call_samplers(num_tokens, vocab_size, dtype)
