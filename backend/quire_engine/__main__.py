@@ -48,7 +48,7 @@ examples:
   4 requests per second: latency under load
     python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --rate 4
 
-  the cost of adapters: the same, with requests distributed over two adapters
+  the cost of adapters: requests are distributed over two adapters
     python -m quire_engine bench --model examples/models/tiny --lora a=DIR --lora b=DIR
 
   the cost of parameters: penalties and log probabilities for each request
@@ -66,7 +66,7 @@ examples:
   a folder with pytorch_model.bin
     python -m quire_engine convert ./opt-125m --into ./opt-125m-safetensors
 
-  a Hugging Face Hub id; then serve the new folder
+  a Hugging Face Hub id; then generate with the new folder
     python -m quire_engine convert facebook/opt-125m --into ./opt-125m
     python -m quire_engine generate --model ./opt-125m --prompt "Hello"
 """
@@ -238,17 +238,17 @@ _Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
 """Option, its value in help texts, type (bool: a flag), help, and other arguments of argparse."""
 
 _REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
-_PARAM_HELP = "any sampling parameter in docs/parameters.md, with a JSON value; repeatable"
+_PARAM_HELP = "set a sampling parameter of docs/parameters.md to a JSON value; repeatable"
 _LORA_HELP = {
-    "generate": "also run each prompt with this adapter; any name; repeatable",
-    "bench": "distribute the requests over these adapters; any name; repeatable",
+    "generate": "also run each prompt with the adapter in DIR, under any NAME; repeatable",
+    "bench": "distribute the requests over the adapters in each DIR, under any NAME; repeatable",
 }
 _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("--model", "DIR", str, "folder of a checkpoint, or a Hugging Face Hub id", {"required": True}),
     ("--device", "DEVICE", str, "cpu or cuda (default cpu)", {"default": "cpu"}),
     ("--dtype", "DTYPE", str, "auto, float32, bfloat16 or float16 (default auto)", {"default": "auto"}),
     ("--max-model-len", "N", int, "maximum number of tokens of prompt and output together", {}),
-    ("--set", "NAME=VALUE", str, "any setting of engine.json; repeatable", _REPEATABLE),
+    ("--set", "NAME=VALUE", str, "set a field of engine.json; repeatable", _REPEATABLE),
     ("--profile", "FILE", Path, "write a trace of the first 100 steps, for chrome://tracing or ui.perfetto.dev", {}),
     ("--param", "NAME=VALUE", str, _PARAM_HELP, _REPEATABLE),
 )
@@ -259,7 +259,7 @@ _GENERATE_OPTIONS: tuple[_Option, ...] = (
     ("--temperature", "T", float, "sampling temperature; 0 is greedy (default 1)", {}),
     ("--top-p", "P", float, "sample from the most likely tokens with total probability P (default 1)", {}),
     ("--top-k", "K", int, "sample from the K most likely tokens (default: all)", {}),
-    ("--seed", "N", int, "makes sampling reproducible", {}),
+    ("--seed", "N", int, "seed that makes sampling reproducible", {}),
     ("--n", "N", int, "outputs per prompt (default 1)", {}),
     ("--stop", "TEXT", str, "stop string, which ends the output; repeatable", _REPEATABLE),
     ("--chat", None, bool, "apply the model's chat template to each prompt", {}),
@@ -272,7 +272,7 @@ _BENCH_OPTIONS: tuple[_Option, ...] = (
     ("--rate", "R", float, "arrivals per second (default: all at once)", {}),
     ("--temperature", "T", float, "sampling temperature (default 0)", {"default": 0.0}),
     ("--seed", "N", int, "seed of prompts and arrivals (default 0)", {"default": 0}),
-    ("--no-warmup", None, bool, "do not run a few requests before measuring", {}),
+    ("--no-warmup", None, bool, "measure without running a few requests first", {}),
 )
 _BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
 _COMMANDS = {"generate": _generate, "bench": _bench, "convert": _convert, "compile": _compile}
@@ -316,8 +316,8 @@ def _add_convert_command(commands: "argparse._SubParsersAction[argparse.Argument
     command = commands.add_parser(
         "convert",
         help="convert pickled weights to safetensors",
-        description="Write a checkpoint with pytorch_model.bin as a new folder with safetensors and compare every "
-        "tensor. Only tensors are unpickled (torch.load with weights_only=True).",
+        description="Convert a checkpoint with pytorch_model.bin to a new folder with safetensors, and compare every "
+        "tensor with its original. Only tensors are unpickled (torch.load with weights_only=True).",
         epilog=_CONVERT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -329,9 +329,9 @@ def _add_convert_command(commands: "argparse._SubParsersAction[argparse.Argument
 def _add_compile_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "compile",
-        help="compile GPU kernels ahead, without a GPU",
-        description="Compile the GPU kernels of bfloat16 models into a folder. An engine whose environment variable "
-        "QUIRE_KERNEL_CACHE names the folder starts without compiling them.",
+        help="compile GPU kernels in advance, without a GPU",
+        description="Compile the GPU kernels of bfloat16 models into a folder. An engine with "
+        "QUIRE_KERNEL_CACHE=DIR does not compile these kernels when it starts.",
         epilog=_COMPILE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -12,8 +12,7 @@ from array import array
 
 TOKEN_BYTES = array("I").itemsize
 _NODE_BYTES = 180
-"""Bytes of a node without the tokens of its label: the object, its entry in the parent, and the header of the label.
-"""
+"""Bytes of a node without the tokens of its label: the object, its entry in the parent, and the header of the label."""
 _CHILDREN_BYTES = 240
 """Bytes of the table of children, for a node that has children."""
 

@@ -24,8 +24,7 @@ BUFFER_BYTES = 16 << 20
 """Bytes of a pinned buffer; each thread has two."""
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
-"""Fills the first argument with the tensor that the second one returns, perhaps later. Only their dtypes can differ.
-"""
+"""Fills the first argument with the tensor that the second one returns, perhaps later. Only their dtypes can differ."""
 
 
 class _CopyStream:

@@ -48,8 +48,7 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
 _CPU_MEASURED_TOKENS = 128
-"""Number of prompt tokens that measure the speed of a CPU for the swap policy; a GPU computes the largest step.
-"""
+"""Prompt tokens that measure the speed of a CPU for the swap policy; a GPU computes the largest step."""
 
 RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
 """Function that runs the model and the sampler for one step over a KV cache, without CUDA graphs."""

@@ -35,8 +35,7 @@ class DraftModel(ABC):
     num_bytes: int
     """Bytes of its parameters."""
     reads_hidden_states: bool
-    """True if a row reads the hidden states of its position and the token after it; False if it reads its token.
-    """
+    """True if a row reads the hidden states of its position and the token after it; False if it reads its token."""
 
     @abstractmethod
     def load(self) -> None:

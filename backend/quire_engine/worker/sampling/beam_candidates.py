@@ -19,8 +19,7 @@ from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
 _BLOCK_TOKENS = 64
-"""Tokens of a block, whose maximum represents it in the first top-k. A maximum is vectorized, a top-k is not.
-"""
+"""Tokens of a block, whose maximum represents it in the first top-k. A maximum is vectorized, a top-k is not."""
 
 
 class BeamCandidates:

@@ -24,8 +24,7 @@ _MAX_COLUMNS_TO_LIST = 128
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
-"""Further tokens that a row returns: the number of most likely tokens (-1: all), or a tuple of token ids.
-"""
+"""Further tokens that a row returns: the number of most likely tokens (-1: all), or a tuple of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
