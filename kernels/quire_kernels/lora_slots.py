@@ -26,7 +26,7 @@ PANEL_COLUMNS = 32
 """Columns of a panel of B in csrc/lora.cpp."""
 PINNED_BYTES = 4 << 20
 """Bytes of a chunk of an adapter in pinned memory. torch rounds a pinned allocation up to a power of two, so 80 MiB
-would take 128 MiB. torch reuses an allocation for others of the same size, so chunks of equal size serve adapters of
+would take 128 MiB. torch reuses a freed allocation only for the same size, so chunks of equal size serve adapters of
 any rank.
 """
 

@@ -19,7 +19,7 @@ def rms_norm_linear(
         x: [num_tokens, in_features].
         norm_weight: [in_features], dtype of x.
         eps: see `rms_norm`.
-        weight: [out_features, in_features], dtype of x; the gate first, then the other half, if `gated`.
+        weight: [out_features, in_features], dtype of x; if `gated`, gate rows, then up rows.
         bias: [out_features] or None.
         gated: whether the layer is the first one of a gated MLP.
 
@@ -34,7 +34,7 @@ def rms_norm_linear(
 def _rms_norm_linear_torch(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """The three operations, one after the other."""
+    """Run norm, linear layer and activation one after the other."""
     out = linear(rms_norm(x, norm_weight, eps), weight, bias)
     return silu_mul(out) if gated else out
 

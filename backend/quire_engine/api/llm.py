@@ -173,8 +173,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Search for the best outputs of one or many prompts; all searches run in one batch.
 
-        `generate` with SamplingParams(use_beam_search=True) does the same with more parameters, such as stop strings.
-        `concurrency_limit` is accepted and ignored, because the scheduler limits the number of beams.
+        `generate` with SamplingParams(use_beam_search=True) also runs beam searches, with further parameters such as
+        stop strings. `concurrency_limit` is accepted and ignored, because the scheduler limits the number of beams.
 
         Raises:
             InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.

@@ -104,7 +104,9 @@ class Communicator:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return on rank 0 the ranks' tensors [num_rows, width] side by side, [num_rows, size * width]; elsewhere x."""
+        """Return on rank 0 the ranks' tensors [num_rows, width] side by side, [num_rows, size * width]; on other ranks
+        return x.
+        """
         options = dist.GatherOptions()
         options.rootRank = 0
         x = x.contiguous()

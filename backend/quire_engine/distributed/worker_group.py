@@ -6,9 +6,9 @@
                                <-------replies-----------
                                <--torch.distributed----->   (communicator.py)
 
-Calls are rare: load, rendezvous, serve, and those about adapters. If one rank ends, the group is lost: the others are
-killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs, the next
-collective operation fails in the others after `communicator.TIMEOUT_S`.
+Calls are rare: load, rendezvous, serve, and those about adapters. If one rank ends, the group is lost: the other ranks
+are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs, the
+next collective operation of the other ranks fails after `communicator.TIMEOUT_S`.
 """
 
 import json

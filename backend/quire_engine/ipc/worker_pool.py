@@ -61,7 +61,7 @@ class WorkerPool:
             timeout_s: limit of one answer.
             queue_timeout_s: limit of the wait for a free worker.
             low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
-                slow down the engine on the same cores, and is replaced after its answer. None: never.
+                slow down the engine on the same cores. It is replaced after its answer. None: never.
         """
         self._module = module
         self._config_line = json.dumps(config).encode() + b"\n"

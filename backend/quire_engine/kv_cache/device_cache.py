@@ -29,7 +29,7 @@ class KVCache:
     """Keys and values of `num_blocks` blocks.
 
     Isolation: no sequence reads old values of another sequence. A mask is not sufficient, because NaN times 0 is NaN.
-    If the attention kernels read whole blocks, a block is zeroed when its first token is written, and the padding of a
+    If the attention kernels read whole blocks, a block is zeroed when its first token is written. The padding of a
     block table repeats a block of the same sequence.
     """
 

@@ -36,7 +36,7 @@ class CapacityCheck:
     ) -> bool:
         """Return whether at most `max_num_seqs` sequences run after `preempted` stop and `sequence` starts.
 
-        Pending forks count as running, and all beams of a search count when its first one starts.
+        Pending forks are counted as running. When the first beam of a search starts, all its beams are counted.
         """
         if sequence.resumes_beam_group:
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft planner: adds draft tokens to the decode spans of a planned step, and records what was accepted. Torch-free.
+"""Draft planner: adds draft tokens to the decode spans of a planned step, and records the accepted tokens. Torch-free.
 
 The scheduler calls the planner last, when all other tokens of the step are planned. So drafts use only the rest of the
 token budget and free blocks: they delay no prompt and preempt no sequence.

@@ -80,7 +80,8 @@ class SuffixTree:
             context: tokens.
             max_match: maximum number of tokens of the run.
             max_tokens: maximum number of tokens of the continuation.
-            min_probability: the continuation ends where the product of the tokens' relative counts falls below it.
+            min_probability: the continuation ends where the product of its tokens' relative counts falls below
+                `min_probability`.
 
         Returns:
             The number of tokens of the run, 0 without one, and the continuation.

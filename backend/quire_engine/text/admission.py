@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission control: which requests the text process accepts, and why it rejects the others.
+"""Admission control: decides which requests the text process accepts, and gives the reason for each rejection.
 
 Policy only: no socket, no clock, no thread. The request manager calls it for every request, before and after
 tokenizing. An admitted request can run in the engine, as far as the text process can check; a rejection costs

@@ -25,8 +25,8 @@ _PROMPT_TOKENS = 64
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield three steps: one that needs as much memory as any step, one prompt chunk at the end of the longest
-    context, and one prompt chunk at position 0, which another attention kernel may compute.
+    """Yield three steps: the step with the largest memory use, a prompt chunk at the end of the longest context, and a
+    prompt chunk at position 0, which another attention kernel may compute.
 
     The first step has `max_num_seqs` sequences: prompts, and one sequence that decodes at the end of the longest
     context, so that all block tables are as wide as possible. All sequences use every sampling parameter, and the

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a few tokens, with the norm before and the epilogue after them in the same kernel.
 
-With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. It requests the
-first of its weights before it waits for the previous kernel (programmatic dependent launch, see pdl.py), so that the
-memory is busy while that kernel ends. All programs wait before they read inputs or write outputs.
+With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. It requests its
+first weights before it waits for the previous kernel, so that the memory is busy while that kernel ends (programmatic
+dependent launch, see pdl.py). All programs wait before they read inputs or write outputs.
 
 The norm needs no pass of its own: x / rms * g is multiplied as x * g, and the sum of squares divides the result. Sums
 are computed in a fixed order, so a batch gives the same bits each time.
