@@ -44,30 +44,30 @@ Examples:
   python -m quire_server --vllm-repository model_repository/vllm_model --served-name llama \\
       --run-dir /tmp/quire --cache-dir ~/.cache/quire
 """
-_VLLM_REPOSITORY_HELP = "instead of both: an unchanged model of NVIDIA's vllm_backend (model.json, multi_lora.json)"
+_VLLM_REPOSITORY_HELP = "instead of --engine and --adapters: a vllm_backend model (model.json, multi_lora.json)"
 _HOST_HELP = (
     f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all addresses (IPv6 if ${POD_IP_VARIABLE} is an IPv6 "
     "address)"
 )
 _EXPOSE_HELP = (
-    "protocols of the server that clients can reach: http, grpc, http,grpc (default) or none; the others listen on "
+    "protocols of the server that clients can reach: http, grpc, http,grpc (default) or none; other ports listen on "
     "loopback"
 )
 _OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)"
-_OPENAI_KEYS_HELP = "API keys of the OpenAI API, one file each, such as a mounted Secret (default: no key is needed)"
-_OPENAI_SHARED_PREFIX_CACHE_HELP = "let requests of different API keys use each other's cached prompts"
+_OPENAI_KEYS_HELP = "folder with an API key in each file, such as a mounted Secret (default: no key is needed)"
+_OPENAI_SHARED_PREFIX_CACHE_HELP = "share cached prompts between requests of different API keys"
 _OPENAI_LIVE_HELP = "serve /live, a page that shows the running engine, on the port of the OpenAI API"
 _OPENAI_DEFAULTS_HELP = "auto (default): generation_config.json sets defaults in the OpenAI API; vllm: it does not"
-_OPENAI_CORS_HELP = "let web pages of this origin call the OpenAI API; * for all"
-_ADMIN_KEY_HELP = "key for /status and /adapters; without it they answer requests from this machine only"
+_OPENAI_CORS_HELP = "allow web pages of this origin to call the OpenAI API; *: all origins"
+_ADMIN_KEY_HELP = "file with the key for /status and /adapters (default: no key, only from this machine)"
 _SERVED_MODEL_NAME_HELP = "name of the base model in the OpenAI API; can be repeated (default: --served-name)"
 _FRONT_COUNT_HELP = "processes that serve the OpenAI API on one port (default: 1)"
-_RUNTIME_LORA_HELP = "let the OpenAI API load and unload adapters, with the admin key"
-_LORA_PATH_HELP = "folder from which it can load them; requires --allow-path-sources"
+_RUNTIME_LORA_HELP = "allow clients of the OpenAI API that have the admin key to load and unload adapters"
+_LORA_PATH_HELP = "folder of adapters that the OpenAI API can load; requires --allow-path-sources"
 _MODEL_REPOSITORY_HELP = (
-    "folder of further Triton models (Python, ensembles); their code runs as this user; load and unload: health port"
+    "folder of other Triton models (Python, ensembles); their code runs as this user; the health port can load them"
 )
-_MODEL_ENV_HELP = "environment variable that their code gets in addition to those of libraries; can be repeated"
+_MODEL_ENV_HELP = "environment variable that the code of other Triton models gets; can be repeated"
 _SERVER_ARG_HELP = f"argument of the server; can be repeated; allowed: {', '.join(ALLOWED)}"
 _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _PVCS: dict[str, Any] = {"dest": "pvcs", "action": "append", "default": []}
@@ -198,7 +198,13 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--engine", "FILE", _absolute_path, "engine.json", {}),
         ("--adapters", "FILE", _absolute_path, "adapters.json: the adapter catalog", {}),
         ("--vllm-repository", "DIR", Path, _VLLM_REPOSITORY_HELP, {}),
-        ("--device", None, str, "used if model.json contains no device (default: cuda)", {"choices": DEVICES}),
+        (
+            "--device",
+            None,
+            str,
+            "device for --vllm-repository if model.json sets none (default: cuda)",
+            {"choices": DEVICES},
+        ),
         ("--served-name", "NAME", str, "model name of the base model", {"required": True}),
     ),
     "further models": (
@@ -207,8 +213,20 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--server-arg", "NAME=VALUE", str, _SERVER_ARG_HELP, {"dest": "server_args", **_REPEATED}),
     ),
     "folders": (
-        ("--run-dir", "DIR", _absolute_path, "sockets; used by one supervisor at a time", {"required": True}),
-        ("--cache-dir", "DIR", _absolute_path, "fetched adapters; kept across restarts", {"required": True}),
+        (
+            "--run-dir",
+            "DIR",
+            _absolute_path,
+            "folder for sockets; only one supervisor can use it at a time",
+            {"required": True},
+        ),
+        (
+            "--cache-dir",
+            "DIR",
+            _absolute_path,
+            "folder for downloaded adapters; kept across restarts",
+            {"required": True},
+        ),
     ),
     "network": (
         ("--host", "HOST", str, _HOST_HELP, {"default": "127.0.0.1"}),
@@ -225,7 +243,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--openai-cors-origin", "ORIGIN", str, _OPENAI_CORS_HELP, {"action": "append", "default": []}),
         ("--openai-generation-config", None, str, _OPENAI_DEFAULTS_HELP, {"choices": ("auto", "vllm")}),
         ("--openai-ssl-certfile", "FILE", _absolute_path, "serve the OpenAI API over TLS: certificate chain", {}),
-        ("--openai-ssl-keyfile", "FILE", _absolute_path, "its key (default: in the same file)", {}),
+        ("--openai-ssl-keyfile", "FILE", _absolute_path, "key of the certificate (default: in the same file)", {}),
         ("--openai-api-server-count", "N", _parse_front_count, _FRONT_COUNT_HELP, {"default": 1}),
         ("--openai-enable-log-requests", None, bool, "log each request of the OpenAI API", {}),
         ("--openai-max-body-bytes", "N", int, "maximum size of a request (default: 8 MiB)", {}),
@@ -234,7 +252,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--allowed-local-lora-path", "DIR", _absolute_path, _LORA_PATH_HELP, {"action": "append", "default": []}),
     ),
     "adapter sources": (
-        ("--secrets-dir", "DIR", Path, "Secrets, as DIR/<secret>/<key>, or DIR/<secret> as JSON", {}),
+        ("--secrets-dir", "DIR", Path, "folder with Secrets, as files DIR/<secret>/<key>, or DIR/<secret> as JSON", {}),
         ("--pvc", "CLAIM=DIR", _parse_pvc_mount, "mount point of a PersistentVolumeClaim", _PVCS),
         ("--allow-path-sources", None, bool, "allow local folders as adapter sources; not for pods", {}),
         ("--max-adapter-bytes", "N", int, "maximum adapter size (default: 4 GiB)", {"default": 4 * 2**30}),

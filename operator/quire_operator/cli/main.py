@@ -130,10 +130,10 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--vllm-repository",
         type=Path,
         metavar="DIR",
-        help="a model of NVIDIA's vllm_backend (1/model.json) instead; its folder's name is the model name",
+        help="instead of -f: folder of an NVIDIA vllm_backend model (1/model.json); its name is the model name",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="for --vllm-repository, if model.json has no device (default: cuda)"
+        "--device", choices=("cuda", "cpu"), help="device for --vllm-repository if model.json sets none (default: cuda)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     for name, purpose in (

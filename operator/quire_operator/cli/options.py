@@ -94,7 +94,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire batch`."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("-f", "--file", help="the LLMService to run here; paths in it are relative to its folder")
-    where.add_argument("--url", help="a server of the OpenAI API instead, such as http://localhost:8004")
+    where.add_argument("--url", help="instead of -f: a server with the OpenAI API, such as http://localhost:8004")
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one on each line")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="results, appended as they end"
@@ -106,7 +106,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--max-inflight",
         type=_parse_count,
         metavar="N",
-        help="requests that are open at the same time (default: with --url 64, else twice spec.engine.maxNumSeqs)",
+        help="maximum number of open requests (default: 64 with --url, else twice spec.engine.maxNumSeqs)",
     )
     parser.add_argument(
         "--retry-timeout",
@@ -119,7 +119,10 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--api-key-env", metavar="NAME", help="environment variable with the API key (default: OPENAI_API_KEY)"
     )
     server.add_argument(
-        "--priority", type=int, metavar="N", help="for requests without one; lower runs first (default: 100; 0: none)"
+        "--priority",
+        type=int,
+        metavar="N",
+        help="default priority of requests; lower runs first (default: 100; 0: none)",
     )
     server.add_argument(
         "--timeout", type=_parse_seconds, metavar="SECONDS", help="time limit of one request (default: 3600)"
@@ -309,7 +312,7 @@ def add_expose_option(parser: argparse.ArgumentParser) -> None:
         "--expose",
         choices=("http", "grpc", "http,grpc", "none"),
         metavar="PROTOCOLS",
-        help="protocols of the server that clients can reach: http, grpc, http,grpc or none; the others listen on "
+        help="protocols of the server that clients can reach: http, grpc, http,grpc or none; other ports listen on "
         "loopback (default: spec.runtime.expose, else both)",
     )
 
@@ -320,7 +323,7 @@ def add_model_repository_options(parser: argparse.ArgumentParser) -> None:
         "--model-repository",
         type=Path,
         metavar="DIR",
-        help="further Triton models to serve; their code runs as your user (default: spec.runtime.models)",
+        help="folder of other Triton models to serve; their code runs as your user (default: spec.runtime.models)",
     )
     parser.add_argument(
         "--server-arg",
@@ -339,13 +342,13 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "--openai-port",
         type=parse_port_or_zero,
         metavar="PORT",
-        help=f"the OpenAI API; 0: not served (default: spec.openai.port, else {constants.OPENAI_PORT})",
+        help=f"port of the OpenAI API; 0: not served (default: spec.openai.port, else {constants.OPENAI_PORT})",
     )
     parser.add_argument(
         "--openai-api-keys-dir",
         type=_parse_folder,
         metavar="DIR",
-        help="API keys of the OpenAI API: each file is a key, its name is shown in metrics (default: the Secret of "
+        help="folder with an API key in each file; metrics show the names of the files (default: the Secret of "
         "spec.openai.apiKeysSecretRef, else no key is needed)",
     )
     for option, text in (
@@ -364,12 +367,12 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "--admin-key-file",
         type=_parse_file,
         metavar="FILE",
-        help="key for the status and for changing adapters (default: the status answers this machine only)",
+        help="file with the key for the status and for changes of adapters (default: no key, only from this machine)",
     )
     parser.add_argument(
         "--allow-runtime-lora-updating",
         action="store_true",
-        help="let the OpenAI API load and unload adapters, with the admin key",
+        help="allow clients of the OpenAI API that have the admin key to load and unload adapters",
     )
     parser.add_argument(
         "--allowed-local-lora-path",
@@ -377,7 +380,7 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="folder from which it can load them; can be repeated (default: hub, HTTP and S3 only)",
+        help="folder of adapters that the OpenAI API can load; can be repeated (default: hub, HTTP and S3 only)",
     )
 
 
@@ -394,5 +397,5 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
             f"--{kind}-parser",
             choices=("auto", "none", *names),
             metavar="NAME",
-            help=f"format of {purpose} in outputs: {', '.join(names)}, none (default: found from the chat template)",
+            help=f"format of {purpose} in outputs: {', '.join(names)}, none (default: detected from the chat template)",
         )
