@@ -167,8 +167,8 @@ def _needless_tools(rng: random.Random) -> turns.Chat:
 def main() -> None:
     """Print documents of one corpus."""
     parser = argparse.ArgumentParser(description="Print documents of one of the tiny model's corpora.")
-    parser.add_argument("corpus", choices=CORPORA, help="whose documents")
-    parser.add_argument("--count", type=int, default=3, help="how many (default %(default)s)")
+    parser.add_argument("corpus", choices=CORPORA, help="corpus to print")
+    parser.add_argument("--count", type=int, default=3, help="number of documents (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same documents (default %(default)s)")
     arguments = parser.parse_args()
     documents = CORPORA[arguments.corpus](arguments.seed)

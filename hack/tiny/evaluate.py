@@ -67,7 +67,7 @@ def main() -> None:
     """Print all measurements."""
     parser = argparse.ArgumentParser(description="Measure the tiny model and its adapters.")
     parser.add_argument(
-        "--out", type=Path, default=_EXAMPLES, help="has models/tiny and adapters/* (default: examples)"
+        "--out", type=Path, default=_EXAMPLES, help="folder with models/tiny and adapters/* (default: examples)"
     )
     parser.add_argument("--count", type=int, default=60, help="requests of each kind (default %(default)s)")
     arguments = parser.parse_args()

@@ -257,14 +257,19 @@ def _arguments() -> argparse.Namespace:
         description=_ABOUT, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ("base", "chat", *_ADAPTERS)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(parts)} (default: all, in this order)")
     parser.add_argument(
-        "--seed", type=int, default=DEFAULT_SEED, help="of texts, initial weights and adapters (default %(default)s)"
+        "parts", nargs="*", metavar="part", help=f"parts: {', '.join(parts)} (default: all, in this order)"
     )
-    parser.add_argument("--resume", action="store_true", help="begin with the adapters that are there")
-    parser.add_argument("--scale", type=float, default=1.0, help="times the number of steps (default %(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=_EXAMPLES, help="has models/tiny and adapters/* (default: examples)"
+        "--seed",
+        type=int,
+        default=DEFAULT_SEED,
+        help="seed of texts, initial weights and adapters (default %(default)s)",
+    )
+    parser.add_argument("--resume", action="store_true", help="start from the existing adapters")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of steps (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=_EXAMPLES, help="folder with models/tiny and adapters/* (default: examples)"
     )
     parser.add_argument(
         "--model", type=Path, help="folder of the model that part chat begins with (default: models/tiny of --out)"

@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=2, help="CPU threads (default %(default)s; 1 is faster on a busy machine)"
     )
-    parser.add_argument("--seed", type=int, default=11, help="of texts and initial weights (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=11, help="seed of texts and initial weights (default %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     target = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)

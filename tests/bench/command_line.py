@@ -28,10 +28,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--shape", choices=random_checkpoint.SHAPES, help="random weights, made once and kept")
     add("--vllm-python", metavar="FILE", help="interpreter of an environment that has vllm; adds vllm")
     add("--requests", type=int, default=64, metavar="N", help="requests of a run (default 64)")
-    add("--prompt-tokens", type=_parse_bounds, metavar="A-B", help="of a prompt (default %(default)s)")
-    add("--output-tokens", type=_parse_bounds, metavar="A-B", help="of an output (default %(default)s)")
+    add("--prompt-tokens", type=_parse_bounds, metavar="A-B", help="tokens of a prompt (default %(default)s)")
+    add("--output-tokens", type=_parse_bounds, metavar="A-B", help="tokens of an output (default %(default)s)")
     add("--runs", type=int, metavar="N", help="rounds (default %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (default 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts, lengths and arrivals (default 0)")
 
 
 def parse_engine_options(

@@ -54,7 +54,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("streams", nargs="?", type=int, default=64, help="at once (default: %(default)s)")
-    parser.add_argument("tokens", nargs="?", type=int, default=200, help="of each stream (default: %(default)s)")
+    parser.add_argument("streams", nargs="?", type=int, default=64, help="concurrent streams (default: %(default)s)")
+    parser.add_argument("tokens", nargs="?", type=int, default=200, help="tokens of each stream (default: %(default)s)")
     arguments = parser.parse_args()
     main(arguments.streams, arguments.tokens)

@@ -147,10 +147,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parts = ["batches", "first-use"]
     parser.add_argument(
-        "--parts", type=lambda text: text.split(","), default=parts, help=f"of {','.join(parts)} (default: both)"
+        "--parts",
+        type=lambda text: text.split(","),
+        default=parts,
+        help=f"parts to run: {','.join(parts)} (default: both)",
     )
     parser.add_argument("--schemas", type=int, default=100)
-    parser.add_argument("--deaths", type=int, default=10, help="of workers by a hostile schema (default: %(default)s)")
+    parser.add_argument(
+        "--deaths", type=int, default=10, help="worker deaths by a hostile schema (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     folder = arguments.model or random_checkpoint.cached_checkpoint(arguments.shape)
     llm = LLM(model=folder, device="cpu", max_model_len=256, kv_cache_memory_bytes=2**30)

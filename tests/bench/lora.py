@@ -255,9 +255,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command_line.add_engine_options(parser)
     parser.set_defaults(prompt_tokens="32-64", output_tokens="32-64", runs=5)
     add = parser.add_argument
-    add("--adapters", type=int, default=16, metavar="N", help="different ones in a batch (default 16)")
-    add("--rank", type=int, default=16, metavar="R", help="of every adapter (default 16)")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of each of our rows in a round; their median counts")
+    add("--adapters", type=int, default=16, metavar="N", help="different adapters in a batch (default 16)")
+    add("--rank", type=int, default=16, metavar="R", help="LoRA rank of each adapter (default 16)")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of Quire per row and round; their median is used")
     add("--dtype", default="bfloat16", help="bfloat16 (default), float32 or float16")
     return command_line.parse_engine_options(parser, argv, ("repeats", "adapters", "rank"))
 

@@ -86,8 +86,12 @@ def main() -> None:
     """Print the speed of both models and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64, help="requests of a run (default 64)")
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 256), help="bounds (default 32 256)")
-    parser.add_argument("--output-tokens", type=int, nargs=2, default=(32, 128), help="bounds (default 32 128)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, nargs=2, default=(32, 256), help="bounds of the number (default 32 256)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, nargs=2, default=(32, 128), help="bounds of the number (default 32 128)"
+    )
     parser.add_argument("--runs", type=int, default=2, help="runs of each model (default 2)")
     args = parser.parse_args()
     workload = Workload(args.requests, tuple(args.prompt_tokens), tuple(args.output_tokens), 40_000, seed=0)

@@ -78,5 +78,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="starts (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of starts (default: %(default)s)")
     main(parser.parse_args())

@@ -205,15 +205,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.new_parser("residency.py", __doc__)
     add = parser.add_argument
     add("--shape", choices=random_checkpoint.SHAPES, default="135m", help="random weights of a shape (default 135m)")
-    add("--parts", type=lambda text: text.split(","), default=list(PHASES), metavar="A,B", help="of itl,zipf,change")
+    add("--parts", type=lambda text: text.split(","), default=list(PHASES), metavar="A,B", help="itl, zipf, change")
     add("--runs", type=int, default=5, metavar="N", help="rounds of itl, and changes of each kind (default 5)")
-    add("--seconds", type=float, default=30.0, metavar="S", help="of a run of itl (default 30)")
+    add("--seconds", type=float, default=30.0, metavar="S", help="duration of a run of itl (default 30)")
     add("--loads", type=int, default=100, metavar="N", help="adapters that are loaded in a run of itl (default 100)")
-    add("--prompt-tokens", type=int, default=32, metavar="N", help="of itl's requests (default 32)")
-    add("--output-tokens", type=int, default=64, metavar="N", help="of itl's requests (default 64)")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="prompt tokens of itl's requests (default 32)")
+    add("--output-tokens", type=int, default=64, metavar="N", help="output tokens of itl's requests (default 64)")
     add("--registered", type=int, default=1000, metavar="N", help="adapters of zipf (default 1000)")
     add("--zipf-requests", type=int, default=600, metavar="N", help="requests of zipf (default 600)")
-    add("--clients", type=int, default=32, metavar="N", help="of zipf, each with one request at a time (default 32)")
+    add(
+        "--clients",
+        type=int,
+        default=32,
+        metavar="N",
+        help="clients of zipf, each with one request at a time (default 32)",
+    )
     add(
         "--threads",
         type=int,
@@ -221,7 +227,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="that the core of itl and zipf computes with (default: as many as by itself); with one less than there "
         "are cores, loads have a core of their own, as beside a GPU",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and adapters (default 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts, arrivals and adapters (default 0)")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.parts) - set(PHASES)):
         parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PHASES)}")

@@ -194,7 +194,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(prompt_tokens="32-256", output_tokens="32-128", runs=3)
     add = parser.add_argument
     names = ",".join(ENGINE_NAMES)
-    add("--engines", type=lambda text: text.split(","), metavar="A,B", help=f"of {names} (default: all)")
+    add("--engines", type=lambda text: text.split(","), metavar="A,B", help=f"engines: {names} (default: all)")
     add(
         "--rates",
         type=_parse_rates,
@@ -202,7 +202,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="R,R",
         help="also R requests per second, a Poisson process",
     )
-    add("--prefix-tokens", type=int, default=1500, metavar="N", help="of a shared prefix; 0: none (default 1500)")
+    add(
+        "--prefix-tokens", type=int, default=1500, metavar="N", help="tokens of a shared prefix; 0: none (default 1500)"
+    )
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     add("--max-num-seqs", type=int, default=64, metavar="N", help="sequences in a step (default 64)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens in a step (default 2048)")

@@ -199,9 +199,9 @@ def main() -> int:
     """Run the soak test and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, metavar="M")
-    parser.add_argument("--clients", type=int, default=48, metavar="N", help="that ask one request after the other")
+    parser.add_argument("--clients", type=int, default=48, metavar="N", help="clients, each with one request at a time")
     parser.add_argument("--kill", type=float, metavar="S", help="kill core, text, server and a stub in turn, every S s")
-    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, running_service(example_document(), Path(folder)) as service:
         soak = Soak(service, args.seed)

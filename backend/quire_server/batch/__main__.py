@@ -109,13 +109,13 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests, one on each line")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="results, appended as they end")
     parser.add_argument("--error-file", type=Path, metavar="FILE", help="failed lines (default: OUTPUT.errors.jsonl)")
-    parser.add_argument("--max-inflight", type=int, metavar="N", help="requests that are open at the same time")
+    parser.add_argument("--max-inflight", type=int, metavar="N", help="maximum number of open requests")
     parser.add_argument("--retry-timeout", type=float, default=600.0, metavar="S", help="default: %(default)s")
     parser.add_argument("--verbose", action="store_true", help="also log repeated requests and the engine's log")
     server = parser.add_argument_group("on a server")
-    server.add_argument("--url", help="root of a server of the OpenAI API")
+    server.add_argument("--url", help="base URL of a server with the OpenAI API")
     server.add_argument(
-        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable of the API key"
+        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the API key"
     )
     server.add_argument("--priority", type=int, metavar="N", help="priority of requests that have none")
     server.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="time limit of one request")
@@ -123,8 +123,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     local.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
     local.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the adapter catalog")
     local.add_argument("--served-name", metavar="NAME", help="model name of the base model")
-    local.add_argument("--run-dir", type=Path, metavar="DIR", help="sockets; used by one batch or server at a time")
-    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="fetched adapters; kept across runs")
+    local.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for sockets of this batch alone")
+    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for adapters; kept across runs")
     local.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
     local.add_argument("--pvc", dest="pvcs", action="append", default=[], metavar="CLAIM=DIR")
     args = parser.parse_args(argv)

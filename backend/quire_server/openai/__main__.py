@@ -140,18 +140,17 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser.add_argument(
         "--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, metavar="N", help="default: %(default)s"
     )
+    parser.add_argument("--api-keys-dir", type=Path, metavar="DIR", help="folder with an API key in each file")
     parser.add_argument(
-        "--api-keys-dir", type=Path, metavar="DIR", help="API keys: each file is a key, its name is shown in metrics"
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the key for requests that load and unload adapters",
     )
-    parser.add_argument(
-        "--admin-key-file", type=Path, metavar="FILE", help="let requests with this key load and unload adapters"
-    )
-    parser.add_argument(
-        "--shared-prefix-cache", action="store_true", help="let requests of different keys share cached prompts"
-    )
+    parser.add_argument("--shared-prefix-cache", action="store_true", help="share cached prompts between API keys")
     parser.add_argument("--live", action="store_true", help="serve /live, a page that shows the running engine")
     parser.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin read responses"
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="allow web pages of this origin"
     )
     parser.add_argument(
         "--generation-config",
@@ -160,9 +159,11 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         help="auto: defaults of sampling parameters come from generation_config.json; vllm: they do not",
     )
     parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain")
-    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key (default: in the same file)")
+    parser.add_argument(
+        "--ssl-keyfile", type=Path, metavar="FILE", help="key of the certificate (default: in the same file)"
+    )
     parser.add_argument("--probe-socket", type=Path, metavar="FILE", help="also answer on this Unix socket, for probes")
-    parser.add_argument("--reuse-port", action="store_true", help="share the port with other fronts")
+    parser.add_argument("--reuse-port", action="store_true", help="share the port with other processes")
     parser.add_argument("--log-requests", action="store_true", help="log each request")
     args = parser.parse_args(argv)
     if args.ssl_keyfile is not None and args.ssl_certfile is None:
