@@ -26,24 +26,13 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan
 from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
-from quire_engine.worker import graph_capture
+from quire_engine.worker import attention_plans, graph_capture
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import (
-    available_memory_bytes,
-    resolve_cache_dtype,
-    set_num_threads,
-    trim_heap,
-)
+from quire_engine.worker.device import available_memory_bytes, resolve_cache_dtype, set_num_threads, trim_heap
 from quire_engine.worker.drafting.drafter import Drafter
-from quire_engine.worker.memory_budget import (
-    MemoryBudget,
-    naming_setting_on_oom,
-    num_kv_blocks,
-    step_too_large_error,
-)
+from quire_engine.worker.memory_budget import MemoryBudget, naming_setting_on_oom, num_kv_blocks, step_too_large_error
 from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps
-from quire_kernels import prepare_chunk_attention, select_prefill_attention
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
@@ -124,8 +113,7 @@ class RunnerStartup:
             kv_cache = self._create_cache(num_blocks)
             draft_cache = None if self._drafter is None else self._drafter.allocate(num_blocks)
             kv_caches = [kv_cache, *([] if draft_cache is None else [draft_cache])]
-        # A plan of the attention kernel depends on the number of blocks.
-        self._prepare_chunk_attention(kv_cache)
+        attention_plans.prepare_for_chunks(config, self._model, self._max_model_len, self._dtype, kv_cache)
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
@@ -183,7 +171,10 @@ class RunnerStartup:
 
     def _measure_gpu_memory(self) -> MemoryBudget:
         weights, lora = self._weights_bytes, self._lora_bytes
-        self._select_prefill_attention()
+        arguments = self._config, self._model, self._max_model_len, self._dtype
+        attention_plans.select_for_prompts(*arguments, self._device)
+        # The memory of plans, modules and workspaces is counted; plans over the real cache replace these plans.
+        attention_plans.prepare_for_chunks(*arguments, self._create_cache(1))
         graph_bytes = self._measure_graph_memory()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -197,28 +188,6 @@ class RunnerStartup:
         other_process_bytes = total - free - torch.cuda.memory_reserved(self._device)
         requested_bytes = int(total * self._config.gpu_memory_utilization)
         return MemoryBudget(requested_bytes, weights, lora, peak - weights - lora + other_process_bytes, graph_bytes)
-
-    def _select_prefill_attention(self) -> None:
-        shape, config = self._model.shape, self._config
-        if shape.attention_softcap is None:
-            heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-            max_tokens = min(config.max_num_batched_tokens, self._max_model_len)
-            select_prefill_attention(heads, self._dtype, self._device, max_tokens)
-            # The memory of plans, modules and workspaces is counted; plans over the real cache replace these plans.
-            self._prepare_chunk_attention(self._create_cache(1))
-
-    def _prepare_chunk_attention(self, kv_cache: KVCache) -> None:
-        shape, config = self._model.shape, self._config
-        if shape.attention_softcap is not None:
-            return
-        prepare_chunk_attention(
-            kv_cache.layers[0],
-            shape.num_heads,
-            shape.attention_scale,
-            self._dtype,
-            min(config.max_num_batched_tokens, self._max_model_len),
-            -(-self._max_model_len // config.block_size),
-        )
 
     def _measure_graph_memory(self) -> int:
         """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these

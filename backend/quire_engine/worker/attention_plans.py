@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparation of the attention of long prompts at start: cuDNN's plans and their memory, before requests come.
+
+The startup of a model runner calls it. Models with a soft cap on attention logits always use the project's own kernel.
+"""
+
+import torch
+
+from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.models.base import CausalLM
+from quire_kernels import prepare_chunk_attention, select_prefill_attention
+from quire_spec.engine.config import EngineConfig
+
+
+def select_for_prompts(
+    config: EngineConfig, model: CausalLM, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Select the implementation for prompts without a context, by running it for all lengths of a step."""
+    shape = model.shape
+    if shape.attention_softcap is None:
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        select_prefill_attention(heads, dtype, device, min(config.max_num_batched_tokens, max_model_len))
+
+
+def prepare_for_chunks(
+    config: EngineConfig, model: CausalLM, max_model_len: int, dtype: torch.dtype, kv_cache: KVCache
+) -> None:
+    """Build the plans for chunks behind a context; a plan depends on the number of blocks of `kv_cache`."""
+    if model.shape.attention_softcap is None:
+        prepare_chunk_attention(
+            kv_cache.layers[0],
+            model.shape.num_heads,
+            model.shape.attention_scale,
+            dtype,
+            min(config.max_num_batched_tokens, max_model_len),
+            -(-max_model_len // config.block_size),
+        )
