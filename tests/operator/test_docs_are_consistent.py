@@ -218,12 +218,13 @@ def test_download_job_fills_the_claim_that_the_services_read():
     (container,) = job["containers"]
     assert container["command"][1:] == ["-m", "quire_server.download"]
     args = model_download._parser().parse_args(container["args"])
-    ref = model_download._parse_source(args.source).huggingFace.tokenSecretRef
+    [source], [folder] = args.source, args.into
+    ref = model_download._parse_source(source).huggingFace.tokenSecretRef
     claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in job["volumes"] if "secret" not in v}
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert f"{args.secrets_dir}/{ref.name}" in mounts
     sources = [body["spec"]["model"]["source"].get("pvc") for body in bodies if body.get("kind") == "LLMService"]
-    assert sources.count({"claimName": claims[mounts[str(args.into.parent)]], "path": args.into.name}) == 2
+    assert sources.count({"claimName": claims[mounts[str(folder.parent)]], "path": folder.name}) == 2
 
 
 def test_migrated_repository_has_the_same_engine_config():
