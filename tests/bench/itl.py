@@ -193,7 +193,8 @@ def _mixed_requests(
         prompt = [prompt_rng.randrange(workload.vocab_size) for _ in range(workload.prompt_tokens)]
         return CoreRequest(arrival_s, "long", arrival_rng.choice(resident), prompt, workload.output_tokens)
 
-    requests = list(poisson_arrivals(arrival_rng, rate, workload.seconds, long_request))
+    # On a device that emulates slowly, none may arrive in the short time of a rehearsal.
+    requests = list(poisson_arrivals(arrival_rng, rate, workload.seconds, long_request)) or [long_request(0.0)]
     return sorted(
         requests
         + [
