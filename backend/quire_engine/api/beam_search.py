@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and results of `LLM.beam_search` as values, with vLLM's names."""
+"""Dataclasses of the parameters and results of `LLM.beam_search`, with the names that vLLM uses."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class BeamSearchParams:
     """
 
     beam_width: int
-    """Number of beams, and of outputs."""
+    """Number of beams, which is also the number of outputs."""
     max_tokens: int
     """Maximum number of output tokens."""
     ignore_eos: bool = False
@@ -25,7 +25,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Divides the logits; 0 and 1 leave the logits unchanged."""
     length_penalty: float = 1.0
-    """See SamplingParams, also for `early_stopping`."""
+    """`length_penalty` and `early_stopping` are explained in SamplingParams."""
     early_stopping: bool | str = False
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the text."""
@@ -34,7 +34,7 @@ class BeamSearchParams:
         self.to_sampling_params()
 
     def to_sampling_params(self) -> SamplingParams:
-        """Return the parameters for `LLM.generate`."""
+        """Return the equivalent parameters for `LLM.generate`."""
         if type(self.beam_width) is int:
             check_range("beam_width", self.beam_width, 1, MAX_OUTPUTS)
         return SamplingParams(
@@ -62,7 +62,7 @@ class BeamSearchSequence:
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
-    """The stop token id that ended the output; None for length and end-of-sequence."""
+    """The stop token id that ended the output; None if the length or the end-of-sequence token ended it."""
     lora_request: LoRARequest | None = None
 
 

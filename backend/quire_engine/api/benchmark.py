@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of an engine with random prompts: throughput and latency, measured around its steps.
+"""Benchmark of an engine with random prompts: measures the throughput and the latency of its steps.
 
-The benchmark measures only the engine, without tokenizer, text process and server. The CLI calls it: `python -m
-quire_engine bench`.
+The benchmark measures only the engine, without tokenizer, text process and server. The command `python -m quire_engine
+bench` calls this module.
 """
 
 import math
@@ -62,8 +62,8 @@ class LatencyStats:
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float]) -> "LatencyStats | None":
-        """Return the statistics; None if there are no values, for example times between tokens with one output
-        token.
+        """Return the statistics; None without values. For example, requests with one output token have no times between
+        tokens.
         """
         if not seconds:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineArgs` of vLLM: engine arguments as an object and as command line options, for scripts that build an `LLM`.
+"""vLLM's `EngineArgs` for scripts that build an `LLM`: engine arguments as an object and as command line options.
 
 parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
 llm = LLM(**vars(parser.parse_args()))
@@ -33,7 +33,7 @@ class _CliArguments:
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
-        """Return the engine arguments among parsed options."""
+        """Create an object from parsed options; options that are not engine arguments are ignored."""
         names = {argument.name for argument in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in vars(arguments).items() if name in names})
 

@@ -46,7 +46,7 @@ class ParsedPrompt:
         """Parse one prompt.
 
         Raises:
-            InvalidArgument: the prompt has an unknown key, neither text nor token ids, or an invalid token id.
+            InvalidArgument: the prompt has an unknown key or an invalid token id, or lacks both text and token ids.
         """
         if isinstance(prompt, str):
             return cls(prompt, None)
@@ -86,7 +86,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def broadcast_to_prompts(
     name: str, value: Any, expected_type: type[Any], num_prompts: int, optional: bool = False
 ) -> list[Any]:
-    """Return a list with one value per prompt, from a single value or such a list. `optional` allows the value None.
+    """Return a list with one value per prompt; a single value is repeated for every prompt. `optional` allows the value
+    None.
 
     Raises:
         InvalidArgument: the list has another length, or a value is not of `expected_type`.
@@ -106,7 +107,8 @@ def broadcast_to_prompts(
 
 
 def _parse_token_ids(values: object) -> list[int]:
-    """Convert token ids, integers of any library, to int. The engine checks that they are in the vocabulary."""
+    """Convert token ids to int; they can be integers of other libraries, such as NumPy. The engine checks that they are
+    in the vocabulary."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidArgument(f"prompt: invalid prompt {str(values)[:80]!r}; {_PROMPT_FORMATS}")
     try:

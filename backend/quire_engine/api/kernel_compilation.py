@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_engine compile`: a folder of compiled GPU kernels, which an image can contain. Needs no GPU.
 
-A model without memory runs the steps that an engine runs at start, and each launch compiles its kernel. So a new
-kernel is compiled in advance as soon as a model uses it.
+A model on the meta device runs the same steps as an engine at start, and each kernel launch compiles the kernel. A new
+kernel needs no entry in a list: it is compiled if a model uses it.
 """
 
 import re
@@ -46,16 +46,16 @@ _LLAMA_3_1_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-"""Configuration of Llama-3.1-8B. Mistral 7B differs only in its vocabulary and Qwen3-8B in the MLP; most kernels are
-equal.
+"""Configuration of Llama-3.1-8B. Mistral 7B has another vocabulary and Qwen3-8B another MLP, but most of their kernels
+are the same.
 """
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
 _MIN_CAPABILITY_FOR_E4M3 = (8, 9)
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
-"""Numbers of spans: one for each variant of the attention plan up to 257 spans."""
+"""Numbers of spans in the compiled steps: one number for each variant of the attention plan up to 257 spans."""
 _LONGEST_STEP = 8192
-"""Tokens of a step that uses tiles of many rows, even in a model with hundreds of experts."""
+"""Number of tokens of a step so long that even models with hundreds of experts use tiles of many rows."""
 
 
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
@@ -97,7 +97,8 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig) -> Iterator[CausalLM]:
-    """Yield the model as its checkpoint is, and, unless that is quantized, as each quantization at load leaves it."""
+    """Yield the model without quantization at load; if its checkpoint is not quantized, also with each quantization at
+    load."""
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
         try:
@@ -112,7 +113,7 @@ def _models(shape: ModelConfig) -> Iterator[CausalLM]:
 
 
 def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme) -> None:
-    """Replace the weights of linear layers that the checkpoint quantizes, and that remain quantized in memory."""
+    """Replace the weights of linear layers that are quantized in the checkpoint and remain quantized in memory."""
     info = model.shape.architecture_info
     path_by_name = {path.rpartition(".")[2]: path for path in info.linears}
     for layer, linear in model.linears():
@@ -126,7 +127,7 @@ def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme)
 
 
 def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features: int) -> LinearWeight:
-    """Return a weight without memory in the layout that `pack_quantized` gives the weights of a checkpoint."""
+    """Return a weight on the meta device in the layout into which `pack_quantized` packs weights of a checkpoint."""
     group_size = scheme.block[1] if scheme.block is not None else in_features
     scales = torch.empty(out_features, -(-in_features // group_size), device=_DEVICE)
 

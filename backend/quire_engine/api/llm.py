@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline generation in this process, with vLLM's API: the engine of a pod without its server and sockets."""
+"""Offline generation with vLLM's API: runs the same engine as a pod, but in this process, without server and
+sockets."""
 
 import gc
 import sys
@@ -70,7 +71,7 @@ class LLM:
         tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
         self.engine.tokenizer_folder = tokenizer_folder
         self.tokenizer: Tokenizer | None = None
-        """None for a model without a tokenizer, or with skip_tokenizer_init; its prompts must be token ids."""
+        """None if the model has no tokenizer or skip_tokenizer_init is set; prompts must then be token ids."""
         if not self.engine.config.skip_tokenizer_init:
             load = Tokenizer.from_folder if tokenizer is None else Tokenizer
             self.tokenizer = load(tokenizer_folder)
@@ -260,7 +261,7 @@ class LLM:
     def _build_request(
         self, prompt: Prompt, params: SamplingParams, adapter_digest: AdapterDigest | None, priority: int
     ) -> SequenceRequest:
-        """Return the engine request for one output of a prompt, without parameters."""
+        """Return the engine request for one output of a prompt; its sampling parameters are set later."""
         parsed_prompt = ParsedPrompt.from_prompt(prompt)
         check_text_parameters(params, self.tokenizer is not None)
         if priority and self.engine.config.scheduling_policy != "priority":

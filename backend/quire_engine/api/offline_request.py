@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prompt of an offline run: from the engine requests for its outputs to a RequestOutput. `LLM` owns it."""
+"""One prompt of an offline run: creates the engine requests for its outputs and collects their results in a
+RequestOutput. `LLM` owns it."""
 
 import time
 
@@ -25,7 +26,7 @@ class OfflineRequest:
     ) -> None:
         """`base_request` is the engine request for one output; `params` replaces its parameters."""
         self.sequence_requests = fan_out(base_request, params)
-        """Engine requests, one per output, or one for all outputs of a beam search."""
+        """Engine requests: one for each output, but only one for all outputs of a beam search."""
         self.num_input_tokens = len(base_request.prompt_token_ids)
         self._prompt = prompt
         self._prompt_token_ids = base_request.prompt_token_ids
@@ -45,7 +46,7 @@ class OfflineRequest:
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Ids of the outputs in results of the engine."""
+        """Ids by which the engine's results identify the outputs."""
         return list(self._completions)
 
     @property

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs and results of offline generation as values, with vLLM's names. `LLM` and `OfflineRequest` create them."""
+"""Dataclasses of the inputs and results of offline generation, with the names that vLLM uses. `LLM` and
+`OfflineRequest` create the results."""
 
 import os
 from dataclasses import dataclass, field
@@ -68,13 +69,14 @@ class CompletionOutput:
     cumulative_logprob: float | None
     """Sum of the log probabilities of the output tokens; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None
-    """Per position, by token id: the sampled token, then the most likely tokens; None unless logprobs were
+    """For each position, the sampled token and then the most likely tokens, by token id; None unless logprobs were
     requested.
     """
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
-    """The stop string or stop token id that ended the output; None for length and end-of-sequence."""
+    """The stop string or stop token id that ended the output; None if the length or the end-of-sequence token ended
+    it."""
     lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
@@ -100,7 +102,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds from the request to its first token."""
+        """Seconds from the arrival of the request to its first token."""
         return self.first_token_ts - self.queued_ts
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiler traces of an engine's steps, as files for chrome://tracing or https://ui.perfetto.dev.
 
-The CLI calls it: `python -m quire_engine generate|bench --profile FILE`.
+The commands `python -m quire_engine generate|bench --profile FILE` call this module.
 """
 
 import logging
@@ -18,7 +18,8 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import StepResult
 
 MAX_PROFILED_STEPS = 100
-"""Maximum number of steps in a trace: about 30 MB for an 8B model. Trace viewers fail at some hundreds of MB."""
+"""Maximum number of steps in a trace: about 30 MB for an 8B model. Trace viewers cannot open files of some hundreds of
+MB."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only thread of the core process that computes: it loads the engine, and then runs its steps.
 
-libgomp keeps a team of workers for every thread that ever computed. Once there are more workers than cores, they sleep
-instead of spinning. If the main thread had loaded the engine, the matrix products of a layer took 25 % longer in this
-thread (64 rows, bf16, two Zen 4 cores).
+libgomp keeps a team of workers for every thread that has computed before. Once there are more workers than cores, they
+sleep instead of spinning. The matrix products of a layer took 25 % longer in this thread when the main thread had
+loaded the engine (64 rows, bf16, two Zen 4 cores).
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ComputeThread:
-    """A thread that runs one function after the other."""
+    """A thread that runs functions one after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "steps")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine: one model with its scheduler and its runner. Takes requests and returns tokens, one step at a time.
+"""The engine: a model, its scheduler and its model runner. Takes requests and returns tokens, one step at a time.
 
-It owns no thread and no socket. The engine loop of the core process and the offline `LLM` call it. Importing this
-module does not import torch; `from_config` does.
+It owns no thread and no socket. The engine loop of the core process and the offline `LLM` call it. This module imports
+torch only when `from_config` is called.
 """
 
 import logging
@@ -44,7 +44,8 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
 
 MAX_LIVE_ADAPTERS = 256
-"""Adapters in a snapshot for the live page: those with sequences first, then those in slots and in host memory."""
+"""Maximum number of adapters in a snapshot for the live page: adapters with sequences first, then adapters in slots and
+in host memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +101,10 @@ class Engine:
             layout,
         )
         self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
-        """Runs the copy of an adapter into a slot, by default immediately. An owner with threads can run the copy in
-        another thread and then call `on_slot_loaded`."""
+        """Called to copy an adapter into a slot; by default, copies at once. The owner of the engine can replace it, to
+        copy in another thread and then call `on_slot_loaded`."""
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
-        """Time of the clock when each copy into a slot was requested."""
+        """Time at which each copy into a slot was requested, on the engine's clock."""
         self._adapter_events: list[AdapterEvent] = []
         # Sequences that failed outside a step; returned by the next step().
         self._failed_results: list[SequenceDelta] = []
@@ -145,7 +146,7 @@ class Engine:
 
     @property
     def has_runnable(self) -> bool:
-        """False if step() has nothing to do until another call, because all sequences wait for adapters."""
+        """False if step() has nothing to do until another method is called, because all sequences wait for adapters."""
         return self._scheduler.has_runnable or bool(self._failed_results)
 
     def grammar_compiler(self) -> GrammarCompiler:
@@ -243,8 +244,7 @@ class Engine:
         """Read an adapter folder for `add_adapter`. Slow; safe to call from any thread.
 
         Raises:
-            InvalidArgument: the engine has no adapter slots, or the folder contains no adapter for this model, or one
-                that cannot be served.
+            InvalidArgument: the engine has no adapter slots, or the folder contains no adapter that this model can use.
         """
         self._check_lora_enabled(path)
         return self._runner.read_adapter(path)
@@ -258,8 +258,8 @@ class Engine:
             digest: content digest of the adapter.
             path: folder of the adapter.
             packed_adapter: result of `read_adapter`.
-            pinned: True or False registers the adapter in any case, even if it is being removed. None is for
-                reads that `pop_adapter_reads` returned; a registered adapter then keeps its registration.
+            pinned: True or False registers the adapter in any case, even if it is being removed. None is for reads that
+                `pop_adapter_reads` requested; an adapter that is already registered then stays as it is.
             read_s: seconds that reading took.
 
         Raises:
@@ -279,13 +279,15 @@ class Engine:
         self._discard_evicted_copies()
 
     def pop_adapter_reads(self) -> list[tuple[AdapterDigest, Path]]:
-        """Return adapters to read again, because sequences wait for them. Answer with add_adapter or fail_adapter."""
+        """Return adapters to read again, because sequences wait for them. The caller must answer each with add_adapter
+        or fail_adapter."""
         reads = self._adapter_registry.pop_reads()
         self._discard_evicted_copies()
         return reads
 
     def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:
-        """Called when `slot_copier` has copied an adapter. With an `error`, the waiting sequences fail with it."""
+        """Called when `slot_copier` has copied an adapter. If `error` is given, the waiting sequences fail with this
+        error."""
         self._adapter_registry.slot_table.on_loaded(slot_load, error is None)
         started_at = self._slot_copy_started_at.pop(slot_load)
         if error is None:
@@ -378,7 +380,7 @@ class Engine:
         self._scheduler.check_integrity()
 
     def _load_slots(self) -> bool:
-        """Start copies of adapters into slots; return whether sequences that could not run before can run now."""
+        """Start copies of adapters into slots; return whether this allows further sequences to run."""
         slot_loads = self._adapter_registry.slot_table.pop_loads()
         self._slot_copy_started_at |= dict.fromkeys(slot_loads, self._clock())
         remaining = iter(slot_loads)
@@ -435,8 +437,8 @@ class Engine:
         return grammar
 
     def _create_stop_strings(self, params: SamplingParams) -> StopStrings | None:
-        """Return the stop strings of a beam search. The text process searches for the stop strings of other
-        requests.
+        """Return the stop strings that the engine must search for in a beam search; None for other requests. For other
+        requests, the text process searches for stop strings.
         """
         if not (params.use_beam_search and params.stop):
             return None
@@ -489,7 +491,7 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
     """Return an empty registry.
 
     Raises:
-        ConfigError: the host copies of a full set of slots do not fit in cpu_lora_memory_bytes.
+        ConfigError: cpu_lora_memory_bytes is too small for the host copies of as many adapters as there are slots.
     """
     max_adapter_bytes = (
         lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0

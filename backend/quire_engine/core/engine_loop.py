@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine loop: the thread that runs the engine. Requests and calls arrive in a queue; results leave through a callback.
 
-Only this thread uses the engine. It does no socket or file I/O: the event loop's thread encodes and sends results while
-the next step runs, and other threads read adapters. It blocks while there is nothing to run. The core server owns it.
+Only this thread uses the engine. It does no socket or file I/O: the thread of the event loop encodes and sends results,
+and other threads read adapters. The thread blocks while there is nothing to run. The core server owns the engine loop.
 """
 
 import logging
@@ -22,12 +22,12 @@ from quire_spec.errors import Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
-"""Consecutive failed steps after which the process exits. A request can cause one failed step; three are a fault of
+"""Consecutive failed steps after which the process exits. A single failed step can come from a request; three come from
 the device, and only a new process gets a new device context.
 """
 
 IDLE_CHECK_S = 1.0
-"""Idle seconds before the integrity check, so that the check does not delay the next request of a client."""
+"""Seconds without work after which integrity is checked, so that the check does not delay a client's next request."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class EngineLoop:
     """The engine's thread. All methods except `run` are safe to call from other threads, and return at once.
 
     A client id identifies a connection of a text process. All sequences belong to the latest client. They are aborted
-    when another client connects or this one disconnects. Each result is published with the id of its client.
+    when this client disconnects or another one connects. Each result is published with the id of its client.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class EngineLoop:
         on_adapter_needed: Callable[[AdapterDigest, Path], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
     ) -> None:
-        """Create the loop. The callbacks run in its thread and must not block.
+        """Create the loop. The callbacks run in the engine's thread and must not block.
 
         Args:
             engine: the engine.
             publish: called with a client id and a result to send.
             on_adapter_needed: called with the digest and path of an adapter to read. Answer with `submit_call` of the
                 engine's add_adapter or fail_adapter.
-            on_slot_copy: called with a slot load and the function that copies. Run the function, and answer with
+            on_slot_copy: called with a slot load and the function that copies. Run this function, and answer with
                 `submit_call` of the engine's on_slot_loaded.
         """
         self._engine = engine
@@ -110,7 +110,7 @@ class EngineLoop:
                 self._send_results([])
 
     def _process_inbox(self) -> None:
-        """Run all queued calls. Wait for one if the engine has nothing to run."""
+        """Run all queued calls. If the engine has nothing to run, wait for a call."""
         try:
             if not self._engine.has_runnable:
                 self._next_inbox_item()()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue of sequences whose grammars are not compiled yet: a thread compiles them, so that no step waits for it.
+"""Queue of sequences whose grammars are not compiled yet: a separate thread compiles grammars, so that steps do not
+wait.
 
 The core server owns it. Sequences with grammars keep their order; sequences without a grammar start at once.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core process: loads the engine, logs its memory, and serves it. Started by `python -m quire_engine.core`.
+"""The core process: loads the engine, logs the memory it uses, and serves its clients. Started by `python -m
+quire_engine.core`.
 
     text process --SequenceRequest, AbortSequences--> CoreServer --queue--> EngineLoop -> Engine
                  <-----------StepResult-------------             <---------

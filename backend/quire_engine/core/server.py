@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server of the core process: accepts connections of the text process and of supervisors.
 
-It runs asyncio in the main thread. The engine runs in another thread (see engine_loop). Results of a step are sent in
-one small message, so one thread serves all peers while the next step runs.
+It runs asyncio in the main thread. The engine runs in another thread (see engine_loop). All results of a step are sent
+in one small message, so one thread can serve all peers while the next step runs.
 """
 
 import asyncio
@@ -33,8 +33,9 @@ from quire_spec.protocol.messages import (
 )
 
 MAX_UNSENT_BYTES = 256 * 2**20
-"""Maximum bytes of unsent results: minutes of output of a full engine. A text process with more unsent results hangs,
-so its connection is aborted. This ends its sequences, and the health checks of the supervisor then fail.
+"""Maximum bytes of unsent results: the output of several minutes under full load. A text process that has not read more
+than this is considered to hang, so its connection is aborted. This ends its sequences, and the health checks of the
+supervisor then fail.
 """
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step executor: plans the steps of an engine and runs them on its model runner, one at a time or asynchronously.
+"""Step executor: plans the steps of an engine and runs them on the model runner, one at a time or asynchronously.
 
-With async scheduling, each step is launched while the previous one is in flight. The engine owns it and calls it from
-one thread. A device error ends the sequences of the step, but not the engine.
+With async scheduling, each step is launched while the previous one is in flight. The engine owns the step executor and
+calls it from one thread. A device error ends the sequences of the step, but not the engine.
 """
 
 import logging
@@ -39,8 +39,7 @@ class StepExecutor:
             runner: runs the steps.
             async_scheduling: launch each step, where possible, while the last one is in flight.
             clock: monotonic seconds.
-            load_slots: starts copies of adapters into slots; returns whether sequences that could not run before can
-                run now.
+            load_slots: starts copies of adapters into slots; returns whether this allows further sequences to run.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -60,7 +59,8 @@ class StepExecutor:
         return self._step_async() if self.async_scheduling else self._step_sync()
 
     def pop_started(self) -> list[tuple[int, float]]:
-        """Return the sequences that ran for the first time since the last call: id, and seconds in the queue."""
+        """Return the id and the seconds in the queue of each sequence that ran for the first time since the last
+        call."""
         started, self._started = self._started, []
         return started
 
@@ -100,7 +100,7 @@ class StepExecutor:
         return self._scheduler.schedule(self._clock()) if slots_loaded and plan is None else plan
 
     def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
-        """Launch a step. An exception is stored and raised when the step is completed.
+        """Launch a step. If this fails, the exception is stored, and raised when the step is completed.
 
         This lets the step that is already in flight complete first.
         """

@@ -20,9 +20,9 @@ from torch import Tensor
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
-"""Time limit of one call. All ranks start a call within milliseconds of each other; otherwise one of them hangs."""
+"""Time limit of one call. All ranks start a call within milliseconds of each other unless a rank hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
-"""Time that torch waits for the file of a store that was deleted; torch's default is 5 minutes."""
+"""Time that torch waits for a store's file if the file was deleted; torch's default is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -52,7 +52,7 @@ class Communicator:
         """Connect to the other ranks; the tensors of all ranks are on devices of this type.
 
         Raises:
-            RuntimeError: a rank did not connect within the time limit. Every other call can raise it as well.
+            RuntimeError: a rank did not connect within the time limit. All other methods can raise this error too.
         """
         self._device = device
         rank, size, rendezvous_file = self.shard.rank, self.shard.size, self._rendezvous()
@@ -76,8 +76,8 @@ class Communicator:
     def abort(self, step_lock: threading.Lock) -> None:
         """Abort operations that wait for a lost rank. Safe to call from any thread; returns at once.
 
-        `step_lock` is held while a step uses the process group. After an abort, NCCL blocks every caller until the last
-        captured CUDA graph is destroyed, which may never happen.
+        A step holds `step_lock` while it uses the process group. After an abort, NCCL blocks every caller until the
+        last captured CUDA graph is destroyed, which may never happen.
         """
         process_group, self._is_aborted = None if self._is_aborted else self._process_group, True
         if process_group is not None and self._device.type == "cuda":
@@ -87,8 +87,8 @@ class Communicator:
             self._abort_thread.start()
 
     def wait_for_abort(self, timeout_s: float) -> None:
-        """Wait for the end of an abort after the graphs were released. A thread that returns from NCCL while the
-        interpreter ends would end the process with SIGABRT."""
+        """Wait until an abort has ended; call this after the graphs were released. A thread that returns from NCCL
+        while the interpreter ends would end the process with SIGABRT."""
         if self._abort_thread is not None:
             self._abort_thread.join(timeout_s)
 
@@ -104,8 +104,8 @@ class Communicator:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return on rank 0 the ranks' tensors [num_rows, width] side by side, [num_rows, size * width]; on other ranks
-        return x.
+        """Concatenate the tensors [num_rows, width] of all ranks; return [num_rows, size * width] on rank 0 and x on
+        other ranks.
         """
         options = dist.GatherOptions()
         options.rootRank = 0

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared-memory ring buffer with which rank 0 sends the input of a step to the other ranks of its machine.
 
-The ring has a few rows, used in turn, and an eventfd per reader as a doorbell. The eventfd counts, so no notification
-is lost, and a reader that sleeps needs no CPU. The module does not interpret the content of a row. The memory has no
-name in the file system and is freed with the last process.
+The ring has a few rows that are used in turn, and an eventfd for each reader that announces new rows (the doorbell).
+The eventfd counts, so no notification is lost, and a reader that sleeps needs no CPU. The module does not interpret the
+content of a row. The memory has no name in the file system and is freed with the last process.
 
-A notification reaches the reader in 56 us while it spins, and in 72 us while it sleeps (two Zen 5 cores of a virtual
-machine).
+A notification reaches a spinning reader in 56 us and a sleeping one in 72 us (two Zen 5 cores of a virtual machine).
 """
 
 import mmap
@@ -23,13 +22,13 @@ _NUM_ROWS = 2
 readers have read a row before it is written again.
 """
 _SPIN_S = 50e-6
-"""Seconds that a reader spins before it sleeps: about the time of a wake-up. A longer spin takes a CPU core from rank
-0.
+"""Seconds that a reader spins before it sleeps: about as long as a wake-up takes. A longer spin takes a CPU core from
+rank 0.
 """
 
 
 class SharedMemoryRing:
-    """The rows, as mapped into one process."""
+    """The rows of the ring, mapped into the memory of this process."""
 
     def __init__(self, memory_fd: int, num_elements: int) -> None:
         """Map the memory behind `memory_fd`, which `allocate` has sized for rows of `num_elements`."""
@@ -44,14 +43,15 @@ class SharedMemoryRing:
         os.ftruncate(memory_fd, _NUM_ROWS * num_elements * torch.int64.itemsize)
 
     def next_row(self) -> Tensor:
-        """Return the next row, [num_elements] int64. The writer fills it; a reader reads it after its doorbell."""
+        """Return the next row, [num_elements] int64. The writer fills the row; a reader must wait for its doorbell
+        before it reads the row."""
         row = self._rows[self._next_row_index]
         self._next_row_index = (self._next_row_index + 1) % _NUM_ROWS
         return row
 
 
 class Doorbell:
-    """Counting notification for one reader, sent once per row."""
+    """Counting notification for one reader; the writer sends it once per row."""
 
     def __init__(self, eventfd: int) -> None:
         """`eventfd` must have been created with os.EFD_SEMAPHORE."""

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0's side of a group of tensor-parallel workers: starts them, sends steps and calls, and watches them.
+"""The part of rank 0 in a group of tensor-parallel workers: starts the workers, sends them steps and calls, and watches
+them.
 
     scheduler, sampler, rank 0 --ring: input of a step--> rank 1 .. n-1 (executor/tp_worker.py)
                                --socket: calls, JSON---->
                                <-------replies-----------
                                <--torch.distributed----->   (communicator.py)
 
-Calls are rare: load, rendezvous, serve, and those about adapters. If one rank ends, the group is lost: the other ranks
-are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs, the
-next collective operation of the other ranks fails after `communicator.TIMEOUT_S`.
+Calls are rare: load, rendezvous, serve, and the calls about adapters. If one rank ends, the group is lost: the other
+ranks are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs,
+the next collective operation of the other ranks fails after `communicator.TIMEOUT_S`.
 """
 
 import json
@@ -40,7 +41,8 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 _EXIT_DETECTION_S = 1.0
 """Maximum seconds until the exit of a worker is noticed."""
 _POLL_S = 20e-6
-"""Seconds between two polls of a device. The operating system makes this about 80 us; a step takes milliseconds."""
+"""Seconds between two polls of a device. The operating system extends this to about 80 us, which is short, because a
+step takes milliseconds."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class _PendingCall:
 
 
 class WorkerGroup:
-    """The other ranks of a model. `communicator` is rank 0's; `broadcast_step` is allowed after `start_serving`."""
+    """The tensor-parallel workers of a model, which are all ranks except rank 0. `communicator` is the one of rank 0;
+    call `start_serving` before `broadcast_step`."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class WorkerGroup:
         on_lost: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Start the workers, which begin to load the model of `folder`; returns at once.
+        """Start the workers and return at once; the workers load the model in `folder`.
 
         `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly.
         """
@@ -118,7 +121,7 @@ class WorkerGroup:
         """Call every worker and wait for all replies. Safe to call from any thread.
 
         Raises:
-            QuireError: the error of the first worker that failed, or a worker has ended.
+            QuireError: a worker failed (the first error is raised), or a worker has ended.
         """
         self._wait_for_replies(self.start_call(name, **args))
 
@@ -165,7 +168,7 @@ class WorkerGroup:
         return result
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Poll `is_done` until the device has finished work that may depend on the other ranks.
+        """Poll `is_done` until it returns True: until the device has finished work that may depend on the other ranks.
 
         Raises:
             RunnerLost: a worker has ended or hangs.
@@ -188,7 +191,8 @@ class WorkerGroup:
         self._rendezvous_dir.cleanup()
 
     def startup_error(self, error: Exception) -> Exception:
-        """Return the cause of a failed startup: a worker's error if there is one, else rank 0's `error`."""
+        """Return the cause of a failed startup: the error of a worker if one reported an error, otherwise `error` of
+        rank 0."""
         errors = [worker_error for call in self._pending_calls.values() for worker_error in call.errors]
         return ConfigError(str(errors[0])) if errors else error
 

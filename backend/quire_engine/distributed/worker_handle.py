@@ -16,7 +16,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerChannels:
-    """File descriptors of the channels between a worker and rank 0, on the worker's side."""
+    """The worker's file descriptors for its channels to rank 0."""
 
     control_fd: int
     """Socket for calls and replies."""
@@ -38,7 +38,7 @@ class WorkerHandle(Protocol):
 class WorkerProcess:
     """A worker in a process of its own.
 
-    Create it in a thread that lives as long as the process must live; see `process.set_parent_death_signal`.
+    The thread that creates it must live as long as the worker, see `process.set_parent_death_signal`.
     """
 
     def __init__(self, channels: WorkerChannels) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel execution: rank 0's model runner together with the workers of the other ranks.
+"""Tensor-parallel execution: the model runner of rank 0, together with the workers of the other ranks.
 
 `create_runner` is called by the engine core. It returns a `DeviceModelRunner` if there is one rank.
 """
@@ -24,16 +24,16 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ABORT_TIMEOUT_S = 5.0
-"""Seconds that a process which exits waits for an abort. An abort takes milliseconds."""
+"""Seconds for which a process that exits waits for an abort. An abort takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ShardedAdapter:
-    """An adapter in host memory: rank 0's shard, and the key of the shards in the workers."""
+    """An adapter in host memory: the shard of rank 0, and the key by which the workers find their shards."""
 
     local_shard: object
     key: int
-    """Key of the shards in the workers, unique for this engine."""
+    """Key by which the workers find their shards, unique in this engine."""
 
 
 class TensorParallelRunner(ModelRunner):
@@ -67,7 +67,7 @@ class TensorParallelRunner(ModelRunner):
         return adapter
 
     def host_bytes(self, packed_adapter: object) -> int:
-        """Return the size on this rank; see ModelRunner."""
+        """Return the size of the shard on this rank; see ModelRunner."""
         assert isinstance(packed_adapter, ShardedAdapter)
         return self._local_runner.host_bytes(packed_adapter.local_shard)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel worker: a rank other than 0. It loads its shard of the model and computes the steps of rank 0.
+"""Tensor-parallel worker: a rank other than 0. It loads its shard of the model and computes the steps that rank 0
+sends.
 
 A worker makes no decisions, and a restart restores all its state, so it exits on every error.
 """
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class TensorParallelWorker:
-    """Handles the calls and the steps of rank 0."""
+    """Handles the calls and the steps that rank 0 sends."""
 
     def __init__(self, channels: WorkerChannels, on_disconnected: Callable[[], None]) -> None:
         """`on_disconnected` is called in a thread of its own when rank 0 has ended."""
@@ -49,7 +50,7 @@ class TensorParallelWorker:
         self._is_running = True
 
     def run(self) -> None:
-        """Handle calls and steps until `stop`.
+        """Handle calls and steps until `stop` is called.
 
         Raises:
             QuireError: this rank cannot load its shard; the error was sent to rank 0.
@@ -93,7 +94,7 @@ class TensorParallelWorker:
         self._call_queue.put({"call": "stop"})
 
     def close_control(self) -> None:
-        """Close the socket, so that rank 0 notices the end of this worker as it notices the end of a process."""
+        """Close the socket, by which rank 0 notices the end of this worker."""
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
 

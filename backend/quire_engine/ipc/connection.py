@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One end of a Unix socket between two processes of a pod, for asyncio: sends and receives messages.
 
-This module handles frames, but not the meaning of messages. The text and the core process create one for each peer. In
-`on_closed` their handlers end everything that the peer had open.
+This module handles frames, but not the meaning of messages. The text process and the core process create a connection
+for each peer. When a connection closes, their handlers end all work that belonged to the peer.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_fr
 from quire_spec.protocol.messages import Hello, IpcMessage
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes at which writing is paused. About one socket buffer: with less, a short delay of the reader would pause
-writing.
+"""Unsent bytes at which writing is paused. It is about the size of a socket buffer; with a lower limit, a short delay
+of the reader would pause writing.
 """
 
 logger = logging.getLogger(__name__)
@@ -28,20 +28,22 @@ class ConnectionHandler:
     """Receives the events of a connection; the default methods do nothing. All calls come from the event loop."""
 
     def on_connected(self, connection: "Connection") -> None:
-        """Called when `connection.peer` is set; on the connecting end, when the Hello is sent."""
+        """Called when the Hello was received and `connection.peer` is set, or, on the connecting end, when the Hello
+        was sent."""
 
     def on_message(self, connection: "Connection", message: IpcMessage) -> None:
         """Called for each message."""
 
     def on_oversized_frame(self, connection: "Connection", head: bytes, length: int) -> None:
-        """Called when a frame of `length` bytes exceeds max_frame_bytes. `head` is its start; the rest is dropped."""
+        """Called when a frame of `length` bytes exceeds max_frame_bytes. `head` is the start of the frame; the rest is
+        dropped."""
         raise Internal(f"message of {length} bytes: {head[:80]!r}")
 
     def on_writable(self, connection: "Connection") -> None:
         """Called when writing is no longer paused."""
 
     def on_closed(self, connection: "Connection") -> None:
-        """Called last, when either end has closed the connection, even if `on_connected` was not called."""
+        """Called last, when either end has closed the connection; called even if `on_connected` was not."""
 
 
 class Connection(asyncio.Protocol):
@@ -63,7 +65,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that the peer has not read and the socket does not hold."""
+        """Bytes that wait in this process, because the socket buffer is full and the peer does not read."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def send(self, message: IpcMessage) -> None:
@@ -120,7 +122,8 @@ class Connection(asyncio.Protocol):
 
 
 async def listen(path: Path, protocol_factory: Callable[[], Connection]) -> asyncio.Server:
-    """Accept connections at `path`, of this user only. Replaces the socket file of a killed process."""
+    """Accept connections at `path`, only from processes of this user. A socket file that a killed process left at
+    `path` is replaced."""
     loop = asyncio.get_running_loop()
     server: Any = await loop.create_unix_server(protocol_factory, str(path), start_serving=False)
     os.chmod(path, 0o600)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up and exit of the text and the core process: arguments, logging, signals, exit codes.
+"""Start-up and exit of the text process and the core process: arguments, logging, signals, exit codes.
 
-Exit codes, which the supervisor reads: 0 terminated by a signal, 2 invalid configuration (a restart does not help),
-70 a defect or a failed device (a restart can help). This module depends on neither messages nor the engine.
+Exit codes for the supervisor: 0 terminated by a signal, 2 invalid configuration (a restart does not help), 70 a defect
+or a failed device (a restart can help). This module depends on neither messages nor the engine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 EXIT_SOFTWARE = 70
-"""Exit code EX_SOFTWARE of sysexits.h."""
+"""The exit code EX_SOFTWARE from sysexits.h."""
 
 _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ def exit_now(exit_code: int) -> NoReturn:
 def set_parent_death_signal() -> None:
     """Make the kernel kill this process when its parent dies, even by SIGKILL.
 
-    The kernel sends the signal when the parent's thread that started this process ends. So the supervisor must start
-    this process from its main thread.
+    The kernel sends the signal already when the thread of the parent that started this process ends. So the supervisor
+    must start this process from its main thread.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that may die: each reads JSON objects from its standard input, one per line, and answers with one.
+"""Worker processes that may die: each reads JSON objects from its standard input, one per line, and answers each with a
+JSON object.
 
 The workers process input of clients that can take any time or memory. A worker that takes too long is killed and
-replaced; meanwhile another one serves. The first line that a worker gets is its configuration; its answer means that it
-is ready.
+replaced; another worker serves in the meantime. The first line that a worker gets is its configuration; its answer
+means that it is ready.
 """
 
 import asyncio
@@ -58,8 +59,8 @@ class WorkerPool:
         Args:
             module: run as `python -m module`.
             config: the first line that each worker gets.
-            timeout_s: limit of one answer.
-            queue_timeout_s: limit of the wait for a free worker.
+            timeout_s: maximum time of one answer.
+            queue_timeout_s: maximum wait for a free worker.
             low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
                 slow down the engine on the same cores. It is replaced after its answer. None: never.
         """
@@ -72,7 +73,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the workers in the background, unless they run."""
+        """Start the workers in the background, unless they are already running."""
         while self._num_workers < NUM_WORKERS:
             self._num_workers += 1
             task = asyncio.get_running_loop().create_task(self._add_worker())
@@ -162,7 +163,7 @@ class _Worker:
         return cls(process)
 
     async def ask(self, line: bytes) -> dict[str, Any]:
-        """Send a line and return the answer; raises an error if the process ends."""
+        """Send a line and return the answer; an error is raised if the process ends."""
         self._stdin.write(line)
         await self._stdin.drain()
         answer: dict[str, Any] = json.loads(await self._stdout.readuntil(b"\n"))
