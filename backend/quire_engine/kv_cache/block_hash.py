@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content hashes of KV blocks: the identity under which sequences share a block.
 
-The prefix cache computes the hashes and the block pool stores them. Equal hashes mean equal bytes on every replica,
-independent of the language or the run that computed the block.
+The prefix cache computes the hashes and the block pool stores them. Equal hashes mean equal bytes on every replica, no
+matter which process or programming language computed the block.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class BlockHasher:
-    """Everything except the tokens that determines the bytes of a block.
+    """All parameters that determine the bytes of a block, except for the tokens.
 
     The hash of block i is sha256(hash of block i - 1, its tokens as little-endian uint32). `root` returns the hash
-    before block 0. Both use a fixed binary encoding.
+    before block 0. Both hashes use a fixed binary encoding.
     """
 
     model_digest: str
@@ -29,11 +29,12 @@ class BlockHasher:
     kv_dtype: str
     block_size: int
     long_rope_threshold: int | None = None
-    """Sequences with more tokens than this use the rotary embedding of long sequences, see ModelConfig; None: no
-    limit.
+    """Sequences with more tokens use the rotary embedding for long sequences, see ModelConfig; None: no sequence uses
+    it.
     """
     layer_groups: tuple[int, ...] = ()
-    """The group of each layer if there are several, see KVLayout. A group's blocks have the hash and its number."""
+    """The group of each layer, see KVLayout; empty if the layout has only one group. Blocks of group 0 are identified
+    by the hash, and blocks of another group by the hash and the number of the group."""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Return whether a sequence of `num_tokens` tokens uses the rotary embedding of long sequences."""
@@ -42,7 +43,8 @@ class BlockHasher:
     def root(self, adapter_digest: AdapterDigest | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
         """Return the hash of the empty prefix, 32 bytes.
 
-        Each field is encoded with its presence and its length, so that the fields cannot run into each other.
+        The encoding of each field states its length and whether it is set, so that different fields never have the same
+        encoding.
         """
         fields: list[str | None] = [str(LAYOUT_VERSION), self.model_digest, self.kv_dtype, str(self.block_size)]
         fields += [adapter_digest, cache_salt]

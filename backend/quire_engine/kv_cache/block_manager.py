@@ -20,12 +20,12 @@ from quire_spec.model.kv_layout import KVLayout
 class BlockManager:
     """The block tables of all running sequences.
 
-    A block table has only the blocks that the tokens of its sequence, including its last draft, need. A shared or
-    cached block is never written: if the shared prefix of a sequence ends within a block, the sequence gets a copy of
-    that block.
+    A block table contains only blocks that the tokens of its sequence need; the tokens of the last draft count too. A
+    shared or cached block is never written: if the shared prefix of a sequence ends within a block, the sequence gets a
+    copy of that block.
 
-    Blocks of layers with a sliding window that have left it are freed while a sequence runs. Blocks of several groups
-    of layers (see KVLayout) are allocated together, one of each group.
+    While a sequence runs, blocks that its sliding window has left are freed, if their layers have a window. If the
+    layers are divided into groups (see KVLayout), one block of each group is allocated at a time.
     """
 
     def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts, layout: KVLayout) -> None:
@@ -45,17 +45,17 @@ class BlockManager:
 
     @property
     def num_groups(self) -> int:
-        """Blocks that a sequence gets at a time, see KVLayout."""
+        """Number of groups of layers, which is the number of blocks that a sequence gets at a time; see KVLayout."""
         return self._num_groups
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks that fit in host memory."""
+        """Number of blocks that fit in host memory."""
         return self._host_pool.num_blocks
 
     @property
     def num_used_host_blocks(self) -> int:
-        """Blocks in host memory that are in use."""
+        """Number of blocks in host memory that are in use."""
         return self._host_pool.num_used
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -63,7 +63,7 @@ class BlockManager:
         return -(-num_tokens // self._block_size) * self._num_groups
 
     def num_blocks_needed(self, sequence: Sequence, prefix: PrefixHit) -> int:
-        """Return how many free blocks `allocate` would take."""
+        """Return how many free blocks `allocate` needs."""
         num_new_blocks = self.num_blocks(sequence.num_tokens) - len(prefix.blocks)
         return (
             num_new_blocks
@@ -104,10 +104,11 @@ class BlockManager:
         return True
 
     def append_blocks(self, beams: abc.Sequence[Sequence], builder: StepPlanBuilder) -> bool:
-        """Ensure that each beam has a block of its own for its next token. Return False if too few blocks are free.
+        """Ensure that each beam has a block that only this beam uses for its next token. Return False if too few blocks
+        are free.
 
-        Beams share all blocks with the beam from which they continue. So if several beams would write one block, all
-        beams except one get a copy of it (copy-on-write).
+        Beams share all blocks with the beam from which they continue. If several beams need to write to the same block,
+        all beams except one get a copy of the block (copy-on-write).
         """
         num_groups = self._num_groups
         lacking, copying = [], []
@@ -162,7 +163,7 @@ class BlockManager:
         sequence.num_computed_tokens = 0
 
     def free_outside_window(self, sequence: Sequence) -> None:
-        """Free the blocks that no later step reads, because their layers have a sliding window.
+        """Free the blocks that later steps do not read, because the sliding window of their layers has left them.
 
         A step in flight does not read these blocks either, because its tokens follow the computed tokens.
         """
@@ -177,7 +178,8 @@ class BlockManager:
         sequence.num_freed_entries = end
 
     def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
-        """Plan copies of a sequence's computed blocks to host memory, if copies are cheaper than computing and fit.
+        """Plan copies of a sequence's computed blocks to host memory, if the copies fit there and cost less time than
+        computing them again.
 
         Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
         cached. Blocks that are neither copied nor cached are computed again.
@@ -216,7 +218,8 @@ class BlockManager:
         self._swapping_out = []
 
     def num_blocks_freed_by(self, sequences: Iterable[Sequence], prefix: PrefixHit) -> list[int]:
-        """Return how many blocks, except those of `prefix`, become free if the first 1, 2, ... of `sequences` stop."""
+        """Return, for i = 1, 2, ..., how many blocks become free if the first i sequences stop; blocks of `prefix` do
+        not count."""
         excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
         total, totals = 0, []
         for sequence in sequences:
@@ -232,7 +235,7 @@ class BlockManager:
     def check_integrity(
         self, block_holders: abc.Sequence[Sequence], waiting: Iterable[Sequence], plans: abc.Sequence[StepPlan]
     ) -> None:
-        """Raise Internal unless exactly these sequences and the steps in flight use the block pools.
+        """Raise Internal if the block pools are not used by exactly these sequences and the steps in flight.
 
         Only `block_holders` can have blocks, and only `waiting` can have host blocks.
         """

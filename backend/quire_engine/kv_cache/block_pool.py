@@ -20,10 +20,10 @@ class BlockPool:
     evictable  count 0, contents cached: `lookup` returns the block until it is evicted
     empty      count 0, no contents
 
-    Eviction is segmented LRU. The least recently freed block goes first. Protected blocks, which another sequence has
-    reused (`protect`), go after all others, so a shared prompt prefix outlives any number of prompts that occur once.
-    Evictable protected blocks occupy at most `protected_ratio` of the pool. If there are more, the
-    oldest lose their protection, so contents that are no longer popular are evicted too.
+    Eviction is segmented LRU. The block that was freed least recently is evicted first. Protected blocks, which another
+    sequence has reused (`protect`), are evicted last, so a shared prompt prefix outlives any number of prompts that
+    occur once. Evictable protected blocks occupy at most `protected_ratio` of the pool. Beyond that, the oldest
+    protected blocks lose their protection, so contents that are no longer popular are evicted too.
 
     Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994
     """
@@ -43,12 +43,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can return: empty and evictable ones."""
+        """Number of blocks that `allocate` can return: empty blocks and evictable blocks."""
         return len(self._empty) + len(self._evictable) + len(self._evictable_protected)
 
     @property
     def num_used(self) -> int:
-        """Blocks in the table of at least one sequence."""
+        """Number of blocks in the table of at least one sequence."""
         return self.num_blocks - self.num_free
 
     def lookup(self, block_hash: bytes) -> BlockId | None:
@@ -64,7 +64,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def num_evictable(self, blocks: Iterable[BlockId]) -> int:
-        """Return how many of `blocks` no sequence uses: `acquire` would reduce `num_free` by that many."""
+        """Return how many of `blocks` are unused by sequences; `acquire` reduces `num_free` by this number."""
         return sum(1 for block in blocks if self._ref_counts[block] == 0)
 
     def acquire(self, blocks: Iterable[BlockId]) -> None:
@@ -91,8 +91,8 @@ class BlockPool:
     def cache_block(self, block: BlockId, block_hash: bytes) -> None:
         """Cache a used, fully computed block under the hash of its contents.
 
-        If another block is already cached under this hash, that one stays, and this block is not cached. The table of
-        a running sequence never changes, so a duplicate is never replaced.
+        If another block is already cached under this hash, the other block stays cached, and this block is not cached.
+        The table of a running sequence never changes, so a duplicate is never replaced.
         """
         assert self._ref_counts[block] > 0 and self._block_hashes[block] is None
         if block_hash not in self._block_by_hash:
@@ -102,8 +102,7 @@ class BlockPool:
     def free(self, block_table: Sequence[BlockId]) -> None:
         """Release a reference to each block of a sequence's table, given in order.
 
-        The last block is freed first, so it is evicted first: blocks are useless without those before them in the
-        table.
+        The last block is freed first and thus evicted first, because a block is useless without the blocks before it.
         """
         for block in reversed(block_table):
             self._ref_counts[block] -= 1
@@ -122,7 +121,7 @@ class BlockPool:
             self._evictable[oldest] = None
 
     def check_integrity(self, block_tables: Iterable[Sequence[BlockId]]) -> None:
-        """Raise Internal, with the counts, unless every block has one state and `block_tables` are the only
+        """Raise Internal, with the counts, unless every block is in exactly one state and `block_tables` contain all
         references.
         """
         expected_counts = Counter(block for table in block_tables for block in table)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache: device memory for keys and values, and the only module that depends on their dtype, layout and addresses.
+"""The KV cache: device memory for keys and values. Only this module depends on their dtype, layout and addresses.
 
 The scheduler assigns block ids. The runner converts them to addresses (vLLM: `slot_mapping`), and each layer passes its
 own tensor to the kernels.
@@ -16,11 +16,12 @@ from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
 _MAX_COPY_BYTES = 32 * 2**20
-"""Maximum bytes of the temporary buffer of a block copy: the KV cache leaves little memory of a GPU free."""
+"""Maximum bytes of the temporary buffer of a block copy; it is small, because the KV cache fills most of a GPU's
+memory."""
 
 
 def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype, layout: KVLayout | None = None) -> int:
-    """Return the bytes of one block of a layout, by default over all layers."""
+    """Return the bytes of one block in this layout; by default, the block contains all layers."""
     num_layers = None if layout is None else layout.num_layers
     return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype), num_layers)
 
@@ -28,9 +29,9 @@ def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype, layout:
 class KVCache:
     """Keys and values of `num_blocks` blocks.
 
-    Isolation: no sequence reads old values of another sequence. A mask is not sufficient, because NaN times 0 is NaN.
-    If the attention kernels read whole blocks, a block is zeroed when its first token is written. The padding of a
-    block table repeats a block of the same sequence.
+    Isolation: a sequence never reads old values of another sequence. A mask in attention is not sufficient for this,
+    because NaN times 0 is NaN. If the attention kernels read whole blocks, a block is zeroed when its first token is
+    written. The padding of a block table repeats a block of the same sequence.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class KVCache:
         num_spare_blocks: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
-        """Allocate `num_blocks` blocks and after them `num_spare_blocks` more, which no sequence gets.
+        """Allocate `num_blocks` blocks, followed by `num_spare_blocks` blocks that sequences do not use.
 
-        `layout`: by default, a block belongs to all layers.
+        Without `layout`, every block contains all layers.
         """
         self.layout = layout = layout or KVLayout.uniform(shape.num_layers)
         self.num_blocks = num_blocks
@@ -58,8 +59,8 @@ class KVCache:
         # A view of the same memory as an indexable dtype: torch cannot index 8-bit floats on any device.
         self._data = as_indexable(typed_data)
         self.layers: tuple[Tensor, ...] = tuple(typed_data[row] for row in layout.rows)
-        """Per layer [2, num_blocks, block_size, num_kv_heads, row_size]: keys at 0, values at 1; see `write_kv`. Layers
-        of different groups share a tensor, but no block of it."""
+        """One tensor [2, num_blocks, block_size, num_kv_heads, row_size] per layer: keys at index 0, values at 1; see
+        `write_kv`. Layers of different groups can share a tensor, but they use different blocks of it."""
         # With an int8 cache, only bfloat16 queries have a kernel that reads no unwritten tokens, and their dtype is
         # not known here.
         self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads) or dtype == torch.int8
@@ -75,8 +76,8 @@ class KVCache:
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
 
     def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the block tables of each group, [num_groups, num_spans, max_blocks], int64 on the CPU, padded with a
-        block of the same row.
+        """Return block tables [num_groups, num_spans, max_blocks], int64 on the CPU; short rows are padded with one of
+        their blocks.
 
         Args:
             blocks: [num_blocks] int64 on the CPU, the tables of all sequences concatenated, see Sequence.block_table.
@@ -92,33 +93,33 @@ class KVCache:
         return blocks.view(-1, self.layout.num_groups).T[:, rows]
 
     def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the addresses of tokens: [num_tokens] int64, block * block_size + offset, as `write_kv` takes them.
+        """Return the addresses of tokens for `write_kv`: block * block_size + offset, [num_tokens] int64.
 
         Args:
-            tables: one group's result of `pad_tables`.
+            tables: the block tables of one group, from `pad_tables`.
             rows: [num_tokens], the row of each token in `tables`.
             positions: [num_tokens], the position of each token in its sequence.
         """
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks in all their layers. No block can be both a destination and a source."""
+        """Copy the contents of blocks, for all layers in a block. A block cannot be both a source and a destination."""
         for source_ids, batch_destinations in self._batches(sources, destinations):
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
 
     def allocate_host_blocks(self, num_blocks: int) -> Tensor:
-        """Allocate host memory for blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, row_size].
+        """Allocate host memory for blocks, a tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, row_size].
 
-        The contents of a block are contiguous over all layers, so each block can be sent or kept alone. The memory is
-        pinned if the cache is on a GPU.
+        The contents of a block, with all its layers, are contiguous, so that single blocks can be sent or kept. The
+        memory is pinned if the cache is on a GPU.
         """
         layers, num_kv, _, *block = self._data.shape
         shape, dtype = (num_blocks, layers, num_kv, *block), self._data.dtype
         return pinned_empty(shape, dtype) if self._data.device.type == "cuda" else torch.empty(shape, dtype=dtype)
 
     def store_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:
-        """Copy the contents of `blocks` into `rows` of `host`, a result of `allocate_host_blocks`.
+        """Copy the contents of `blocks` into `rows` of `host`, which `allocate_host_blocks` has returned.
 
         On a GPU the copy is asynchronous: synchronize, or read the result in the same stream.
         """
@@ -145,7 +146,7 @@ class KVCache:
             del contents
 
     def _batches(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Yield block ids on the device with their rows, in batches that fit the temporary buffer."""
+        """Yield batches of block ids on the device, with their rows; each batch fits in the temporary buffer."""
         assert len(blocks) == len(rows)
         for start in range(0, len(blocks), self.max_blocks_per_copy):
             end = start + self.max_blocks_per_copy

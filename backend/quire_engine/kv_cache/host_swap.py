@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of KV blocks between the device and host memory.
 
-The runner calls it with the swaps of a step plan. It also measures what swapping costs, once at startup."""
+The runner calls it with the swaps of a step plan. This module also measures the costs of swapping, once at startup."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ _MEASUREMENT_BLOCKS = 64
 
 
 class HostSwap:
-    """Host memory for `num_blocks` blocks of each of `kv_caches`: that of the model and that of a draft model, whose
-    blocks have the same ids. With a GPU it is pinned and copies are asynchronous.
+    """Host memory for `num_blocks` blocks of each KV cache: one cache of the model and possibly one of a draft model,
+    with the same block ids. With a GPU, this memory is pinned and copies are asynchronous.
     """
 
     def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int) -> None:
@@ -27,7 +27,7 @@ class HostSwap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that it occupies."""
+        """Bytes of host memory that these blocks occupy."""
         return sum(host_blocks.nbytes for _, host_blocks in self._host_blocks)
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
@@ -43,7 +43,7 @@ class HostSwap:
                 )
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
-        """Measure the time to swap a block and to compute a token. Overwrites the contents of blocks.
+        """Measure the seconds to swap a block and the seconds to compute a token. Overwrites the contents of blocks.
 
         Args:
             compute: runs a step and returns its number of tokens.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the KV layout of an engine: which combinations keep layers with a window in blocks of their own."""
+"""Choice of an engine's KV layout: decides whether layers with a sliding window get separate blocks."""
 
 import logging
 
@@ -11,9 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
-    """Return the layout for a model, the same in the engine core and on all ranks.
+    """Return the layout for a model; the engine core and all ranks get the same result.
 
-    With a draft model, blocks belong to all layers: its cache has the same block table, and it may have no window.
+    With a draft model, every block contains all layers, because the draft model uses the same block table and may have
+    no window.
     """
     if config.speculative_config is not None and config.speculative_config.model:
         return KVLayout.uniform(shape.num_layers)
@@ -21,7 +22,8 @@ def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
 
 
 def num_host_blocks(config: EngineConfig, layout: KVLayout, block_bytes: int) -> int:
-    """Return how many blocks `swap_space` contains; 0 with several groups, whose blocks are not swapped."""
+    """Return how many blocks fit in `swap_space`; 0 if the layout has several groups, because their blocks are not
+    swapped."""
     num_blocks = int(config.swap_space * 2**30) // block_bytes
     if layout.num_groups > 1 and num_blocks:
         logger.warning("swap_space: models with and without sliding windows in their layers do not swap; set it to 0")

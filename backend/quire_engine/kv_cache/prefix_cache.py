@@ -19,30 +19,32 @@ class PrefixHit:
 
     num_tokens: int
     blocks: list[BlockId]
-    """Entries of the block table that the prefix fills completely, in order. The sequence shares their blocks."""
+    """The first entries of the block table, whose blocks the prefix fills completely. The sequence shares their
+    blocks."""
     copy_sources: list[BlockId]
-    """The blocks in which the prefix ends, if it ends within them. The sequence continues in copies of them."""
+    """The blocks that contain the end of the prefix, if it does not end at a block boundary. The sequence continues in
+    copies of these blocks."""
     num_freed_entries: int = 0
-    """See Sequence, also for `kept_blocks`."""
+    """`num_freed_entries` and `kept_blocks` are explained in Sequence."""
     kept_blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[BlockId] = field(default_factory=list)
     """Host blocks with the tokens after `blocks`; only for a swapped-out sequence, which has no `copy_sources`."""
 
     @property
     def held_blocks(self) -> list[BlockId]:
-        """The blocks of `blocks` that the sequence takes a reference to."""
+        """The blocks to which the sequence takes a reference; freed entries of `blocks` are not among them."""
         return self.kept_blocks + self.blocks[self.num_freed_entries :]
 
 
 class PrefixCache:
     """Shares blocks between sequences with the same first tokens, adapter and salt.
 
-    With several groups of layers, each group has blocks of its own, and those of layers with a window are evicted
-    alone. A prefix then ends where the blocks of its last window are cached.
+    If the layers are divided into groups, each group has its own blocks, and blocks of layers with a window can be
+    evicted alone. A prefix can then end only where the blocks of its last window are cached.
     """
 
     def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, layout: KVLayout, enabled: bool) -> None:
-        """Create the cache. Even a disabled cache lets a fork share the blocks of its parent."""
+        """Create the cache. Even if the cache is disabled, a fork shares the blocks of its parent."""
         self._block_pool = block_pool
         self._layout = layout
         self._block_hasher = block_hasher
@@ -50,13 +52,13 @@ class PrefixCache:
         self.num_queries = 0
         """Number of tokens of all sequences that started."""
         self.num_hits = 0
-        """Number of tokens of started sequences that were found in the cache."""
+        """Number of tokens that were found in the cache when their sequences started."""
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """Return the longest prefix that is cached, shared with the parent or swapped out.
 
-        The prefix leaves at least one token to compute. The prefix is empty while the request needs prompt log
-        probabilities, because these require the logits of every prompt token.
+        The prefix is shorter than the sequence, so that at least one token is computed. The prefix is empty while the
+        request needs prompt log probabilities, because these require the logits of every prompt token.
         """
         if sequence.needs_prompt_logprobs:
             return PrefixHit(0, [], [])
@@ -80,14 +82,14 @@ class PrefixCache:
         return self._extend_with_swapped(sequence, hit)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
-        """Return the part of `hit` in full blocks, which needs no copy of a block."""
+        """Return the part of `hit` that consists of full blocks; it needs no copy of a block."""
         num_rows = len(hit.blocks) // self._layout.num_groups
         return self._make_hit(hit.blocks, num_rows * self._block_hasher.block_size)
 
     def invalidate_if_rope_switched(self, sequence: Sequence) -> bool:
-        """Drop the block hashes of a sequence if its last token crossed the long-rope threshold; return whether it did.
+        """Return whether the last token of a sequence crossed the long-rope threshold; if so, drop its block hashes.
 
-        All keys of such a sequence must be computed again.
+        After such a switch, all keys of the sequence must be computed again.
         """
         uses_long_rope = self._block_hasher.uses_long_rope
         if uses_long_rope(sequence.num_computed_tokens) or not uses_long_rope(sequence.num_tokens):
@@ -115,7 +117,7 @@ class PrefixCache:
             sequence.num_cached_blocks = num_full
 
     def _make_hit(self, blocks: list[BlockId], num_tokens: int) -> PrefixHit:
-        """Return the hit of the first `num_tokens` tokens of a block table, or of a part of one."""
+        """Return the PrefixHit for the first `num_tokens` tokens of `blocks`, a block table or its beginning."""
         num_groups = self._layout.num_groups
         num_full_blocks, num_partial_tokens = divmod(num_tokens, self._block_hasher.block_size)
         end = num_full_blocks * num_groups
@@ -128,10 +130,10 @@ class PrefixCache:
         return PrefixHit(num_tokens, entries, copy_sources, first, kept_blocks)
 
     def _num_unread(self, num_blocks: int) -> int:
-        """Return how many blocks of layers with a window a sequence does not read after a prefix.
+        """Return how many blocks at the start of a prefix are outside the sliding window of the tokens that follow it.
 
-        `num_blocks`: full blocks of the prefix. Tokens after them do not count, so that the prefix without them reads
-        the same blocks.
+        `num_blocks` is the number of full blocks in the prefix. Tokens after the full blocks are ignored, so that
+        `full_blocks_only` does not change the result.
         """
         block_size = self._block_hasher.block_size
         return self._layout.num_outside_window(num_blocks * block_size, block_size)
@@ -151,8 +153,8 @@ class PrefixCache:
     def _cached_blocks(self, sequence: Sequence, max_tokens: int) -> list[BlockId]:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
 
-        With several groups, the first block of a row stands for blocks that are not cached. The rows end where a
-        sequence that uses at most `max_tokens` tokens reads none of these.
+        With several groups, uncached blocks of layers with a window are replaced by the first block of their row. The
+        result ends at a row after which a sequence that uses at most `max_tokens` tokens reads no replaced block.
         """
         block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []
@@ -172,7 +174,7 @@ class PrefixCache:
         return blocks[: num_usable_rows * num_groups]
 
     def _keys(self, sequence: Sequence, index: int) -> list[bytes]:
-        """Return the hashes of the blocks of each group that full block `index` of a sequence has."""
+        """Return the hashes of full block `index` of a sequence, one for each group of layers."""
         block_hash = self._block_hash(sequence, index)
         return [block_hash, *(block_hash + bytes([group]) for group in range(1, self._layout.num_groups))]
 

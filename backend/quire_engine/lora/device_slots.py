@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter slots of a model on the device, filled from host copies.
 
-The registry decides which adapter goes into which slot, `lora.peft` reads adapters, and quire_kernels defines their
-memory layout. `worker.adapter_store` keeps the host copies and calls this module.
+The registry decides which adapter goes into which slot, `lora.peft` reads adapters, and quire_kernels defines the
+memory layout of slots. `worker.adapter_store` keeps the host copies and calls this module.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
 
 ModuleKey = tuple[int, str]
-"""A module that adapters can change: its layer and its name in the layer."""
+"""Key of a module that adapters can change: the number of its layer, and its name in the layer."""
 
 
 class DeviceAdapterSlots:
@@ -25,7 +25,7 @@ class DeviceAdapterSlots:
         """Wrap the slots of a model.
 
         Args:
-            module_keys: for each module of `slots`, the key of each of its slices.
+            module_keys: for each module of `slots`, the keys of its slices.
             device: device of the slots. A GPU copies from pinned memory while it computes.
         """
         self._module_keys = tuple(tuple(slices) for slices in module_keys)
@@ -41,18 +41,18 @@ class DeviceAdapterSlots:
         return self._slots.num_bytes
 
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
-        """Return an adapter in the form that `copy_to_slot` takes. Safe to call from any thread."""
+        """Convert an adapter to the form that `copy_to_slot` requires. Safe to call from any thread."""
         packed_adapter = self._slots.pack(
             [[adapter.pairs.get(module_key) for module_key in slices] for slices in self._module_keys]
         )
         return packed_adapter if self._stream is None else packed_adapter.pin_memory()
 
     def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int) -> Callable[[], None]:
-        """Return a function that copies an adapter from host memory into a slot, for any thread.
+        """Return a function that copies an adapter from host memory into a slot; any thread can call it.
 
-        On a GPU the copy runs on a separate stream. That stream waits for the work that is queued now, because a step
-        may still read the slot. The copy does not delay work that is queued later. When the function returns, the copy
-        is done.
+        On a GPU the copy runs on a separate stream. This stream waits for the work that is already queued, because a
+        step may still read the slot. The copy does not delay work that is queued later. When the function returns, the
+        copy is done.
         """
         queued_work = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         return lambda: self._copy(adapter_slot, packed_adapter, queued_work)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that read adapters and copy them into slots while steps run, for the core server.
+"""Threads in which the core server reads adapters and copies them into slots while steps run.
 
-Each task runs in a thread of its own, which ends with the task. Long-lived threads would slow down the steps: libgomp
-keeps a team of workers for every thread that ever computed. Once there are more workers than cores, they sleep instead
+Each task runs in a new thread, which ends with the task. Long-lived threads slow down the steps, because libgomp keeps
+a team of workers for every thread that has computed before. Once there are more workers than cores, they sleep instead
 of spinning (see core.compute_thread). For the same reason a task uses only one core.
 """
 
@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _NICENESS = 10
-"""Nice value of the threads: steps have priority if both need a core. At 10, a task still gets a tenth of a core that
-steps keep busy, so a request waits at most seconds for its adapter.
+"""Nice value of the threads: steps have priority if both need a core. With the value 10, a task still gets a tenth of a
+busy core, so a request waits at most seconds for its adapter.
 """
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of LoRA adapters: which adapters are registered or in host memory, and which adapters to read or evict.
+"""Registry of LoRA adapters: knows which adapters are registered or in host memory, and decides which to read or evict.
 
 Policy only: the registry has no weights and opens no files. The scheduler calls it to check whether a sequence can
 run. The engine reports what was read, and executes the decisions (`pop_reads`, `pop_evicted_copies`). `slot_table` owns
@@ -22,15 +22,15 @@ class _Adapter:
     path: Path
     removed: bool = False
     num_sequences: int = 0
-    """Unfinished sequences, running or not."""
+    """Number of unfinished sequences, whether they run or not."""
     needed_since: int | None = None
-    """Tick since which sequences wait while no sequence of the adapter runs."""
+    """Tick at which sequences of the adapter began to wait while none of them runs."""
     starved_since: int | None = None
-    """Tick since which a sequence could not run because of the adapter, even if other sequences of the adapter run."""
+    """Tick at which a sequence was first kept waiting by the adapter, even if other sequences of the adapter run."""
     last_used: int = 0
     """Tick of the last arrival or start of a sequence. The adapter with the lowest tick is evicted first."""
     num_bytes: int = 0
-    """Bytes of the adapter's host copy. They are known, because an adapter is registered only after it was read."""
+    """Bytes of the adapter's host copy. The size is known, because an adapter is registered only after it was read."""
 
 
 class AdapterRegistry:
@@ -41,15 +41,15 @@ class AdapterRegistry:
     when a sequence of that adapter arrives. The adapter whose sequence has waited longest is read first.
 
     Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. After
-    that, a copy is evicted only for an adapter with an older need. So the oldest need is always met, independent of the
-    number of adapters in demand. The copy of an adapter with running sequences is never evicted.
+    that, a copy is evicted only for an adapter with an older need. So the oldest need is always met, no matter how many
+    adapters are needed. The copy of an adapter with running sequences is never evicted.
     """
 
     def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
         """Create an empty registry.
 
-        `max_host_bytes` limits all host copies together; None means no limit. It must be enough for the largest
-        possible adapter in each slot.
+        `max_host_bytes` limits all host copies together; None means no limit. It must be large enough for as many
+        adapters of the largest size as there are slots.
         """
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
@@ -65,15 +65,15 @@ class AdapterRegistry:
         self._tick = 0
 
     def add(self, digest: AdapterDigest, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
-        """Register an adapter that was just read. With `pinned` None, only restore the host copy of a registered
+        """Register an adapter that was just read. If `pinned` is None, only restore the host copy of a registered
         adapter.
 
         Args:
             num_bytes: size of the host copy.
 
         Returns:
-            Whether the caller must keep the copy. False if host memory is full of copies with an older need, or if the
-            adapter has been removed in the meantime.
+            Whether the caller must keep the copy. It is False if host memory is full of copies with an older need, or
+            if the adapter was removed during the read.
 
         Raises:
             InvalidArgument: every slot is pinned already.
@@ -188,7 +188,7 @@ class AdapterRegistry:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host copies, including those that are being read."""
+        """Bytes of all host copies, including copies that are being read."""
         return sum(map(self._copy_bytes, (*self._on_host, *self._reading)))
 
     @property
@@ -202,7 +202,7 @@ class AdapterRegistry:
         return evicted
 
     def running_adapters(self) -> list[AdapterDigest]:
-        """Return the digests with running sequences."""
+        """Return the digests of adapters that have running sequences."""
         return sorted(digest for digest in self._active if self.slot_table.num_running(digest))
 
     def waiting_adapters(self) -> list[AdapterDigest]:
@@ -212,7 +212,7 @@ class AdapterRegistry:
     def check_integrity(
         self, num_sequences: Mapping[AdapterDigest, int], num_running: Mapping[AdapterDigest, int]
     ) -> None:
-        """Raise Internal, with the counts, unless the registry is consistent with itself and with these counts."""
+        """Raise Internal, with the counts, if the registry contradicts itself or these counts."""
         adapters = self._adapters
         on_host = self._on_host
         not_on_host = {d for d, a in adapters.items() if a.num_sequences} - on_host
@@ -279,7 +279,8 @@ class AdapterRegistry:
         return True
 
     def _needed_since(self, digest: AdapterDigest) -> float | None:
-        """Return the age of the need for a host copy: a tick, inf for an idle pinned adapter, None if not needed."""
+        """Return the tick since which a host copy is needed; inf for an idle pinned adapter, None if no copy is
+        needed."""
         needed_since = self._adapters[digest].needed_since
         if needed_since is None and digest in self.slot_table.pinned_adapters:
             return math.inf
@@ -313,13 +314,13 @@ class AdapterRegistry:
         return self._adapters[digest].num_bytes
 
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
-        """Return whether `num_copies` more copies of `num_bytes` in total fit."""
+        """Return whether `num_copies` further copies fit, with `num_bytes` in total."""
         if len(self._on_host) + len(self._reading) + num_copies > self._max_host_loras:
             return False
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: AdapterDigest) -> bool:
-        """Ensure that the host copy of an adapter fits. Evict copies with a later need, if that frees enough
+        """Ensure that the host copy of an adapter fits. Copies with a later need are evicted if this frees enough
         memory.
         """
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
@@ -340,7 +341,7 @@ class AdapterRegistry:
         return adapter.needed_since is not None, -(adapter.needed_since or 0), in_slot, adapter.last_used, digest
 
     def _is_evictable(self, digest: AdapterDigest, needed_since: float | None) -> bool:
-        """Return whether a host copy can be evicted for one with the need `needed_since`."""
+        """Return whether a host copy can be evicted for a copy that has been needed since the tick `needed_since`."""
         adapter, is_pinned = self._adapters[digest], digest in self.slot_table.pinned_adapters
         if needed_since is None and (is_pinned or self.slot_table.lookup(digest) is not None):
             return False
@@ -356,7 +357,7 @@ class AdapterRegistry:
         self._request_read(digest, adapter)
 
     def _remove_if_unused(self, digest: AdapterDigest, adapter: _Adapter) -> bool:
-        """Unregister a removed adapter that has no sequences and is not being read."""
+        """Unregister an adapter if it was removed, has no sequences and is not being read."""
         if not adapter.removed or adapter.num_sequences or digest in self._reading:
             return False
         if digest in self._on_host:

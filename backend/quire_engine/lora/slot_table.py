@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of adapter slots: which adapter is in which device slot, and which adapter gets a slot next.
 
-A part of the adapter registry. Policy only: the table has no weights and no host memory; of sequences it has only the
-number that run per adapter. An adapter with running sequences keeps its slot. An idle adapter loses its slot when
-another one needs it, least recently used first.
+A part of the adapter registry. Policy only: the table has no weights and no host memory, and it knows only how many
+sequences of each adapter run. An adapter with running sequences keeps its slot. When an adapter needs a slot, the least
+recently used idle adapter loses its slot.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
 
 RESERVE_AFTER_S = 1.0
-"""Seconds that an adapter waits for a slot before one is reserved for it.
+"""Seconds that an adapter waits for a slot before a slot is reserved for it.
 
-Draining a slot breaks up the batch of the adapter in it, so the reservation is not immediate. A user perceives about
-one second as a hang, and a step or a copy into a slot takes milliseconds.
+The reservation is not immediate, because draining a slot breaks up the batch of the slot's current adapter. A user
+perceives about one second as a hang, and a step or a copy into a slot takes milliseconds.
 """
 
 
@@ -30,8 +30,8 @@ class _Slot:
     last_started: int = 0
     """Tick of the last start of a sequence. The slot with the lowest tick is drained first."""
     loading: bool = False
-    """True while an adapter is copied into the slot: `digest`, or if that is None, an adapter that has been
-    evicted.
+    """True while an adapter is copied into the slot: adapter `digest`, or an adapter evicted during the copy if
+    `digest` is None.
     """
     held_for_waiters: bool = False
     """The slot's adapter was loaded for sequences that have not started. No other adapter gets the slot before they
@@ -46,20 +46,20 @@ class _Slot:
 class SlotTable:
     """A fixed number of slots.
 
-    Loads. A slot is filled while steps run: the owner executes `pop_loads` and answers with `on_loaded`. Until then the
-    sequences of the adapter wait. The slot is then held for them until the first one starts, so that no later adapter
-    can take it.
+    Loads. A slot is filled while steps run: the owner executes `pop_loads` and answers with `on_loaded`. Until the
+    answer, the sequences of the adapter wait. Then the slot is held until the first of these sequences starts, so that
+    no later adapter can take it.
 
-    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S: an idle slot, or the slot
-    of the running adapter that has gone longest without starting a sequence. No new sequences of its current adapter
-    start, so the slot drains. The only exception is the sequence for which the current adapter was loaded. An idle
-    slot waits for its new adapter only if the new adapter has a host copy or is being read. Otherwise other adapters
-    can use the slot. At most half of the slots are reserved at a time, for the adapters that have waited longest. The
-    other slots keep their large batches. So if D adapters wait and R slots can be reserved, the last adapter gets its
-    slot after at most ceil(D / R) drains. A drain takes as long as the longest sequence and one load.
+    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. It is an idle slot, or else
+    the slot of the running adapter whose last sequence started longest ago. Then no new sequences of the slot's current
+    adapter start, so the slot drains. The only exception is the sequence for which the current adapter was loaded. An
+    idle slot waits for its new adapter only if the new adapter has a host copy or is being read. Otherwise other
+    adapters can use the slot. At most half of the slots are reserved at a time, for the adapters that have waited
+    longest. The other slots keep their large batches. If D adapters wait and R slots can be reserved, the last adapter
+    thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest sequence and one load.
 
-    Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. Only if all slots are pinned
-    does an idle pinned adapter yield its slot: serving a request has priority over keeping an adapter warm.
+    Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. An idle pinned adapter loses
+    its slot only if all slots are pinned, because serving requests has priority over keeping adapters warm.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -78,8 +78,7 @@ class SlotTable:
         self._without_slot: set[AdapterDigest] = set()
         self._pending_loads: list[SlotLoad] = []
         self.num_evictions = 0
-        """Number of times that an adapter lost its slot, or the host copy that its slot requires, to another
-        adapter.
+        """Number of times that an adapter lost its slot because another adapter needed the slot or the host memory.
         """
         self._evicted: list[AdapterDigest] = []
 
@@ -95,7 +94,7 @@ class SlotTable:
         return [slot.digest for slot in self._slots if slot.digest is not None]
 
     def num_running(self, digest: AdapterDigest) -> int:
-        """Return the number of running sequences of an adapter."""
+        """Return how many sequences of an adapter are running."""
         slot = self._slot_by_digest.get(digest)
         return 0 if slot is None else self._slots[slot].num_running
 
@@ -129,10 +128,11 @@ class SlotTable:
 
         Args:
             now: monotonic seconds.
-            is_on_host_or_reading: whether an adapter has a host copy or is being read. Such adapters come first.
+            is_on_host_or_reading: whether an adapter has a host copy or is being read. Adapters for which it returns
+                True come first.
             order_of_need: the order in which host copies are granted, lowest first. Slots are reserved in the same
-                order. Otherwise an adapter with a host copy could take the slot that is reserved for another one,
-                and start only one of its sequences there.
+                order as host copies are granted. Otherwise an adapter with a host copy could take the slot that is
+                reserved for another one, and start only one of its sequences there.
         """
         self._without_slot.clear()
         if self._waiting_since and len(self._reservations) < self._max_reserved:
@@ -140,7 +140,7 @@ class SlotTable:
         self._usable_reservations = {digest for digest in self._reservations.values() if is_on_host_or_reading(digest)}
 
     def assign_pinned(self, digest: AdapterDigest) -> None:
-        """Assign a slot to a pinned adapter before a sequence needs it, unless no slot is free."""
+        """Assign a slot to a pinned adapter before a sequence needs it, if a slot is free."""
         slot = self._find_idle_slot(digest, can_evict_pinned=False)
         if slot is not None:
             self._assign(digest, slot)
@@ -187,14 +187,15 @@ class SlotTable:
         self._waiting_since.setdefault(digest, now)
 
     def clear_waiting(self, digest: AdapterDigest) -> None:
-        """Record that no sequence waits for the adapter any more."""
+        """Record that the adapter's last waiting sequence no longer waits."""
         self._waiting_since.pop(digest, None)
         self._reservations = {slot: other for slot, other in self._reservations.items() if other != digest}
         if (slot := self._slot_by_digest.get(digest)) is not None:
             self._slots[slot].held_for_waiters = False
 
     def evict(self, digest: AdapterDigest, *, count_eviction: bool = False) -> None:
-        """Empty the slot of an idle adapter, if any. `count_eviction`: another adapter needs the slot or the memory."""
+        """Empty the slot of an idle adapter; do nothing if the adapter has no slot. Set `count_eviction` if another
+        adapter needs the slot or the memory."""
         slot = self._slot_by_digest.pop(digest, None)
         if slot is not None:
             if count_eviction:
@@ -209,7 +210,7 @@ class SlotTable:
             self._slots[slot] = _Slot(loading=copy_in_progress)
 
     def pop_loads(self) -> list[SlotLoad]:
-        """Return the copies into slots to make now. The caller answers each with `on_loaded`."""
+        """Return the copies into slots that the caller must make now. The caller answers each with `on_loaded`."""
         slot_loads, self._pending_loads = self._pending_loads, []
         return slot_loads
 
@@ -228,7 +229,8 @@ class SlotTable:
             self.evict(state.digest)
 
     def integrity_errors(self, on_host: set[AdapterDigest], waiting: set[AdapterDigest]) -> list[str]:
-        """Return the violated invariants, given the adapters with host copies and those with waiting sequences."""
+        """Return the violated invariants; the arguments are the adapters with host copies and the adapters with waiting
+        sequences."""
         digests = {s.digest: SlotId(i) for i, s in enumerate(self._slots) if s.digest is not None}
         violations = {
             "slots and adapters do not match": digests != self._slot_by_digest,
@@ -256,8 +258,8 @@ class SlotTable:
         is_on_host_or_reading: Callable[[AdapterDigest], bool],
         order_of_need: Callable[[AdapterDigest], float],
     ) -> None:
-        """Reserve slots for overdue adapters without a slot: adapters with host copies first, then those with the
-        oldest need.
+        """Reserve slots for overdue adapters without a slot: adapters with host copies come first; otherwise the oldest
+        need comes first.
         """
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [
@@ -278,8 +280,8 @@ class SlotTable:
         )
 
     def _find_idle_slot(self, digest: AdapterDigest, *, can_evict_pinned: bool | None = None) -> SlotId | None:
-        """Return an empty slot, or else the least recently used idle slot, that the adapter can get; None if there is
-        no such slot.
+        """Return an empty slot for the adapter, or else the least recently used idle slot; None if the adapter can get
+        neither.
         """
         can_evict_pinned = self.can_evict_pinned if can_evict_pinned is None else can_evict_pinned
         idle_slots = [
@@ -292,8 +294,8 @@ class SlotTable:
         return min(idle_slots)[3] if idle_slots else None
 
     def _slot_to_reserve(self, digest: AdapterDigest) -> SlotId | None:
-        """Return an idle slot, or else the slot of the running adapter with the oldest last start; None if no slot is
-        left.
+        """Return an idle slot, or else the slot of the running adapter whose last sequence started longest ago; None if
+        no slot is left.
         """
         unreserved = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reservations]
         candidates = [(s, i) for s, i in unreserved if self.can_evict_pinned or s.digest not in self._pinned]

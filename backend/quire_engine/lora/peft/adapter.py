@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of PEFT adapter folders: returns a fully checked HostAdapter, or rejects the folder with the reason.
+"""Reader of PEFT adapter folders: returns a fully checked HostAdapter, or raises an error that states why the folder is
+rejected.
 
 A feature that the engine would apply differently from PEFT is rejected, never ignored. Adapters are untrusted: names,
 shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
@@ -42,7 +43,7 @@ class HostAdapter:
     """An adapter as read from its files, in host memory; `ModelRunner.read_adapter` packs it for the slots."""
 
     rank: int
-    """Largest LoRA rank of its modules."""
+    """The largest LoRA rank among the adapter's modules."""
     pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
     """Maps (layer, target) to A [rank, in_features] and B [out_features, rank], with the scale folded into B. The layer
     of embed_tokens and lm_head is NO_LAYER."""
@@ -64,13 +65,13 @@ def read_adapter(
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
 
     Args:
-        shard: return only the part for this tensor-parallel rank. Every rank checks the whole adapter, so that all
-            ranks report the same error.
-        checkpoint: folder of the base model. With an adapter of the embedding, PEFT also saves the embedding itself,
+        shard: the tensor-parallel rank whose part is returned; None returns the whole adapter. Every rank checks the
+            whole adapter, so that all ranks report the same error.
+        checkpoint: folder of the base model. If an adapter changes the embedding, PEFT also saves the embedding itself,
             which must equal the checkpoint's embedding.
 
     Raises:
-        InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
+        InvalidArgument: the folder contains no adapter for this model, or the adapter cannot be served.
     """
     try:
         config = PeftConfig.load(folder / CONFIG_FILE, max_rank)
@@ -98,7 +99,7 @@ def _find_weights(folder: Path) -> Path:
 
 
 def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
-    """Reject a file or a header that is larger than any adapter of this engine, before reading it."""
+    """Reject a file or a header that is too large for an adapter of this engine, before reading it."""
     size = path.stat().st_size
     max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
     # PEFT can also save the embedding and the output projection of the base model.
@@ -166,7 +167,8 @@ def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> 
 
 
 def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
-    """Return the rows of a tensor-parallel rank's tokens. The padding rows of the last rank are 0."""
+    """Return the rows for the tokens of a tensor-parallel rank's part of the vocabulary. The padding rows of the last
+    rank are 0."""
     token_range = shard.vocab_range
     shard_rows = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
     shard_rows[: len(token_range)] = rows[token_range.start : token_range.stop]
@@ -178,10 +180,10 @@ class _LoRAModule:
     """A linear layer that adapters can change, or the embedding."""
 
     name: str
-    """Path in the model, which rank_pattern matches."""
+    """Path of the module in the model; the keys of rank_pattern are matched against it."""
     layer: int
     path: str
-    """Path in the layer; for a module outside the layers, its name."""
+    """Path of the module in its layer; for a module outside the layers, its name."""
 
     @property
     def target(self) -> str:
@@ -205,8 +207,8 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
 
 
 def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
-    """Return the tensor names of A and B of each adapted module, and the names of copied base weights outside the
-    layers.
+    """Return the tensor names of A and B for each adapted module, and the tensor names of copied base weights with
+    their modules.
 
     Raises:
         InvalidArgument: a tensor is unexpected, A or B of a pair is missing, or the file contains no pair.
@@ -284,7 +286,7 @@ def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConf
 def _check_base_copy(
     file: SafetensorsReader, name: str, module: _LoRAModule, shape: ModelConfig, checkpoint: Path | None
 ) -> None:
-    """Reject a copy of a base weight that was resized or trained, so that it differs from the base model."""
+    """Reject a copy of a base weight that differs from the base model, because it was resized or trained."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
     checkpoint_name = f"{module.name}.weight"
     if checkpoint_name == "lm_head.weight" and shape.tied_embedding_name is not None:

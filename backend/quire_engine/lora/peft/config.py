@@ -2,7 +2,7 @@
 """Reader of adapter_config.json: LoRA ranks, scales and target modules. Rejects features that cannot be served.
 
 If a field changes the adapter's computation in an unsupported way, the config is rejected, and the error names the
-field. An unknown field that is set is rejected too, because PEFT introduces its variants with new fields.
+field. An unknown field that is set is rejected too, because PEFT adds a new field for each new LoRA variant.
 """
 
 import json
@@ -59,10 +59,11 @@ class PeftConfig:
     lora_alpha: float
     use_rslora: bool
     rank_pattern: Mapping[str, int]
-    """LoRA rank of modules whose path ends in a match of the key. The first matching key is used."""
+    """Maps regular expressions to the LoRA rank of modules; an expression must match the end of a module's path. The
+    first expression that matches is used."""
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
-    """Whether tied embedding and output projection share their adapter."""
+    """Whether the embedding and the output projection, if tied, share one adapter."""
     target_modules: TargetModules
     """The modules that were adapted."""
 
@@ -98,7 +99,7 @@ class PeftConfig:
         return int(_first_match(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """Return the factor of B A x for a module."""
+        """Return the factor by which the LoRA output B A x of a module is multiplied."""
         rank, alpha = self.rank(module), _first_match(self.alpha_pattern, module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -151,7 +152,7 @@ def _parse_pattern(name: str, value: Any, parse: Any) -> dict[str, Any]:
 
 
 def _check_regex(name: str, key: str) -> None:
-    """Reject an invalid regular expression, and one whose match could take forever."""
+    """Reject a regular expression that is invalid or could take forever to match."""
     try:
         if not is_safe_regex(key):
             raise ValueError("too long, or with more than 3 repetitions or a repeated group")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Target modules: which modules were adapted according to an adapter's config, by PEFT's rule. A part of PeftConfig.
+"""Target modules: determines, by the same rule as PEFT, which modules were adapted according to an adapter's config. A
+part of PeftConfig.
 
 PEFT silently ignores tensors of modules that the config does not target. The reader rejects a file with such tensors.
 
@@ -24,8 +25,8 @@ class TargetModules:
     """The combined effect of target_modules, exclude_modules, layers_to_transform and layers_pattern."""
 
     names: frozenset[str] | str | None
-    """Ends of paths, or a regular expression. None: the field is not set, or its expression could take forever to
-    match.
+    """Names that paths of modules end with, or a regular expression for paths. None: the field is not set, or its
+    regular expression could take forever to match.
     """
     excluded_names: frozenset[str] | str | None
     layers: frozenset[int] | None
@@ -67,7 +68,8 @@ class TargetModules:
         return self.names if in_every_layer and isinstance(self.names, frozenset) else frozenset()
 
     def excluding_field(self, module: str) -> str | None:
-        """Return the field that excludes a module, given its path; None if it was adapted, or may have been."""
+        """Return the config field that excludes a module, given its path; None if the module was adapted or may have
+        been adapted."""
         if self.excluded_names is not None and _matches(self.excluded_names, module):
             return "exclude_modules"
         if self.names is None:
@@ -82,7 +84,7 @@ class TargetModules:
 
 
 def is_safe_regex(expression: str) -> bool:
-    """Return whether a match of an expression ends quickly: it has no repeated groups and few repetitions."""
+    """Return whether an expression is matched quickly, because it has no repeated groups and few repetitions."""
     has_few_repetitions = len(re.findall(r"[*+?{]", expression)) <= 3 and not re.search(r"\)[*+?{]", expression)
     return len(expression) <= _MAX_REGEX_LENGTH and has_few_repetitions
 
