@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of all models, as the model runner uses them.
+"""Base class of all models: the interface that the model runner uses.
 
 `weights/loader.py` fills the parameters; the model runner builds the batches.
 """
@@ -22,7 +22,7 @@ from quire_spec.model.model_config import ModelConfig
 class CausalLM(ABC):
     """Computes logits from token ids.
 
-    Parameters are allocated but not filled: `weights.loader` fills them by `tensors`.
+    Parameters are allocated but not filled: `weights.loader` fills them, using `tensors`.
     """
 
     layers: Sequence[Module]
@@ -35,11 +35,12 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
-        """Layers whose inputs the next forward pass keeps for a draft head; index num_layers stands for the output of
-        the last layer. An architecture of ARCHITECTURES_WITHOUT_HEADS keeps none.
+        """Indices of layers whose inputs the next forward pass keeps for a draft head; index num_layers is the last
+        layer's output. Architectures in ARCHITECTURES_WITHOUT_HEADS keep no inputs.
         """
         self.aux_hidden_states: Tensor | None = None
-        """[num_tokens, len(aux_hidden_state_layers) * hidden_size]: the inputs that the last forward pass kept."""
+        """The layer inputs that the last forward pass kept: [num_tokens, len(aux_hidden_state_layers) *
+        hidden_size]."""
         self.build_layers(factory)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.tensors())
         """Bytes of all parameters on this rank; before `pack`, quantized weights are counted with their dequantized
@@ -68,12 +69,12 @@ class CausalLM(ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]. `batch` must contain only
-        these rows, see ForwardBatch.for_logit_rows.
+        """Compute the logits [num_rows, vocab_size] from the hidden states [num_rows, hidden_size]. `batch` must
+        contain only these rows, see ForwardBatch.for_logit_rows.
         """
 
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """Return the embeddings of the batch, a new tensor [num_tokens, embedding_size]."""
+        """Return the embeddings of the batch's tokens, a new tensor [num_tokens, embedding_size]."""
         return parallel_embedding(batch, self.embed_tokens, self.embedding_adapters, self.communicator)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
@@ -93,7 +94,7 @@ class CausalLM(ABC):
 
     @abstractmethod
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the tensors under `prefix` that belong neither to the embedding nor to the layers."""
+        """Yield the tensors under `prefix` that are outside the embedding and the layers."""
 
     def pack(self) -> None:
         """Repack the loaded weights of all layers for speed; `tensors` must not be used afterwards."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 head: one decoder layer that reads hidden states of a target model and proposes its next tokens.
+"""EAGLE-3 head: one decoder layer that reads hidden states of the target model and proposes the target's next tokens.
 
 The row at position i reads the hidden states of token i and the embedding of token i + 1, and proposes token i + 2.
 
@@ -25,13 +25,13 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 
 EMBEDDING = "embed_tokens.weight"
-"""An embedding in the checkpoint; the draft model reads it."""
+"""Name of the embedding in the head's checkpoint; the draft model reads it, not the head."""
 _UNUSED_TENSORS = ("t2d", EMBEDDING)
-"""Tensors that are not parameters of the head: the mask of the tokens in d2t, and the embedding."""
+"""Tensors of the checkpoint that are not parameters of the head: the mask of the tokens in d2t, and the embedding."""
 
 
 class Eagle3Layer(Module):
-    """Decoder layer whose attention reads the normalized embedding and hidden state side by side."""
+    """Decoder layer whose attention reads the concatenation of the normalized embedding and hidden state."""
 
     def __init__(self, config: Eagle3Config, factory: ParamFactory) -> None:
         shape = config.layer
@@ -47,7 +47,7 @@ class Eagle3Layer(Module):
     def __call__(
         self, embeddings: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """Return the hidden states after the layer; both inputs are [num_tokens, hidden_size]."""
+        """Return the hidden states after the layer; both input tensors are [num_tokens, hidden_size]."""
         normalized = self.hidden_norm(hidden)
         residual = (normalized if self._norm_before_residual else hidden).clone()
         attention_input = torch.cat((self.input_layernorm(embeddings), normalized), dim=-1)
@@ -68,8 +68,8 @@ class Eagle3Head(Module):
         self._rotary = RotaryEmbedding(shape.ropes[0], factory.device)
         self._config = config
         self.d2t = torch.arange(config.draft_vocab_size, device=factory.device)
-        """[draft_vocab_size] int64: the target's token id for each token id of the head. The checkpoint stores the
-        differences of both ids.
+        """For each token id of the head, the token id of the target; [draft_vocab_size] int64. The checkpoint stores
+        the difference between the two ids.
         """
         self.num_bytes = sum(unsharded(target).nbytes for _, target in self.tensors(""))
 
@@ -77,8 +77,8 @@ class Eagle3Head(Module):
         """Return hidden states [num_tokens, hidden_size].
 
         Args:
-            embeddings: embeddings of the tokens after the positions of the batch, [num_tokens, hidden_size].
-            hidden: hidden states that `combine` returned for the target, or that this head returned.
+            embeddings: for each position of the batch, the embedding of the next token; [num_tokens, hidden_size].
+            hidden: hidden states from `combine` in the first pass, and from this head in later passes.
             batch: positions, and where to write keys and values.
             kv_cache: KV cache of the layer.
         """
@@ -86,18 +86,18 @@ class Eagle3Head(Module):
         return self.midlayer(embeddings, hidden, rope, kv_cache, batch)
 
     def combine(self, aux_hidden_states: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the input [num_tokens, hidden_size] of the first pass, from the target's hidden states."""
+        """Convert the target's hidden states to the input of the first pass, [num_tokens, hidden_size]."""
         return self.fc(aux_hidden_states, batch)
 
     def propose(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the most likely token of the target for each row of hidden states, [num_rows] int64."""
+        """Return the target's token id of the most likely token for each row of hidden states, [num_rows] int64."""
         return self.d2t[self.lm_head(self.norm(hidden), batch).argmax(dim=-1)]
 
     def load(self, tensors: Mapping[str, Tensor], target_vocab_size: int) -> None:
         """Fill the parameters from a checkpoint, and repack them for speed.
 
         Raises:
-            ConfigError: a tensor is missing, unexpected or of another shape, or d2t contains tokens outside the
+            ConfigError: a tensor is missing, unexpected or has a wrong shape, or d2t contains tokens outside the
                 vocabulary.
         """
         named = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of a forward pass as tensors: everything except weights and KV cache. Built by `build_forward_batch`.
+"""Input tensors of a forward pass: all inputs except the weights and the KV cache. Built by `build_forward_batch`.
 
-All spans are flattened into one batch. Tokens of one adapter are contiguous, so that LoRA changes a slice of the
+All spans are flattened into one batch. Tokens of one adapter are contiguous, so that LoRA is applied to slices of the
 batch.
 """
 
@@ -32,24 +32,26 @@ class ForwardBatch:
     positions: Tensor
     """[num_tokens] int64: position of each token in its sequence."""
     long_rope: Tensor | None
-    """[num_tokens] bool: tokens that use the rotary embedding of long sequences; None if no token does."""
+    """[num_tokens] bool: which tokens use the rotary embedding for long sequences; None if all tokens use the normal
+    one."""
     addresses: Tensor
     """[num_tokens] int64: addresses of keys and values in the cache (the slot mapping of vLLM)."""
     attention: AttentionMetadata
     adapters: LoRABatch | None
     """Adapters of the tokens; None if no span has an adapter."""
     logit_rows: Tensor | None
-    """[num_logits] int64, indices of the tokens that need logits: first tokens that sample, then tokens that need
-    prompt log probabilities. None: all tokens, in order.
+    """[num_logits] int64, indices of the tokens that need logits: first for sampling, then for prompt log
+    probabilities. None: all tokens need logits, in this order.
     """
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 without an adapter; empty if no span has an adapter."""
     groups: tuple["ForwardBatch", ...] = ()
-    """For each group of layers (see KVLayout), the batch with its addresses and attention. Empty if there is one."""
+    """For each group of layers (see KVLayout), a copy of the batch with the group's addresses and attention. Empty if
+    there is only one group."""
 
     def for_logit_rows(self, rows: slice) -> "ForwardBatch":
-        """Return the batch of the output projection for `rows`, a slice of the tokens that need logits."""
+        """Return the batch for the output projection of `rows`, a slice of the tokens that need logits."""
         if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
             return self
         slots, device = self.logit_adapter_slots[rows], self.token_ids.device
@@ -91,7 +93,7 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the span and the position in the sequence of each token, both [num_tokens] int64."""
+    """Return, for each token, the index of its span and its position in the sequence, both [num_tokens] int64."""
     counts = torch.tensor(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     # Difference between a token's position in its sequence and its index in the batch.
@@ -100,7 +102,7 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _adapter_segments(slots: Sequence[int], lengths: Sequence[int]) -> list[AdapterSegment]:
-    """Return the ranges of adjacent tokens with the same adapter slot, from the slot and the length of each span."""
+    """Return ranges of adjacent tokens with the same adapter slot; `slots` and `lengths` have one value per span."""
     segments: list[AdapterSegment] = []
     end = 0
     for slot, length in zip(slots, lengths, strict=True):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2: Llama with norms before and after attention and MLP, scaled embeddings, soft caps on attention scores and
-logits, and a sliding window in every other layer."""
+"""Gemma 2 differs from Llama in norms before and after attention and MLP, scaled embeddings, soft caps on attention
+scores and logits, and sliding windows in every other layer."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Gemma2RMSNorm(RMSNorm):
-    """Root-mean-square normalization whose scale is 1 + weight."""
+    """Root-mean-square normalization with the factor 1 + weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize [..., size] in float32, because 1 + weight would lose precision in a narrower dtype."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3, text: Gemma 2 with normalization of queries and keys per head in place of the soft cap on attention scores,
-and with another rope base in layers with a sliding window."""
+"""Gemma 3, text only: Gemma 2 with normalized queries and keys per head instead of the soft cap on attention scores,
+and with another rope base in sliding-window layers."""
 
 from torch import Tensor
 

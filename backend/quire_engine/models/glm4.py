@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4, dense: Llama with norms before and after attention and MLP, fused gate and up, and heads of which only some
-adjacent pairs are rotated.
+"""GLM-4, dense: Llama with norms before and after attention and MLP, fused gate and up, and rotation of only some
+adjacent pairs in each head.
 """
 
 from torch import Tensor
@@ -14,15 +14,15 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Glm4Attention(RotaryAttention):
-    """Attention that rotates pairs (2 i, 2 i + 1) of each head."""
+    """Attention that rotates the adjacent elements 2 i and 2 i + 1 of each head."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
         self.rotary_dim = shape.ropes[index].dim
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """See Attention.project_qkv. Moves pair (2 i, 2 i + 1) to (i, i + dim / 2), as other architectures have it.
-        The same order of queries and keys changes no attention score.
+        """See Attention.project_qkv. Moves pair (2 i, 2 i + 1) to (i, i + dim / 2), the order that other architectures
+        use. Attention scores do not change, because queries and keys are reordered in the same way.
         """
         qkv = super().project_qkv(x, batch)
         rotated = qkv[:, : self.num_rotated, : self.rotary_dim]

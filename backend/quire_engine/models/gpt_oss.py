@@ -16,7 +16,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class GptOssAttention(RotaryAttention):
-    """Attention with a learned sink for each head, see `sinks` of `paged_attention`."""
+    """Attention with a learned sink for each head; `paged_attention` explains `sinks`."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
@@ -35,8 +35,8 @@ class GptOssAttention(RotaryAttention):
 
 
 class GptOssMoE(MoE):
-    """Experts with biases and a clamped activation. The checkpoint has one tensor for all experts, whose gate and up
-    features alternate. A matrix is [in_features, out_features]; in mxfp4 it is [out_features, in_features]."""
+    """Experts with biases and a clamped activation. The checkpoint has one tensor for all experts, in which gate and up
+    features alternate. Matrices are [in_features, out_features], or, in mxfp4, [out_features, in_features]."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         super().__init__(shape, factory)
@@ -80,14 +80,16 @@ class GptOssMoE(MoE):
         yield f"{prefix}experts.down_proj", self._matrices(self.experts.down, (hidden, inner), range(hidden), part)
 
     def _intermediate_range(self) -> tuple[range, int]:
-        """Return the intermediate features of this rank, and the number of all."""
+        """Return the range of this rank's intermediate features, and the number of intermediate features of all
+        ranks."""
         if self.communicator is None:
             return range(self.config.intermediate_size), self.config.intermediate_size
         shard = self.communicator.shard
         return shard.expert_range, shard.size * self.config.intermediate_size
 
     def _matrices(self, weight: LinearWeight, size: tuple[int, int], rows: range, columns: range) -> ParamShard:
-        """Return the ranges of matrices of `size` that fill a weight [num_experts, len(rows), len(columns)]."""
+        """Return which rows and columns of the checkpoint's matrices, each of `size`, fill `weight` [num_experts,
+        len(rows), len(columns)]."""
         assert isinstance(weight, Tensor)
         if self._is_transposed:
             weight, size, rows, columns = weight.transpose(1, 2), size[::-1], columns, rows

@@ -34,7 +34,7 @@ FeedForward: TypeAlias = MLP | MoE
 
 
 class LlamaDecoderLayer(Module):
-    """Attention and MLP. Each reads the normalized residual stream and adds its output to the stream."""
+    """Attention and MLP. Both read the normalized residual stream and add their output to the stream."""
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
     MLP: ClassVar[type[MLP]] = MLP
@@ -48,7 +48,7 @@ class LlamaDecoderLayer(Module):
 
     @classmethod
     def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> FeedForward:
-        """Return the MLP of layer `index`, or the experts in its place."""
+        """Return the MLP of layer `index`, or the experts if the layer has experts instead."""
         return cls.MLP(shape, factory)
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ministral 3, text: Llama whose queries are multiplied by a factor that grows with their position."""
+"""Ministral 3, text only: Llama in which each query is multiplied by a factor that grows with the position."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Ministral3Attention(RotaryAttention):
-    """Attention that multiplies each query by a factor of its position, see RopeConfig."""
+    """Attention that multiplies each query by a factor that depends on its position, see RopeConfig."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)

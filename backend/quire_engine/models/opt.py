@@ -41,15 +41,15 @@ class OPTAttention(Attention):
     OUTPUT = "out_proj"
 
     def __call__(self, x: Tensor, kv_cache: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
-        """Add the attention of [num_tokens, hidden_size] to the residual stream, and write keys and values to the cache
-        of one layer."""
+        """Compute attention for the input [num_tokens, hidden_size], add it to the residual stream, and write keys and
+        values to the cache of one layer."""
         qkv = self.project_qkv(x, batch)
         write_kv(qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :], kv_cache, batch.addresses)
         return self.attend(qkv[:, : self.num_heads], kv_cache, batch, residual)
 
 
 class OPTDecoderLayer(Module):
-    """Attention and MLP, each added to the residual stream. A norm comes before each of them, or after the
+    """Attention and MLP, each added to the residual stream. Norms come before attention and MLP, or after each
     addition.
     """
 
@@ -63,7 +63,7 @@ class OPTDecoderLayer(Module):
         self.activate = ACTIVATIONS[shape.activation]
 
     def __call__(self, hidden: Tensor, kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute the layer on [num_tokens, hidden_size], in place unless norms come after the addition."""
+        """Apply the layer to [num_tokens, hidden_size]; works in place unless norms come after the additions."""
         if self.norm_first:
             hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, batch, residual=hidden)
             return self.mlp(self.final_layer_norm(hidden), batch, residual=hidden)
@@ -71,7 +71,7 @@ class OPTDecoderLayer(Module):
         return self.final_layer_norm(self.mlp(hidden, batch, residual=hidden))
 
     def mlp(self, x: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
-        """Add the MLP of [num_tokens, hidden_size] to the residual stream."""
+        """Compute the MLP for the input [num_tokens, hidden_size] and add it to the residual stream."""
         return self.fc2(self.activate(self.fc1(x, batch)), batch, residual)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phi-3 and Phi-4-mini: Llama whose checkpoints and adapters have one fused layer for q, k, v and one for gate, up.
+"""Phi-3 and Phi-4-mini: Llama, except that checkpoints and adapters have one fused layer for q, k, v and one for gate,
+up.
 
 Sliding windows, long-context rotary embeddings and partly rotated heads are part of the model config.
 """

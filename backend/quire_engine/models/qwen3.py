@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3: Llama with normalization of queries and keys per head, and sliding windows as in Qwen2."""
+"""Qwen3: Llama with queries and keys that are normalized per head, and with the sliding windows of Qwen2."""
 
 from dataclasses import replace
 

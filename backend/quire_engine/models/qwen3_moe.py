@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-MoE: Qwen3 with a mixture of experts in place of the MLP, in all layers or in some."""
+"""Qwen3-MoE: Qwen3 in which a mixture of experts replaces the MLP of all layers or of some layers."""
 
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.mlp import MLP

@@ -17,7 +17,7 @@ class Attention(Module):
     linear layers, and `project_qkv`."""
 
     QKV: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
-    """Names of the linear layers of queries, keys and values; one name if they are fused in the checkpoint."""
+    """Names of the linear layers for queries, keys and values; a single name if the checkpoint has one fused layer."""
     OUTPUT: ClassVar[str] = "o_proj"
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
@@ -32,13 +32,13 @@ class Attention(Module):
         self.o_proj = build_linear(shape, [f"self_attn.{self.OUTPUT}"], factory, shape.output_bias)
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return queries, keys and values of [num_tokens, hidden_size], as one tensor [num_tokens, all heads,
-        head_dim].
+        """Compute queries, keys and values of the input [num_tokens, hidden_size]; return them in one tensor
+        [num_tokens, all heads, head_dim].
         """
         return self.qkv_proj(x, batch).view(x.shape[0], -1, self.head_dim)
 
     def attend(self, queries: Tensor, kv_cache: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Return the attention output [num_tokens, hidden_size] of queries [num_tokens, num_heads, head_dim].
+        """Compute attention for queries [num_tokens, num_heads, head_dim]; return the output [num_tokens, hidden_size].
 
         If `residual` is given, add the output to it in place.
         """
@@ -59,7 +59,8 @@ class RotaryAttention(Attention):
         batch: ForwardBatch,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention of [num_tokens, hidden_size], and write keys and values to the cache of one layer.
+        """Compute attention for the input [num_tokens, hidden_size], and write keys and values to the cache of one
+        layer.
 
         If `residual` is given, add the output to it in place.
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with merged outputs, LoRA adapter slots and tensor-parallel shards.
 
-The classes of `models/layers` hold weights and call `quire_kernels`. They do not depend on requests. They are not
-torch modules, because no weight is trained, moved or saved; calls of plain classes are typed and cheap.
+The classes of `models/layers` hold weights and call `quire_kernels`. They do not depend on requests. They are plain
+classes, not torch modules: weights are not trained, moved or saved, and calls are typed and cheap.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,12 +45,14 @@ class ParamFactory:
     dtype: torch.dtype
     device: torch.device
     communicator: Communicator | None = None
-    """Connects the tensor-parallel ranks; None if there is one rank. Layer sizes are those of this rank's shard."""
+    """Connects the tensor-parallel ranks; None if there is one rank. The sizes of layers are the sizes in this rank's
+    shard."""
     quantization: str | None = None
-    """A value of EngineConfig.quantization, or int8_weight_only, which the output projection uses with int4."""
+    """A value of EngineConfig.quantization, or int8_weight_only, which the output projection gets if the model gets
+    int4."""
     checkpoint: QuantizedTensors | None = None
-    """Quantized tensors of the checkpoint to load; None: it has none, or all weights are dequantized when they are
-    loaded.
+    """Quantized tensors of the checkpoint; None if the checkpoint has none, or if all weights are dequantized when they
+    are loaded.
     """
 
     def empty(self, *size: int) -> Tensor:
@@ -58,16 +60,17 @@ class ParamFactory:
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def empty_weight(self, *size: int) -> Tensor:
-        """Return the weight of a linear layer: without memory if it can be quantized, otherwise uninitialized."""
+        """Return the weight of a linear layer: on the meta device if the checkpoint may contain it quantized, otherwise
+        uninitialized."""
         return self.empty(*size) if self.checkpoint is None else torch.empty(size, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShard:
-    """The part of a checkpoint's linear layer that a rank contains."""
+    """The part of a linear layer in the checkpoint that a rank needs."""
 
     shape: tuple[int, int]
-    """Output and input features in the checkpoint."""
+    """Number of output features and of input features in the checkpoint."""
     rows: tuple[range, ...]
     columns: range
 
@@ -95,7 +98,7 @@ class Linear:
             factory: allocates the parameters.
             bias: whether the layer has a bias.
             weight: an existing weight, for a tied output projection; None allocates one.
-            shards: shards of the slices of which this rank contains only a part.
+            shards: for each slice of which this rank needs only a part, this part.
         """
         self.in_features = in_features
         self.slices = dict(slices)
@@ -103,15 +106,15 @@ class Linear:
         out_features = sum(slices.values())
         self.weight: LinearWeight = factory.empty_weight(out_features, in_features) if weight is None else weight
         self.input_order: Tensor | None = None
-        """[in_features] int64: column i of a quantized weight multiplies input feature input_order[i]; None: column i
-        multiplies feature i.
+        """[in_features] int64: column i of a quantized weight multiplies input feature input_order[i]; None if the
+        columns are not reordered.
         """
         self.bias = factory.empty(out_features) if bias else None
         self.adapters: ModuleSlots | None = None
         self._factory = factory
         self._quantization = factory.quantization
         self._quantized_parts: list[WeightPart] = []
-        """Parts of a weight that `pack` reads from the checkpoint."""
+        """Parts of the weight, if it is quantized in the checkpoint; `pack` reads them."""
         if self._quantization == "int4" and not supports_int4(in_features, GROUP_SIZE):
             raise ConfigError(
                 f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, got "
@@ -120,8 +123,8 @@ class Linear:
             )
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Map [num_tokens, in_features] to [num_tokens, out_features of all slices], including the batch's adapters.
-        If `residual` is given, add the output to it in place.
+        """Apply the layer and the batch's adapters to [num_tokens, in_features]; return [num_tokens, out_features of
+        all slices]. If `residual` is given, add the output to it in place.
         """
         return self._multiply(x, batch, self.bias, residual)
 
@@ -138,7 +141,7 @@ class Linear:
         return x if self.input_order is None else x[:, self.input_order]
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the checkpoint tensors under `prefix`, each with the rows of the merged parameter that it fills."""
+        """Yield each checkpoint tensor under `prefix`, with the rows that the tensor fills in the merged parameter."""
         start = 0
         assert isinstance(self.weight, Tensor)
         if self._factory.checkpoint is not None and self.weight.is_meta and not self._quantized_parts:
@@ -164,7 +167,8 @@ class Linear:
 
     def pack(self, arena: HugePageArena) -> None:
         """Repack the loaded weight for speed, and quantize it if the model is quantized. The old weight must not be
-        used afterwards. On a machine with kernels for quantized weights, a shape without a kernel is not quantized.
+        used afterwards. On a machine with kernels for quantized weights, a weight is not quantized if no kernel
+        supports its shape.
         """
         if isinstance(self.weight, QuantizedWeight):
             return
@@ -179,7 +183,7 @@ class Linear:
             self.weight = quantize_weight(self.weight, self._quantization, arena)
 
     def _find_quantized_parts(self, prefix: str) -> list[WeightPart]:
-        """Return the parts of a quantized weight; an empty list if the checkpoint contains it in floating point.
+        """Return the parts of a quantized weight; an empty list if the weight is not quantized in the checkpoint.
 
         Raises:
             ConfigError: only some parts are quantized, parts have different schemes, or a shape differs from
@@ -210,7 +214,7 @@ class Linear:
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of the weight in the model's dtype if `pack` reads it from the checkpoint, otherwise 0."""
+        """If `pack` reads the weight from the checkpoint, the bytes of the weight in the model's dtype; otherwise 0."""
         return weight_bytes(self.weight) if self._quantized_parts else 0
 
     @property
@@ -237,8 +241,8 @@ class RowParallelLinear(Linear):
 
 
 def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory, bias: bool) -> Linear:
-    """Build one linear layer from the given paths in a decoder layer; several are merged. `shape`: this rank's
-    shard.
+    """Build one linear layer from the given paths in a decoder layer; several paths are merged into one layer. `shape`:
+    this rank's shard.
     """
     sizes = linear_sizes(shape)
     in_features = sizes[paths[0]][0]

@@ -16,7 +16,7 @@ class MLP(Module):
     """Gated feed-forward layer. Subclasses define the names of its linear layers."""
 
     GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
-    """Names of the gate and up layers; one name if they are fused in the checkpoint."""
+    """Names of the gate and up layers; a single name if the checkpoint has one fused layer."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         self.gate_up_proj = build_linear(shape, [f"mlp.{name}" for name in self.GATE_UP], factory, shape.mlp_bias)
@@ -24,5 +24,6 @@ class MLP(Module):
         self.activate = get_gated_op(shape.activation)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Return the output for [num_tokens, hidden_size]. If `residual` is given, add the output to it in place."""
+        """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
+        place."""
         return self.down_proj(self.activate(self.gate_up_proj(x, batch)), batch, residual)

@@ -11,9 +11,10 @@ from quire_kernels import HugePageArena
 
 
 class Module:
-    """A part of a model. Its attributes have the names of the checkpoint and are in the order of computation.
+    """A part of a model. Its attributes have the same names as in the checkpoint and are in the order in which they are
+    computed.
 
-    A merged linear layer is an exception: its slices have the names of the checkpoint.
+    A merged linear layer is an exception: its slices have the names that the checkpoint uses.
     """
 
     def linears(self) -> Iterator[Linear]:
@@ -26,14 +27,14 @@ class Module:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of what `pack` repacks: linear layers and experts."""
+        """Bytes of the weights that `pack` repacks: linear layers and experts."""
         parts = vars(self).values()
         linears = sum(part.num_bytes for part in parts if isinstance(part, Linear))
         return linears + sum(part.packed_bytes for part in parts if isinstance(part, Module))
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of weights in the model's dtype if `pack` reads them from the checkpoint, otherwise 0."""
+        """Bytes of the weights that `pack` reads from the checkpoint, counted in the model's dtype."""
         return sum(part.unread_bytes for part in vars(self).values() if isinstance(part, Linear | Module))
 
     def pack(self, arena: HugePageArena) -> None:

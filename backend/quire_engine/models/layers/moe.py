@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 class MoE(Module):
     """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs. Each expert
     is a gated MLP. With tensor parallelism each rank has a part of the intermediate features of every expert.
-    Subclasses define the names in a checkpoint with one tensor per expert and projection.
+    Subclasses define the names of tensors, for checkpoints with one tensor per expert and projection.
     """
 
     PATH: ClassVar[str] = "mlp"
-    """Path of this module in a layer of a checkpoint."""
+    """Path of this module within a layer of the checkpoint."""
     EXPERT: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
@@ -72,10 +72,11 @@ class MoE(Module):
         self.communicator = factory.communicator
         self._factory = factory
         self._quantized_parts: tuple[list[WeightPart], list[WeightPart]] | None = None
-        """Of gate_up and down, if `pack` reads them from the checkpoint."""
+        """Parts of gate_up and of down, if `pack` reads them from the checkpoint."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Return the output for [num_tokens, hidden_size]. If `residual` is given, add the output to it in place."""
+        """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
+        place."""
         ids, weights = topk_softmax(linear(x, self.router, self.router_bias), self.config.top_k, self.config.normalize)
         if self.communicator is None:
             return fused_experts(x, ids, weights, self.experts, residual)
@@ -100,7 +101,7 @@ class MoE(Module):
             yield from self.down_tensors(prefix)
 
     def router_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the tensors that fill the router and the biases; `prefix` is that of this module."""
+        """Yield the tensors that fill the router and the biases; `prefix` is the prefix of this module's tensors."""
         assert isinstance(self.router, Tensor)
         yield f"{prefix}gate.weight", self.router
 
@@ -118,7 +119,8 @@ class MoE(Module):
             yield f"{prefix}experts.{expert}.{self.EXPERT[2]}.weight", self._shard(down, is_down=True)
 
     def pack(self, arena: HugePageArena) -> None:
-        """See Module.pack. The experts stay quantized, or are quantized, if there are kernels for them."""
+        """See Module.pack. If there are kernels, quantized experts stay quantized and other experts are quantized as
+        configured."""
         assert isinstance(self.router, Tensor)
         self.router = pack_weight(self.router, arena)
         factory = self._factory
@@ -153,7 +155,7 @@ class MoE(Module):
         return sum(map(weight_bytes, weights))
 
     def _find_quantized_parts(self, prefix: str) -> tuple[list[WeightPart], list[WeightPart]] | None:
-        """Return the parts of gate_up and of down; None if the checkpoint contains a part in floating point.
+        """Return the quantized parts of gate_up and of down; None if a part is not quantized in the checkpoint.
 
         Raises:
             ConfigError: a shape differs from config.json.
@@ -183,7 +185,7 @@ class MoE(Module):
         return None if num_missing else all_parts
 
     def _shard(self, weight: Tensor, *, is_down: bool) -> LoadTarget:
-        """Return the part of a projection in the checkpoint that fills this rank's weight."""
+        """Return which part of the checkpoint's projection fills `weight` on this rank."""
         if self.communicator is None:
             return weight
         shard = self.communicator.shard
@@ -211,5 +213,5 @@ def _check_quantization(factory: ParamFactory, hidden_size: int, intermediate_si
 
 @functools.cache
 def _log_dequantization(reason: str) -> None:
-    """Log it once and not for every layer."""
+    """Log the reason only once, not for every layer."""
     logger.info("experts dequantized reason=%r", reason)

@@ -2,7 +2,8 @@
 """Rotary position embedding: computes the angles from a checkpoint's rope config. `quire_kernels.apply_rope` applies
 them.
 
-Source of all scalings: the model releases that introduced them, as in modeling_rope_utils of transformers.
+All scalings follow the model releases that introduced them; modeling_rope_utils of transformers contains the same
+formulas.
 """
 
 import math
@@ -26,7 +27,8 @@ class RotaryEmbedding:
 
         Args:
             positions: [num_tokens].
-            long_rope: [num_tokens] bool: tokens that use the rope of long sequences; None if no token does.
+            long_rope: [num_tokens] bool, which tokens use the rope for long sequences; None if all tokens use the
+                normal rope.
             dtype: dtype of the result.
 
         Returns:
@@ -44,7 +46,8 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
-    """Return radians per position of each pair, [rope.dim / 2] float32 on the CPU, for short or long sequences."""
+    """Return the radians per position for each pair, [rope.dim / 2] float32 on the CPU; `long_rope` selects the values
+    for long sequences."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "none":
@@ -69,8 +72,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep pairs that rotate often within the trained length, stretch slow pairs by `factor`, and interpolate the
-    rest.
+    """Keep pairs that rotate many times within the trained length, stretch slow pairs by `factor`, and interpolate
+    between them.
 
     Source: https://arxiv.org/abs/2309.00071
     """

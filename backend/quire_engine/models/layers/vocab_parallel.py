@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary-parallel embedding and output projection: each rank contains the rows of a part of the vocabulary."""
+"""Vocabulary-parallel embedding and output projection: each rank contains the rows for its part of the vocabulary."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ class ParallelLMHead(Linear):
         self._communicator = communicator
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
-        """Map [num_rows, in_features] to [num_rows, vocab_size]; see Linear."""
+        """Compute the logits [num_rows, vocab_size] from [num_rows, in_features]; see Linear."""
         logits = self._communicator.gather(super().__call__(x, batch, residual))
         # The last rank's last rows can be padding.
         return logits[:, : self._communicator.shard.model_config.vocab_size]
@@ -50,7 +50,7 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
 
 
 def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTarget:
-    """Return the part of this rank's embedding that the checkpoint's embedding fills."""
+    """Return the part of this rank's embedding that is filled from the checkpoint; the rest is padding."""
     if communicator is None:
         return table
     tokens = communicator.shard.vocab_range
@@ -60,8 +60,8 @@ def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTar
 def parallel_embedding(
     batch: ForwardBatch, table: Tensor, adapters: ModuleSlots | None, communicator: Communicator | None
 ) -> Tensor:
-    """Return the embeddings of the batch, including its adapters, as a new tensor [num_tokens, embedding_size]. It is
-    the sum over the shards of all ranks.
+    """Return the embeddings of the batch, including its adapters, as a new tensor [num_tokens, embedding_size]. The
+    result is the sum over the shards of all ranks.
     """
     ids = batch.token_ids
     if communicator is not None:
