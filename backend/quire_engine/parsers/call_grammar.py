@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammar of tool calls in llguidance's Lark notation: the parts that all formats share.
 
-Each format builds a CallGrammar; output_grammar.py puts it together with reasoning and text. JSON schemas are not part
-of the grammar text: a rule refers to a schema as @name, and `parts` contains the schema.
+Each format builds a CallGrammar; output_grammar.py combines it with the grammars of reasoning and text. JSON schemas
+are not part of the grammar text: a rule refers to a schema as @name, and `parts` contains the schema.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,14 @@ class Tool:
 
     @classmethod
     def from_request(cls, tool: Mapping[str, Any], is_enforced: bool) -> "Tool":
-        """Return a tool as clients of the OpenAI API define it; unless enforced, it accepts any object."""
+        """Convert a tool definition of the OpenAI API; unless `is_enforced`, the tool accepts any object as
+        arguments."""
         function = tool["function"]
         schema = (function.get("parameters") or {}) if is_enforced else {}
         return cls(function["name"], {"type": "object", **schema})
 
     def properties(self) -> list[tuple[str, Mapping[str, Any], bool]]:
-        """Return the name and schema of each property, and whether it is required."""
+        """Return, for each property, its name, its schema, and whether it is required."""
         definitions = {name: self.schema[name] for name in ("$defs", "definitions") if name in self.schema}
         required, properties = self.schema.get("required"), self.schema.get("properties")
         required_names = required if isinstance(required, list) else []
@@ -43,11 +44,12 @@ class CallGrammar:
     """Grammar of the calls in one format."""
 
     start: str
-    """Text of the mark before a call; empty if calls have none, so that an output is either calls or text."""
+    """Text of the mark before a call; empty if the format has no mark, so that an output consists of either calls or
+    text."""
     call: str
-    """Expression that follows the mark."""
+    """Expression for the call that follows the mark."""
     separator: str | None
-    """Text between a call and the mark of the next call; None: no call can follow."""
+    """Text between a call and the mark of the next call; None if only one call is possible."""
     rules: tuple[str, ...]
     parts: Mapping[str, Mapping[str, Any]]
     """JSON schemas by name."""
@@ -55,20 +57,21 @@ class CallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Marks in the notation of a grammar."""
+    """Writes marks in the notation of the grammar."""
 
     token_ids: Mapping[str, int]
-    """Token ids of the marks that are one token."""
+    """Token ids of the marks that consist of a single token."""
     special: frozenset[str]
-    """Marks that no text can match, because they are special tokens."""
+    """Marks that are special tokens, so that ordinary text never matches them."""
 
     def terminal(self, mark: str) -> str:
-        """Return the terminal of a mark: its token, or its characters."""
+        """Return the grammar terminal that matches a mark: its token or its characters."""
         return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else quote(mark)
 
 
 def json_calls(tools: Sequence[Tool], arguments_key: str) -> tuple[str, tuple[str, ...], dict[str, Mapping[str, Any]]]:
-    """Return expression, rules and parts of a call as one JSON object with a name and arguments."""
+    """Return the expression, the rules and the parts of a call that is written as one JSON object with a name and
+    arguments."""
     rules = tuple(
         f'call_{i}: {quote(_json_head(tool.name, arguments_key))} @arguments_{i} "}}"' for i, tool in enumerate(tools)
     )
@@ -81,7 +84,7 @@ def argument_parts(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
 
 
 def either(alternatives: Any) -> str:
-    """Return an expression of alternatives."""
+    """Return an expression that matches one of the alternatives."""
     return "(" + " | ".join(alternatives) + ")"
 
 

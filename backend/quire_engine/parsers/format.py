@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a format of tool calls, and the content around calls that formats share."""
+"""The interface of a tool call format, and the handling of content around calls, which all formats share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -20,18 +20,18 @@ class Format(Protocol):
         ...
 
     def finish(self) -> Iterator[Event]:
-        """Return the withheld text, because the output has ended."""
+        """Emit the withheld text, because the output has ended."""
         ...
 
 
 class Content:
-    """Text of the answer around calls. Line breaks next to a call or to reasoning are not part of it."""
+    """Handles the text of the answer around calls. Line breaks next to a call or to reasoning are dropped."""
 
     def __init__(self) -> None:
         self._line_breaks = ""
-        """Line breaks that are withheld, because a call can follow."""
+        """Line breaks that are withheld, because they are dropped if a call follows."""
         self._at_start = False
-        """True if the next line breaks follow a call or reasoning."""
+        """True directly after a call or reasoning, where line breaks are dropped."""
 
     def write(self, text: str) -> Iterator[Event]:
         """Emit text, except for line breaks at its end."""
@@ -46,31 +46,31 @@ class Content:
         yield ContentDelta(emitted)
 
     def cut(self) -> None:
-        """Drop line breaks before and after this place."""
+        """Drop the withheld line breaks and the line breaks that follow next."""
         self._line_breaks, self._at_start = "", True
 
     def finish(self) -> Iterator[Event]:
-        """Emit line breaks at the end."""
+        """Emit the line breaks at the end of the output."""
         if self._line_breaks:
             yield ContentDelta(self._line_breaks)
             self._line_breaks = ""
 
 
 class LeadingCalls(ABC):
-    """Base of the formats whose calls are at the beginning of an output or behind a mark."""
+    """Base of formats whose calls stand at the beginning of an output or after a mark."""
 
     marks: frozenset[str]
     start_mark: str
-    """Mark that a call can follow."""
+    """Mark after which a call can follow."""
 
     def __init__(self) -> None:
         self._content = Content()
         self._num_calls = 0
         self._is_content = False
-        """True if no call can follow before the start mark."""
+        """True while text is content, because calls are possible only after the next start mark."""
 
     def cut(self) -> None:
-        """Drop line breaks around this place."""
+        """Drop the line breaks before and after the current position."""
         self._content.cut()
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -93,7 +93,7 @@ class LeadingCalls(ABC):
 
 
 class PlainText:
-    """The format of a model without tool calls: all text is content."""
+    """The format of models without tool calls: all text is content."""
 
     marks: frozenset[str] = frozenset()
 
@@ -101,7 +101,7 @@ class PlainText:
         self._content = Content()
 
     def cut(self) -> None:
-        """Drop line breaks around this place."""
+        """Drop the line breaks before and after the current position."""
         self._content.cut()
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -109,5 +109,5 @@ class PlainText:
         yield from self._content.write(lexeme.text)
 
     def finish(self) -> Iterator[Event]:
-        """Emit the line breaks at the end."""
+        """Emit the line breaks at the end of the output."""
         yield from self._content.finish()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of gpt-oss (Harmony): reasoning, answer and tool calls in channels.
+"""The messages of gpt-oss (Harmony), which contain reasoning, answer and tool calls in channels.
 
 `<|channel|>analysis<|message|>...<|end|>` is reasoning, channel final is the answer, and channel commentary with the
 recipient `functions.NAME` is a call that ends with `<|call|>`.
@@ -27,7 +27,7 @@ class HarmonyFormat:
         self._header: str | None = ""
         """Text of the header so far; None inside a message."""
         self._body = "content"
-        """Kind of the message that is read: content, reasoning or call."""
+        """Kind of the message that is being read: content, reasoning or call."""
         self._num_calls = 0
         self._has_arguments = False
 
@@ -37,7 +37,7 @@ class HarmonyFormat:
         return self._header is None and self._body == "reasoning"
 
     def cut(self) -> None:
-        """Do nothing: channels have exact limits."""
+        """Do nothing: messages in channels have exact limits, so line breaks are never dropped."""
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         """Take the next lexeme."""
@@ -70,7 +70,7 @@ class HarmonyFormat:
             self._body = "reasoning" if channel[:1] == ["analysis"] else "content"
 
     def finish(self) -> Iterator[Event]:
-        """End a tool call that has no arguments."""
+        """Add empty arguments to a tool call that ended without arguments."""
         if self._header is None and self._body == "call" and not self._has_arguments:
             yield ToolCallArguments(self._num_calls - 1, "{}")
 
@@ -86,12 +86,12 @@ def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGra
 
 
 def messages_before_answer(marks: Marks) -> str:
-    """Return the expression of reasoning and other messages that precede an answer or a call."""
+    """Return the expression for reasoning and other messages before an answer or a call."""
     channel, message = marks.terminal(_CHANNEL), marks.terminal(_MESSAGE)
     end = f'{marks.terminal("<|end|>")} {marks.terminal("<|start|>")} "assistant"'
     return f'({channel} ("analysis" | "commentary") {message} TEXT {end})*'
 
 
 def answer_message(marks: Marks, text: str) -> str:
-    """Return the expression of the answer with a text."""
+    """Return the expression for an answer message that contains `text`."""
     return f'{marks.terminal(_CHANNEL)} "final" {marks.terminal(_MESSAGE)} {text}'

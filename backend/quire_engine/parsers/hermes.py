@@ -24,7 +24,7 @@ class HermesFormat:
         """Reader of the current call."""
 
     def cut(self) -> None:
-        """Drop line breaks around this place."""
+        """Drop the line breaks before and after the current position."""
         self._content.cut()
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:

@@ -14,18 +14,19 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class JsonCallReader:
-    """The reader of one call. Arguments are emitted as they arrive, once the name is known."""
+    """The reader of one call. Once the name is known, arguments are emitted as they arrive."""
 
     def __init__(self, index: int) -> None:
         self.raw = ""
-        """All text so far. It becomes content if the object is not a call."""
+        """All text so far. The text becomes content if the object is not a call."""
         self.started = False
         """True if the start of the call was emitted."""
         self._index = index
         self._object = JsonObjectReader()
         self._name_text = ""
         self._arguments = ""
-        """Arguments that are withheld: until the name is known, or until a string that contains JSON is complete."""
+        """Arguments that are withheld until the name is known or, if they are a string that contains JSON, until the
+        string is complete."""
         self._has_arguments = False
         self._is_quoted = False
         """True if the arguments are a string that contains JSON."""

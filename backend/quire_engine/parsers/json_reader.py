@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental reader of JSON text: finds where a value ends, and the values of an object's keys as they arrive.
+"""Incremental reader of JSON text: finds the end of a value, and yields the values of an object's keys as they arrive.
 
-It checks structure and strings, not literals, because it passes the text on unchanged. Formats of tool calls use it.
+Only structure and strings are checked, not literals, because the text is passed on unchanged. The formats of tool calls
+use this reader.
 """
 
 import json
@@ -59,7 +60,7 @@ class JsonValueReader:
 
 
 class JsonObjectReader:
-    """Reads one object; yields the text of its values by key, in parts."""
+    """Reads one object; yields the text of each value in parts, together with its key."""
 
     def __init__(self) -> None:
         self.done = False

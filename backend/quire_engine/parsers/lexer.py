@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits an output into text and marks such as `<tool_call>`, from token ids and text that arrive in increments.
 
-A mark that is one token of the vocabulary is recognised by its id only, so the same characters as ordinary text are
-text. A mark without a token of its own is recognised by its characters. `Parser` owns a lexer for each output.
+A mark that is one token of the vocabulary is recognised only by its token id; the same characters in ordinary tokens
+are text. A mark without a token of its own is recognised by its characters. The parser of each output owns a lexer.
 """
 
 import re
@@ -22,7 +22,7 @@ class Lexeme:
     text: str
     is_mark: bool = False
     num_tokens: int = 0
-    """Number of tokens that end in the text; 0 without a tokenizer."""
+    """Number of tokens that end within this text; 0 without a tokenizer."""
 
 
 class Lexer:
@@ -35,9 +35,9 @@ class Lexer:
         prompt_token_ids: Sequence[int] | None = None,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`tokenizer` None recognises all marks by their characters, and token ids are ignored.
+        """If `tokenizer` is None, all marks are recognised by their characters, and token ids are ignored.
 
-        `skip_special_tokens` omits special tokens that are not marks.
+        If `skip_special_tokens` is True, special tokens that are not marks are left out.
         """
         added_tokens = {} if tokenizer is None else tokenizer.added_tokens
         self._marks_by_id: Mapping[int, str] = {i: text for i, text in added_tokens.items() if text in marks}
@@ -55,19 +55,20 @@ class Lexer:
         )
         self._num_decoded_chars = 0
         self._mark_spans: deque[tuple[int, int, bool]] = deque()
-        """Start and end of the marks whose text has not arrived, as offsets in the output; False: a skipped token."""
+        """Start and end offsets in the output of marks whose text has not arrived; the third value is False for skipped
+        tokens."""
         self._token_ends: deque[int] = deque()
-        """End offsets of the tokens whose text was not returned."""
+        """End offsets of the tokens whose text was not returned yet."""
         self._offset = 0
-        """Number of characters before `_text`."""
+        """Number of characters of the output before `_text`."""
         self._text = ""
-        """Text that has arrived but was not returned."""
+        """Text that has arrived but was not returned yet."""
 
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
-        """Yield the lexemes that the next tokens complete.
+        """Yield the lexemes that are completed by the next tokens.
 
-        `text` is the next part of the output with its special tokens. The text can end before the text of these
-        tokens, because possible parts of a stop string are withheld; never after it.
+        `text` is the next part of the output with its special tokens. It can be shorter than the text of these tokens,
+        because possible parts of a stop string are withheld, but never longer.
         """
         if self._detokenizer is not None:
             for token_id in token_ids:
@@ -93,8 +94,8 @@ class Lexer:
             yield self._take(self._offset + len(self._text))
 
     def _plain_text(self, end: int, complete: bool) -> Iterator[Lexeme]:
-        """Yield the text before `end` and the marks written in it. Without `complete`, the beginning of a mark at the
-        end is kept.
+        """Yield the text before `end`, split at the marks that it contains as characters. Unless `complete`, text at
+        the end that may be the beginning of a mark is kept for later.
         """
         if self._written_marks is not None:
             while (match := self._written_marks.search(self._text, 0, max(0, end - self._offset))) is not None:

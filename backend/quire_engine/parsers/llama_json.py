@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls of Llama 3: an output that begins with `{` is one or several objects `{"name": ..., "parameters": ...}`.
+"""Tool calls of Llama 3: an output that begins with `{` consists of one or more objects `{"name": ..., "parameters":
+...}`.
 
-Several calls are separated by semicolons. An optional `<|python_tag|>` stands before them.
+Several calls are separated by semicolons. The calls can be preceded by `<|python_tag|>`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ class LlamaJsonFormat(LeadingCalls):
         super().__init__()
         self._call: JsonCallReader | None = None
         self._between = ""
-        """Text before the next call."""
+        """Text since the last call, before the next call begins."""
 
     def _take(self, char: str) -> Iterator[Event]:
         if self._call is None:

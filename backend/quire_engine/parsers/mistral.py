@@ -23,13 +23,13 @@ class MistralFormat:
         self._content = Content()
         self._num_calls = 0
         self._state = "content"
-        """State: content, begin (behind the mark), list, call (an object of the list), name, id, arguments, or end."""
+        """State: content, begin (after the mark), list, call (an object in the list), name, id, arguments, or end."""
         self._call = JsonCallReader(0)
         self._value = JsonValueReader()
         self._name = ""
 
     def cut(self) -> None:
-        """Drop line breaks around this place."""
+        """Drop the line breaks before and after the current position."""
         self._content.cut()
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -89,7 +89,7 @@ class MistralFormat:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls; tokenizers with a token for `[ARGS]` belong to the newer form."""
+    """Return the grammar of calls; if the tokenizer has a token for `[ARGS]`, the model uses the newer form."""
     if _ARGUMENTS in marks.token_ids:
         calls = (f"{quote(tool.name)} {marks.terminal(_ARGUMENTS)} @arguments_{i}" for i, tool in enumerate(tools))
         return CallGrammar(_CALLS, either(calls), "" if parallel else None, (), argument_parts(tools))

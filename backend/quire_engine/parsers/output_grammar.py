@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grammar of a chat output: reasoning, then tool calls, text or a constrained answer.
 
-The text process builds it for requests whose tools are required, named or strict, and for constrained answers of models
-that reason. The process that checks constraints compiles it, with the JSON schemas that it names.
+The text process builds it if tools are required, named or strict, and for constrained answers of models that reason.
+The process that checks constraints compiles the grammar together with the JSON schemas to which the grammar refers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ _CALL_GRAMMARS: Mapping[str, Callable[[Sequence[Tool], Marks, bool], CallGrammar
 }
 _TEXT = r"TEXT: /(.|\n)*/"
 _NO_CALL = r"NO_CALL: /[^\[{](.|\n)*/"
-"""Text that cannot be the beginning of a call in formats without a mark."""
+"""Text that is not a call in formats without a mark: it does not begin with [ or {."""
 
 
 def compose_grammar(
@@ -39,9 +39,11 @@ def compose_grammar(
     reasoning: str,
     answer: Mapping[str, Any] | None,
 ) -> ComposedConstraint | None:
-    """Return the constraint of a chat output; None if the output has no constraint, or only `answer`.
+    """Return the constraint of a chat output; None if the output has no constraint, or if `answer` alone is its
+    constraint.
 
-    `reasoning` is the state of the prompt, see `reasoning_state`. `answer` is the request's own constraint, as JSON.
+    `reasoning` is the state of the prompt, see `reasoning_state`. `answer` is the constraint in the request itself, as
+    JSON.
     """
     is_required = parsing.tool_choice in ("required", "function")
     if is_required:
@@ -75,7 +77,7 @@ def _calls(
     tools: Sequence[Mapping[str, Any]],
     is_needed: bool,
 ) -> CallGrammar | None:
-    """Return the grammar of the calls if `is_needed` or a tool is strict, otherwise None."""
+    """Return the grammar of the calls, or None if it is not needed and the tools are not strict."""
     if parsing.function is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == parsing.function]
     is_strict = any(tool["function"].get("strict") for tool in tools)
@@ -95,7 +97,8 @@ def _required(calls: CallGrammar, marks: Marks) -> str:
 
 
 def _optional(calls: CallGrammar, marks: Marks, rules: list[str], answers: Sequence[str]) -> list[str]:
-    """Return the alternatives of an output that may have calls: calls between texts, or the constrained answer."""
+    """Return the alternatives for an output in which calls are optional: calls between texts, or the constrained
+    answer."""
     if answers:
         return [_required(calls, marks), *answers]
     if not calls.start:
@@ -106,7 +109,7 @@ def _optional(calls: CallGrammar, marks: Marks, rules: list[str], answers: Seque
 
 
 def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -> str:
-    """Return the expression of the reasoning before the answer."""
+    """Return the expression for the reasoning before the answer."""
     if names.reasoning_parser not in REASONING_MARKS or state == "done":
         return ""
     start, end = REASONING_MARKS[names.reasoning_parser]
@@ -115,7 +118,7 @@ def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -
 
 
 def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:
-    """Return the expression of any text up to and including a mark."""
+    """Return the expression that matches any text up to and including a mark."""
     if mark in marks.special:
         return f"TEXT {marks.terminal(mark)}"
     rules.append(f"{name}[lazy]: TEXT {quote(mark)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of one output of a chat: content, reasoning and tool calls from token ids and text, as they arrive.
+"""The parser of one chat output: extracts content, reasoning and tool calls from token ids and text as they arrive.
 
     parser = create_parser(ParserNames("hermes", "qwen3"), tokenizer, tools=tools)
     for delta in deltas:
@@ -52,16 +52,16 @@ class OutputParser:
         new_call_id: Callable[[], str],
         parallel_tool_calls: bool,
     ) -> None:
-        """Without `parallel_tool_calls`, all calls except the first one are dropped."""
+        """If `parallel_tool_calls` is False, all calls except the first one are dropped."""
         self.num_reasoning_tokens = 0
-        """Tokens of the reasoning so far, without its marks."""
+        """Number of reasoning tokens so far, without the marks."""
         self._format = output_format
         self._lexer = lexer
         self._new_call_id = new_call_id
         self._parallel_tool_calls = parallel_tool_calls
 
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> list[Event]:
-        """Return the events of the next tokens. For `token_ids` and `text` see `Lexer.feed`."""
+        """Return the events that result from the next tokens. For `token_ids` and `text` see `Lexer.feed`."""
         events: list[Event] = []
         for lexeme in self._lexer.feed(token_ids, text, finished):
             events.extend(self._format.feed(lexeme))
@@ -93,8 +93,8 @@ def create_parser(
 ) -> OutputParser:
     """Return the parser of one output.
 
-    `is_reasoning_open`: the template ended the prompt with the mark that begins the reasoning. For the other arguments
-    see `OutputParser` and `Lexer`.
+    Set `is_reasoning_open` if the prompt ends with the mark that begins the reasoning. For the other arguments see
+    `OutputParser` and `Lexer`.
     """
     output_format: Format
     if names.is_harmony:
@@ -113,7 +113,8 @@ def create_parser(
 
 
 def reasoning_state(names: ParserNames, prompt: str) -> str:
-    """Return whether a rendered prompt ends inside the reasoning: open, done, or possible if it has no mark there."""
+    """Return the state of the reasoning at the end of a rendered prompt: open, done, or possible if the prompt ends
+    without a mark."""
     start, end = REASONING_MARKS.get(names.reasoning_parser or "", ("", ""))
     text = prompt.rstrip()
     if end and text.endswith(end):
@@ -128,5 +129,5 @@ def _call_id() -> str:
 
 
 def _mistral_call_id() -> str:
-    """Return an id that the templates of Mistral accept: 9 letters and digits."""
+    """Return a call id that Mistral's chat templates accept: 9 letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

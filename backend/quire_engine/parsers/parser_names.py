@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the parsers of one checkpoint, as configured or found from its chat template and added tokens."""
+"""Names of a checkpoint's parsers, which are configured or detected from the chat template and the added tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ REASONING_MARKS = {
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""Beginning and end of the reasoning by the name of its parser."""
+"""Marks at the beginning and the end of the reasoning, by the name of the reasoning parser."""
 HARMONY, _HARMONY_REASONING = "openai", "openai_gptoss"
 _TOOL_CALL_MARKS = (
     ("qwen3_coder", "<function="),
@@ -24,12 +24,13 @@ _TOOL_CALL_MARKS = (
     ("llama3_json", '"parameters": '),
     ("pythonic", "[func_name"),
 )
-"""Name of a parser, and a text in templates that use its format. The first match is used."""
+"""Name of each parser, with a text that occurs in templates of its format. The first text that a template contains
+selects the parser."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """Names of vLLM's --tool-call-parser and --reasoning-parser."""
+    """Names of the two parsers, as in vLLM's options --tool-call-parser and --reasoning-parser."""
 
     tool_call_parser: str | None = None
     """Name of the tool call parser; None: tool calls stay in the text."""
@@ -38,11 +39,11 @@ class ParserNames:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether outputs consist of messages in channels, with reasoning and calls among them."""
+        """Whether outputs consist of messages in channels; reasoning and calls are such messages too."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
 
     def check_thinking_budget(self, num_tokens: int | None) -> None:
-        """Raise InvalidArgument for a budget if the marks around reasoning are unknown or depend on channels."""
+        """Raise InvalidArgument if a budget is set but the marks around reasoning are unknown or depend on channels."""
         if num_tokens is not None and (self.reasoning_parser not in REASONING_MARKS or self.is_harmony):
             raise InvalidArgument(
                 "sampling parameter 'thinking_token_budget': not possible, because the format of this model's "
@@ -51,7 +52,7 @@ class ParserNames:
             )
 
     def reasoning_mark_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Return SequenceRequest.reasoning_marks; `check_thinking_budget` has accepted the model."""
+        """Return the value for SequenceRequest.reasoning_marks; call this only after `check_thinking_budget`."""
         start, end = (
             tokenizer.encode(mark, add_special_tokens=False) for mark in REASONING_MARKS[self.reasoning_parser or ""]
         )
@@ -60,7 +61,7 @@ class ParserNames:
 
     @classmethod
     def detect(cls, template: str, added_tokens: Iterable[str] = ()) -> Self:
-        """Return the parsers that a checkpoint needs, from its template and the added tokens of its tokenizer."""
+        """Detect the parsers that a checkpoint needs from its chat template and the added tokens of its tokenizer."""
         known = set(added_tokens)
         if "<|channel|>" in template or {"<|channel|>", "<|constrain|>"} <= known:
             return cls(HARMONY, _HARMONY_REASONING)
@@ -68,7 +69,7 @@ class ParserNames:
         return cls(next((name for name, mark in _TOOL_CALL_MARKS if mark in template), None), reasoning)
 
     def configured(self, tool_call_parser: str, reasoning_parser: str) -> "ParserNames":
-        """Return these names where the configuration is auto, and otherwise the configured ones."""
+        """Return the configured names; where the configuration is auto, the name in this object is used."""
         return ParserNames(
             _choose(tool_call_parser, self.tool_call_parser), _choose(reasoning_parser, self.reasoning_parser)
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Llama 3.2 and Llama 4 as a Python list: `[f(a=1), g(b="x")]`.
 
-Python text has no end that can be found without parsing, so a list is withheld until its brackets are balanced.
+The end of a Python list cannot be found without parsing, so the list is withheld until its brackets are balanced.
 """
 
 import ast
@@ -17,7 +17,7 @@ from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCall
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_CHARS = 65_536
 _MAX_DEPTH = 64
-"""Maximum depth of brackets, because Python's parser recurses."""
+"""Maximum nesting depth of brackets; it is limited, because Python's parser is recursive."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -120,7 +120,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls. Values are JSON, which `_literal` accepts."""
+    """Return the grammar of calls. Values are written as JSON, which `_literal` accepts too."""
     rules: list[str] = []
     parts: dict[str, Mapping[str, Any]] = {}
     for i, tool in enumerate(tools):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Qwen3-Coder and Qwen3.5: `<function=f><parameter=k>v</parameter></function>` in `<tool_call>`.
 
-Values have no quotes, so the schema of the tool decides which JSON type a value has.
+Values have no quotes, so the JSON type of a value is taken from the schema of the tool.
 """
 
 import ast
@@ -20,7 +20,7 @@ _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER = "<function=", "</function
 _VALUE_END = f"\n{_END_PARAMETER}\n"
 
 _Types = Mapping[str, frozenset[str]]
-"""JSON types of a function's parameters by name."""
+"""Maps the names of a function's parameters to their JSON types."""
 
 
 class QwenXmlFormat:
@@ -29,7 +29,7 @@ class QwenXmlFormat:
     marks = frozenset((_START, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`tools` are the tools of the request, as clients of the OpenAI API define them."""
+        """`tools` are the tools of the request, in the form of the OpenAI API."""
         self._types_by_function = dict(_parameter_types(tool) for tool in tools)
         self._content = Content()
         self._num_calls = 0
@@ -42,7 +42,7 @@ class QwenXmlFormat:
         self._num_arguments = 0
 
     def cut(self) -> None:
-        """Drop line breaks around this place."""
+        """Drop the line breaks before and after the current position."""
         self._content.cut()
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -108,7 +108,7 @@ class QwenXmlFormat:
 
 
 def _is_plain_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether every text is a value of the schema."""
+    """Return whether the schema accepts every text."""
     others = ("enum", "const", "$ref", "pattern", "format", "minLength", "maxLength", "allOf")
     return _types_of(schema) in (frozenset(), {"string"}) and not any(name in schema for name in others)
 
@@ -162,7 +162,7 @@ def _json_types(value: object) -> set[str]:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls. A value of type string ends at the end mark of its parameter; other values are
+    """Return the grammar of calls. Values of type string extend to the end mark of their parameter; other values are
     JSON.
     """
     rules = ["TEXT_VALUE: /(.|\\n)*/", f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}"]

@@ -10,30 +10,30 @@ from quire_spec.protocol.parsed_output import Event, ReasoningDelta
 
 
 class ContentFormat(Format, Protocol):
-    """A format that reasoning can precede."""
+    """A format in which reasoning can come before the answer."""
 
     def cut(self) -> None:
-        """Drop line breaks around this place."""
+        """Drop the line breaks before and after the current position."""
         ...
 
 
 class ReasoningFormat:
     """Passes the text after the reasoning to the parser of the answer.
 
-    The reasoning is the beginning of the output: `<think>` inside an answer is text.
+    Reasoning is recognised only at the beginning of the output: `<think>` inside an answer is text.
     """
 
     def __init__(
         self, answer: ContentFormat, start: str = "<think>", end: str = "</think>", is_open: bool = False
     ) -> None:
-        """`is_open`: the prompt ends inside the reasoning, so the output has only the end mark."""
+        """Set `is_open` if the prompt ends inside the reasoning, so that the output contains only the end mark."""
         self.marks = answer.marks | {start, end}
         self._answer = answer
         self._start, self._end = start, end
         self._state = "reasoning" if is_open else "begin"
         """State: begin, reasoning or answer."""
         self._line_breaks = ""
-        """Line breaks that are withheld at the end of the reasoning, or before it begins."""
+        """Line breaks that are withheld before the reasoning begins or at its possible end."""
         self._has_text = False
 
     @property
