@@ -158,7 +158,7 @@ def run_benchmark(engine: Engine, workload: Workload, *, progress: bool = False)
 
 
 def format_report(report: BenchmarkReport) -> str:
-    """Format a report as a table with two columns, and five columns for latencies."""
+    """Format a report as a table with two columns, followed by a table of latencies with five columns."""
     rows = [
         ("requests", f"{report.num_prompts}"),
         ("input tokens", f"{report.num_input_tokens}"),

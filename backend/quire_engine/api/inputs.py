@@ -35,7 +35,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """A prompt in one format; at least one of text and token ids is set."""
+    """A parsed prompt, in which the text, the token ids or both are set."""
 
     text: str | None
     token_ids: list[int] | None
@@ -86,8 +86,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def broadcast_to_prompts(
     name: str, value: Any, expected_type: type[Any], num_prompts: int, optional: bool = False
 ) -> list[Any]:
-    """Return a list with one value per prompt; a single value is repeated for every prompt. `optional` allows the value
-    None.
+    """Return a list with one value per prompt; a single value is repeated for every prompt. If `optional` is True,
+    values can be None.
 
     Raises:
         InvalidArgument: the list has another length, or a value is not of `expected_type`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_engine compile`: a folder of compiled GPU kernels, which an image can contain. Needs no GPU.
+"""`python -m quire_engine compile`: compiles GPU kernels into a folder, which can be part of an image. Needs no GPU.
 
 A model on the meta device runs the same steps as an engine at start, and each kernel launch compiles the kernel. A new
 kernel needs no entry in a list: it is compiled if a model uses it.

@@ -116,9 +116,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one or many prompts, batched by the engine; outputs are in the order of the prompts.
 
-        `sampling_params`, `lora_request` and `priority` apply to all prompts, or are lists with one entry per prompt. A
-        lora_request of None selects the base model. `use_tqdm` can be a function that creates the progress bar.
-        `priority` requires scheduling_policy priority; lower values run first.
+        `sampling_params`, `lora_request` and `priority` apply to all prompts, or are lists with one entry per prompt.
+        If `lora_request` is None, the base model is used. `use_tqdm` can be a function that creates the progress bar.
+        `priority` requires the scheduling_policy `priority`; requests with lower values run first.
 
         Raises:
             InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.
@@ -216,8 +216,8 @@ class LLM:
         """Answer one or many conversations: render each with the chat template, then `generate`.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
-        `ChatTemplate.render`. `chat_template` defaults to the template of this object, otherwise to the model's
-        template. Templates always receive contents as text, so `chat_template_content_format` must be "string" or
+        `ChatTemplate.render`. If `chat_template` is None, the template of this object is used, or else the template of
+        the model. Templates always receive contents as text, so `chat_template_content_format` must be "string" or
         "auto".
 
         Raises:

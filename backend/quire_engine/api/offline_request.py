@@ -62,7 +62,8 @@ class OfflineRequest:
         return sum(completion.num_tokens for completion in self._completions.values())
 
     def mark_started(self, queued_s: float) -> None:
-        """Record that a step ran a sequence of this request for the first time, `queued_s` after its arrival."""
+        """Record that a step ran a sequence of this request for the first time, `queued_s` seconds after the request
+        arrived."""
         if self._scheduled_ts == self._queued_ts:
             self._scheduled_ts += queued_s
 

@@ -10,7 +10,7 @@ from quire_spec.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter to generate with.
+    """An adapter to use for generation.
 
     Raises:
         InvalidArgument: a field has a wrong type; the message names it.
@@ -86,7 +86,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request, with the names of vLLM's RequestStateStats. Names with _ts are seconds of one clock."""
+    """Times of a request, with the names of vLLM's RequestStateStats. Fields whose names end in _ts are seconds of the
+    same clock."""
 
     arrival_time: float
     """Seconds since the epoch."""
@@ -118,7 +119,8 @@ class RequestOutput:
     finished: bool
     lora_request: LoRARequest | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Log probabilities per prompt token, None for the first token; None unless prompt_logprobs were requested."""
+    """Log probabilities for each prompt token, with None for the first token; the field is None unless prompt_logprobs
+    were requested."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache."""
     metrics: RequestMetrics | None = field(default=None, compare=False)

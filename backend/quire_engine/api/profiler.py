@@ -18,8 +18,8 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import StepResult
 
 MAX_PROFILED_STEPS = 100
-"""Maximum number of steps in a trace: about 30 MB for an 8B model. Trace viewers cannot open files of some hundreds of
-MB."""
+"""Maximum number of steps in a trace; the file then has about 30 MB for an 8B model. Trace viewers cannot open files of
+some hundreds of MB."""
 
 logger = logging.getLogger(__name__)
 

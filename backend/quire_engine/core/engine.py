@@ -212,7 +212,7 @@ class Engine:
         )
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Finish sequences without a result; ignore unknown ids."""
+        """End sequences without reporting a result for them; unknown ids are ignored."""
         sequence_ids = set(sequence_ids)
         self._scheduler.abort(sequence_ids)
         self._failed_results = [result for result in self._failed_results if result.id not in sequence_ids]
@@ -241,7 +241,7 @@ class Engine:
         ]
 
     def read_adapter(self, path: Path) -> object:
-        """Read an adapter folder for `add_adapter`. Slow; safe to call from any thread.
+        """Read an adapter folder for `add_adapter`. Reading is slow; any thread can call this method.
 
         Raises:
             InvalidArgument: the engine has no adapter slots, or the folder contains no adapter that this model can use.
@@ -279,8 +279,8 @@ class Engine:
         self._discard_evicted_copies()
 
     def pop_adapter_reads(self) -> list[tuple[AdapterDigest, Path]]:
-        """Return adapters to read again, because sequences wait for them. The caller must answer each with add_adapter
-        or fail_adapter."""
+        """Return the adapters that must be read again, because sequences wait for them. The caller must answer each
+        with add_adapter or fail_adapter."""
         reads = self._adapter_registry.pop_reads()
         self._discard_evicted_copies()
         return reads
@@ -304,7 +304,7 @@ class Engine:
             self._fail_waiting_sequences(digest, error)
 
     def read_pending_adapters(self) -> None:
-        """Read the adapters of `pop_adapter_reads` in this thread, for owners without other threads."""
+        """Read the adapters from `pop_adapter_reads` in this thread; for owners that have no other threads."""
         reads = self.pop_adapter_reads()
         try:
             while reads:
@@ -376,7 +376,7 @@ class Engine:
         return {"stats": to_json(self.stats()), "adapters": rows, "num_adapters": len(states)}
 
     def check_integrity(self) -> None:
-        """Raise Internal, with the counts, unless sequences, blocks and adapters agree."""
+        """Raise Internal, with the counts, if the states of sequences, blocks and adapters contradict each other."""
         self._scheduler.check_integrity()
 
     def _load_slots(self) -> bool:

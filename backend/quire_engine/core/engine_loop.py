@@ -52,10 +52,10 @@ class EngineLoop:
         Args:
             engine: the engine.
             publish: called with a client id and a result to send.
-            on_adapter_needed: called with the digest and path of an adapter to read. Answer with `submit_call` of the
-                engine's add_adapter or fail_adapter.
-            on_slot_copy: called with a slot load and the function that copies. Run this function, and answer with
-                `submit_call` of the engine's on_slot_loaded.
+            on_adapter_needed: called with the digest and path of an adapter to read. Read the adapter, and then call
+                the engine's add_adapter or fail_adapter with `submit_call`.
+            on_slot_copy: called with a slot load and the function that copies. Run this function, and then call the
+                engine's on_slot_loaded with `submit_call`.
         """
         self._engine = engine
         engine.slot_copier = on_slot_copy

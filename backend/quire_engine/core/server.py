@@ -180,7 +180,7 @@ class CoreServer(ConnectionHandler):
         return {}
 
     async def _reload_adapter(self, digest: AdapterDigest, path: Path) -> None:
-        """Read an adapter that sequences wait for."""
+        """Read an adapter for which sequences wait."""
         try:
             await self._read_and_add_adapter(digest, path, None)
         except QuireError as error:
@@ -189,7 +189,7 @@ class CoreServer(ConnectionHandler):
             await self._run_on_engine_thread(lambda: self._engine.fail_adapter(digest, failure))
 
     async def _copy_to_slot(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
-        """Copy an adapter into a slot that sequences wait for."""
+        """Copy an adapter, for which sequences wait, into a slot."""
         failure = None
         try:
             await self._io_threads.copy(copy)

@@ -112,7 +112,7 @@ class StepExecutor:
             return InFlightStep(plan, partial(_raise, error), launch_failed=True)
 
     def _sample_tokens(self, step: InFlightStep | None) -> InFlightStep | None:
-        """Sample the tokens of a step that was launched without sampling: its grammars needed the tokens of the
+        """Sample the tokens of a step that was launched without sampling, because its grammars needed the tokens of the
         previous step.
         """
         if step is None or step.launch_failed or not any(span.sequence.grammar for span in step.plan.spans):
@@ -145,7 +145,7 @@ class StepExecutor:
         ]
 
     def _fail_step(self, step: InFlightStep) -> list[Sequence]:
-        """Finish the sequences of a failed step, and those of the step that was launched after it."""
+        """Finish the sequences of a failed step and the sequences of the step that was launched after it."""
         sequences = self._scheduler.fail_step(step.plan)
         next_step, self._in_flight = self._in_flight, None
         if next_step is not None:

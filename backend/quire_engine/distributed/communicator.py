@@ -87,8 +87,8 @@ class Communicator:
             self._abort_thread.start()
 
     def wait_for_abort(self, timeout_s: float) -> None:
-        """Wait until an abort has ended; call this after the graphs were released. A thread that returns from NCCL
-        while the interpreter ends would end the process with SIGABRT."""
+        """Wait until an abort has ended; call this after the graphs were released. Otherwise, if the thread returns
+        from NCCL while the interpreter ends, the process ends with SIGABRT."""
         if self._abort_thread is not None:
             self._abort_thread.join(timeout_s)
 

@@ -139,12 +139,12 @@ class WorkerGroup:
                 control.send(frame)
 
     def wait_call(self, call_id: int) -> None:
-        """Wait for all replies to a started call; raises like `call`."""
+        """Wait for all replies to a started call; raises the same errors as `call`."""
         self._wait_for_replies(call_id)
 
     @contextmanager
     def broadcast_step(self, step_input: StepInput | GraphStepInput) -> Iterator[None]:
-        """Send the input of a step to the workers; the body of the context runs or launches rank 0's part.
+        """Send the input of a step to the workers; the body of the context must run or launch the step on rank 0.
 
         At most one earlier step may still be in flight.
 
@@ -160,7 +160,8 @@ class WorkerGroup:
                 yield
 
     def wait_result(self, get_result: Callable[[], T]) -> T:
-        """Return the result of `get_result`, which waits for a launched step; raises like `broadcast_step`."""
+        """Return the result of `get_result`, which waits for a launched step; raises the same errors as
+        `broadcast_step`."""
         with self._abort_all_on_error():
             result = get_result()
         # If a rank is lost, the device stops waiting for it and the result is undefined.
@@ -303,7 +304,7 @@ class WorkerGroup:
 
 @contextmanager
 def _defer_sigint() -> Iterator[None]:
-    """Defer SIGINT until the context ends: if rank 0 left a step halfway, the other ranks would block in that step."""
+    """Defer SIGINT until the context ends, because the other ranks block if rank 0 leaves a step halfway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -120,12 +120,13 @@ def create_runner(
     start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
     timeout_s: float = TIMEOUT_S,
 ) -> "DeviceModelRunner | TensorParallelRunner":
-    """Create the runner for a configuration, and the workers of the other ranks; raises like DeviceModelRunner.
+    """Create the runner for a configuration and the workers of the other ranks; raises the same errors as
+    DeviceModelRunner.
 
     Args:
-        config: of the engine.
-        shape: of the whole model.
-        folder: the checkpoint.
+        config: configuration of the engine.
+        shape: configuration of the whole model.
+        folder: folder of the checkpoint.
         progress: show a progress bar while the weights are loaded.
         on_lost: called with the reason when a worker has ended unexpectedly.
         start_worker: starts one worker; tests replace it.

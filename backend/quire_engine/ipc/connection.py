@@ -47,7 +47,8 @@ class ConnectionHandler:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that transports frames. The connecting end passes its `hello`, the listening end waits for it."""
+    """A connection that transports frames. The connecting end sends `hello`, and the listening end waits for this
+    message."""
 
     def __init__(
         self, handler: ConnectionHandler, hello: Hello | None = None, max_frame_bytes: int = MAX_FRAME_BYTES

@@ -2,7 +2,7 @@
 """Start-up and exit of the text process and the core process: arguments, logging, signals, exit codes.
 
 Exit codes for the supervisor: 0 terminated by a signal, 2 invalid configuration (a restart does not help), 70 a defect
-or a failed device (a restart can help). This module depends on neither messages nor the engine.
+or a failed device (a restart can help). This module does not depend on messages or on the engine.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 """Worker processes that may die: each reads JSON objects from its standard input, one per line, and answers each with a
 JSON object.
 
-The workers process input of clients that can take any time or memory. A worker that takes too long is killed and
-replaced; another worker serves in the meantime. The first line that a worker gets is its configuration; its answer
-means that it is ready.
+The workers process input from clients, which can need any amount of time or memory. A worker that takes too long is
+killed and replaced; another worker serves in the meantime. The first line that a worker gets is its configuration; its
+answer means that it is ready.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerPool:
-    """NUM_WORKERS processes of one module, used on one event loop."""
+    """A pool of NUM_WORKERS processes that run one module; used on one event loop."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WorkerPool:
             timeout_s: maximum time of one answer.
             queue_timeout_s: maximum wait for a free worker.
             low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
-                slow down the engine on the same cores. It is replaced after its answer. None: never.
+                slow down the engine on the same cores. Such a worker is replaced after its answer. None: never.
         """
         self._module = module
         self._config_line = json.dumps(config).encode() + b"\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content hashes of KV blocks: the identity under which sequences share a block.
+"""Content hashes of KV blocks, by which sequences find the blocks that they can share.
 
 The prefix cache computes the hashes and the block pool stores them. Equal hashes mean equal bytes on every replica, no
 matter which process or programming language computed the block.
@@ -41,7 +41,7 @@ class BlockHasher:
         return self.long_rope_threshold is not None and num_tokens > self.long_rope_threshold
 
     def root(self, adapter_digest: AdapterDigest | None, cache_salt: str | None, *, long_rope: bool = False) -> bytes:
-        """Return the hash of the empty prefix, 32 bytes.
+        """Return the hash of the empty prefix (32 bytes).
 
         The encoding of each field states its length and whether it is set, so that different fields never have the same
         encoding.
@@ -56,7 +56,8 @@ class BlockHasher:
         return hashlib.sha256(b"".join(_encode_field(field) for field in fields)).digest()
 
     def extend(self, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
-        """Return the hash of the full block `token_ids` [block_size] that follows `parent_hash`, 32 bytes."""
+        """Return the hash (32 bytes) of a full block with the tokens `token_ids` [block_size]; `parent_hash` is the
+        hash of the block before it."""
         assert len(token_ids) == self.block_size
         return hashlib.sha256(parent_hash + struct.pack(f"<{self.block_size}I", *token_ids)).digest()
 

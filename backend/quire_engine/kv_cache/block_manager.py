@@ -148,7 +148,7 @@ class BlockManager:
         self._block_pool.acquire(sequence.held_blocks)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Ensure that a sequence has blocks for `num_tokens` tokens. Return False if too few are free."""
+        """Ensure that a sequence has blocks for `num_tokens` tokens. Return False if the free blocks are too few."""
         num_missing = self.num_blocks(num_tokens) - len(sequence.block_table)
         if num_missing > self._block_pool.num_free:
             return False

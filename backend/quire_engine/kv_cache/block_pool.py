@@ -52,7 +52,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def lookup(self, block_hash: bytes) -> BlockId | None:
-        """Return the block whose contents have this hash, used or evictable."""
+        """Return the used or evictable block whose contents have this hash."""
         return self._block_by_hash.get(block_hash)
 
     def get_hash(self, block: BlockId) -> bytes | None:
@@ -100,7 +100,7 @@ class BlockPool:
             self._block_hashes[block] = block_hash
 
     def free(self, block_table: Sequence[BlockId]) -> None:
-        """Release a reference to each block of a sequence's table, given in order.
+        """Release one reference to each block in the block table of a sequence.
 
         The last block is freed first and thus evicted first, because a block is useless without the blocks before it.
         """

@@ -80,7 +80,7 @@ class KVCache:
         their blocks.
 
         Args:
-            blocks: [num_blocks] int64 on the CPU, the tables of all sequences concatenated, see Sequence.block_table.
+            blocks: the concatenated tables of all sequences, [num_blocks] int64 on the CPU; see Sequence.block_table.
             lengths: number of tokens in the blocks of each sequence.
         """
         block_counts = [-(-length // self.block_size) for length in lengths]

@@ -59,7 +59,7 @@ class HostSwap:
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:
-    """Return the seconds per unit of `function`: the best of three runs, after a warm-up run."""
+    """Return the seconds per unit of work that `function` does: the best of three runs after a warm-up run."""
     best_s = float("inf")
     for attempt in range(4):
         _synchronize()

@@ -55,7 +55,7 @@ class PrefixCache:
         """Number of tokens that were found in the cache when their sequences started."""
 
     def match(self, sequence: Sequence) -> PrefixHit:
-        """Return the longest prefix that is cached, shared with the parent or swapped out.
+        """Return the longest prefix of a sequence that is cached, shared with its parent or swapped out.
 
         The prefix is shorter than the sequence, so that at least one token is computed. The prefix is empty while the
         request needs prompt log probabilities, because these require the logits of every prompt token.

@@ -125,7 +125,8 @@ class AdapterRegistry:
         self._request_read(digest, adapter)
 
     def can_run(self, digest: AdapterDigest, now: float, *, is_new: bool) -> bool:
-        """Return whether a sequence can run in this step; if not, record the wait. `is_new`: it was never preempted."""
+        """Return whether a sequence can run in this step; if not, record the wait. Set `is_new` if the sequence was
+        never preempted."""
         if digest in self._on_host and self.slot_table.can_start(digest, is_new=is_new):
             return True
         self.slot_table.mark_waiting(digest, now)
@@ -152,7 +153,7 @@ class AdapterRegistry:
         self._mark_needed(digest, self._adapters[digest])
 
     def remove_sequence(self, digest: AdapterDigest) -> None:
-        """Called when a sequence that does not run is finished."""
+        """Called when a sequence that is not running ends."""
         adapter = self._adapters[digest]
         adapter.num_sequences -= 1
         if adapter.num_sequences == self.slot_table.num_running(digest):
@@ -172,7 +173,7 @@ class AdapterRegistry:
         self.slot_table.begin_step(now, self._is_on_host_or_reading, self._order_of_need)
 
     def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
-        """Return adapters to read from disk, as many as fit in host memory.
+        """Return the adapters that must be read from disk now, as many as fit in host memory.
 
         Each is returned once. The caller answers with `add` or `on_read_failed`.
         """

@@ -146,7 +146,8 @@ class SlotTable:
             self._assign(digest, slot)
 
     def can_start(self, digest: AdapterDigest, *, is_new: bool) -> bool:
-        """Return whether the adapter is in a slot and a sequence can start. `is_new`: it was never preempted.
+        """Return whether the adapter is in a slot and a sequence can start. Set `is_new` if the sequence was never
+        preempted.
 
         An adapter without a slot gets one if possible, and can start in a later step.
         """

@@ -45,7 +45,7 @@ class ForwardBatch:
     """
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
-    """Adapter slot of each token that needs logits, -1 without an adapter; empty if no span has an adapter."""
+    """Adapter slot of each token that needs logits, -1 if the token has no adapter; empty if no span has an adapter."""
     groups: tuple["ForwardBatch", ...] = ()
     """For each group of layers (see KVLayout), a copy of the batch with the group's addresses and attention. Empty if
     there is only one group."""

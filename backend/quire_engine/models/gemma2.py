@@ -22,7 +22,8 @@ class Gemma2RMSNorm(RMSNorm):
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer that also normalizes the outputs of attention and MLP before it adds them."""
+    """Llama's layer, except that the outputs of attention and MLP are normalized before they are added to the residual
+    stream."""
 
     NORM = Gemma2RMSNorm
 

@@ -31,7 +31,8 @@ class Glm4Attention(RotaryAttention):
 
 
 class Glm4DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer that also normalizes the outputs of attention and MLP before it adds them."""
+    """Llama's layer, except that the outputs of attention and MLP are normalized before they are added to the residual
+    stream."""
 
     ATTENTION = Glm4Attention
     MLP = Phi3MLP

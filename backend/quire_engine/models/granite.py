@@ -10,7 +10,8 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer that multiplies the outputs of attention and MLP by a factor before it adds them."""
+    """Llama's layer, except that the outputs of attention and MLP are multiplied by a factor before they are added to
+    the residual stream."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)

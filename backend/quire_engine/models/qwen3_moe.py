@@ -10,7 +10,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
-    """Qwen3's layer with experts, if the model config has experts for it."""
+    """Qwen3's layer, with experts if the model config defines experts for this layer."""
 
     @classmethod
     def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> FeedForward:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads one tool call written as a JSON object with a name and arguments, character by character.
 
-The formats of Hermes, Llama and Mistral use it.
+The formats of Hermes, Llama and Mistral use this reader.
 """
 
 import json
@@ -38,7 +38,7 @@ class JsonCallReader:
 
     @property
     def failed(self) -> bool:
-        """Whether the text is not an object."""
+        """True if the text is not a JSON object."""
         return self._object.failed
 
     def feed(self, char: str) -> Iterator[Event]:

@@ -67,8 +67,8 @@ class Lexer:
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
         """Yield the lexemes that are completed by the next tokens.
 
-        `text` is the next part of the output with its special tokens. It can be shorter than the text of these tokens,
-        because possible parts of a stop string are withheld, but never longer.
+        `text` is the next part of the output with its special tokens. It can end earlier than the text of these tokens,
+        because possible parts of a stop string are withheld; it never ends later.
         """
         if self._detokenizer is not None:
             for token_id in token_ids:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls of Mistral: `[TOOL_CALLS]` and a JSON list of calls, or a name, `[ARGS]` and the arguments."""
+"""Tool calls of Mistral: `[TOOL_CALLS]`, followed by a JSON list of calls, or by a name, `[ARGS]` and the arguments."""
 
 from collections.abc import Iterator, Sequence
 

@@ -30,7 +30,7 @@ class PythonicFormat(LeadingCalls):
     def __init__(self) -> None:
         super().__init__()
         self._list = ""
-        """Text of the list so far, with whitespace before it."""
+        """Text of the list so far, including whitespace before the list."""
         self._depth = 0
         self._quote = ""
         self._is_escaped = False

@@ -76,7 +76,7 @@ class LinearShard:
 
 
 class Linear:
-    """A linear layer, or several layers with the same input merged into one: q, k, v or gate, up.
+    """A linear layer, or several layers with the same input that are merged into one, such as q, k, v or gate, up.
 
     Each slice keeps its Hugging Face name, which the tensors of checkpoints and adapters contain.
     """
