@@ -179,7 +179,7 @@ def _load_llm(args: argparse.Namespace) -> LLM:
 
 
 def _parse_key_values(option: str, items: Sequence[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE items. A value is JSON, or else a string such as bfloat16."""
+    """Parse NAME=VALUE items. A value that is not valid JSON is a string, such as bfloat16."""
     values: dict[str, Any] = {}
     for item in items:
         name, separator, text = item.partition("=")
@@ -235,7 +235,8 @@ def _format_as_json(output: RequestOutput) -> str:
 
 
 _Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
-"""Option, its value in help texts, type (bool: a flag), help, and other arguments of argparse."""
+"""Name of an option, name of its value in help texts, type (bool: a flag), help text, and further arguments for
+argparse."""
 
 _REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
 _PARAM_HELP = "set a sampling parameter of docs/parameters.md to a JSON value; repeatable"

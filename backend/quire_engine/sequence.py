@@ -18,7 +18,7 @@ SlotId = NewType("SlotId", int)
 PLACEHOLDER_TOKEN = -1
 """Placeholder, in the output of a sequence, for the token that the step in flight will sample."""
 MAX_ASYNC_LOGPROBS = 32
-"""Maximum log probabilities per token that can arrive on the host one step late. More of them would need device
+"""Maximum log probabilities per token that can arrive on the host one step late. Larger numbers would need device
 memory.
 """
 
@@ -26,8 +26,8 @@ memory.
 class SequenceStatus(Enum):
     """State of a sequence.
 
-    WAITING -> RUNNING -> FINISHED. WAITING_FOR_ADAPTER before the first step while its adapter is not in a slot, and
-    PREEMPTED between two runs.
+    WAITING -> RUNNING -> FINISHED. A sequence is WAITING_FOR_ADAPTER before its first step while its adapter is not in
+    a slot, and PREEMPTED between two runs.
     """
 
     WAITING = "waiting"
@@ -66,7 +66,7 @@ class BeamGroup:
     num_candidates: int
     """Number of continuations, over all beams, from which the next beams are chosen."""
     sequences: list["Sequence"]
-    """The beams, best first. Before the first output token, there is only one."""
+    """The beams, best first. Before the first output token, there is only one beam."""
     scores: list[float] = field(default_factory=lambda: [0.0])
     """Sum of the log probabilities of the output tokens of each beam."""
 
@@ -120,8 +120,8 @@ class Sequence:
 
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    """Output tokens. The last one can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned or
-    in flight.
+    """Output tokens. The last token can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned
+    or in flight.
     """
     output_logprobs: list[list[Logprob]] = field(default_factory=list)
     """Log probabilities of the output tokens, for a beam whose request requires them."""
@@ -215,7 +215,7 @@ class Sequence:
 
     @property
     def awaited_parent(self) -> "Sequence | None":
-        """The parent of a fork that never ran, or of a preempted beam, while its prompt is not fully computed."""
+        """For a fork that never ran and for a preempted beam: the parent, until the parent's prompt is computed."""
         parent, preempted = self.parent, SequenceStatus.PREEMPTED
         if parent is None or parent.status is SequenceStatus.FINISHED:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of sequences and KV blocks by adapter. The scheduler reports them."""
+"""Counts the sequences and KV blocks of each adapter. The scheduler reports them."""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -3,8 +3,8 @@
 
 A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token. A
 step runs when every beam has computed its earlier tokens. Then beams that were not chosen end and free their KV
-blocks. Beams that were chosen several times fork: the forks share all blocks, and copy the last block before they write
-it.
+blocks. A beam that was chosen several times forks: the forks share all blocks, and copy the last block before they
+write to it.
 
 A preempted group loses the blocks of all its beams. The beams resume one after the other, like other sequences, and
 share the blocks of the prompt again. The scheduler calls this module; it decides which sequences exist, not which ones
@@ -162,7 +162,8 @@ class BeamScheduler:
 
 
 def _to_outputs(group: BeamGroup, search: BeamSearch) -> list[tuple[Sequence, SpanOutput]]:
-    """Return the best outputs as finished sequences with ids from the request's id on; without outputs, one error."""
+    """Return the best outputs as finished sequences, whose ids start at the request's id; if there are no outputs, one
+    error."""
     beam, hypotheses = group.sequences[0], search.best_outputs()
     if not hypotheses:
         failed = replace(beam, id=group.id, status=SequenceStatus.FINISHED, finish_reason=FinishReason.ERROR)

@@ -27,7 +27,7 @@ class Hypothesis:
     """Score with the length penalty; higher is better."""
     cumulative_logprob: float
     finish_reason: FinishReason
-    """LENGTH also for an output that a stop string ends: the text process finds the stop string again."""
+    """It is LENGTH even if a stop string ended the output, because the text process finds the stop string again."""
     logprobs: list[list[Logprob]] | None
 
 

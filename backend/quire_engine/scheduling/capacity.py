@@ -46,7 +46,8 @@ class CapacityCheck:
     def preemption_victims(
         self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder
     ) -> list[Sequence] | None:
-        """Return the fewest running sequences, least urgent first, that must stop so that `sequence` can start.
+        """Return the running sequences that must stop so that `sequence` can start: as few as possible, least urgent
+        first.
 
         None if `sequence` cannot start even if all less urgent sequences stop. All beams of a group stop together.
         """

@@ -29,7 +29,7 @@ def check_request(sequence: Sequence, config: EngineConfig, max_model_len: int) 
 
 
 def find_parent(fork: Sequence, sequences: Mapping[int, Sequence]) -> Sequence | None:
-    """Return the sequence that `fork` shares its prompt with, if it is unfinished."""
+    """Return the unfinished sequence with which `fork` shares its prompt; None if there is none."""
     if fork.parent_id is None or (parent := sequences.get(fork.parent_id)) is None:
         return None
     for name in ("prompt_token_ids", "adapter_digest", "cache_salt"):

@@ -41,26 +41,27 @@ from quire_spec.model.kv_layout import KVLayout
 class Scheduler:
     """Continuous batching over one pool of KV blocks, with these invariants.
 
-    Order. A sequence keeps one sort key for life: its priority, then its arrival number. All priorities are equal
+    Order. The sort key of a sequence never changes: its priority, then its arrival number. All priorities are equal
     unless scheduling_policy is "priority". Waiting sequences start, and partial prefills continue, in this order, so a
     preempted sequence resumes before later ones start. A waiting sequence that does not fit delays all sequences behind
-    it, so that shorter prompts cannot overtake a long one forever. A sequence whose adapter has no slot yet delays no
-    other. A fork waits until its parent's prompt is computed; meanwhile one of the `max_num_seqs` places and one block
-    are reserved for it.
+    it, so that shorter prompts cannot overtake a long one forever. A sequence whose adapter has no slot yet does not
+    delay others. A fork waits until its parent's prompt is computed; meanwhile one of the `max_num_seqs` places and one
+    block are reserved for it.
 
     Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, only decoding allocates:
-    one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. It is later
-    restored from host memory or the prefix cache, and the rest is computed again. So the most urgent sequence is never
-    preempted while another runs. Alone it always fits, because the pool holds `max_model_len` tokens (checked at
-    startup). It therefore finishes, and then the next sequence is the most urgent.
+    one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. Its blocks
+    are later restored from host memory or the prefix cache, or computed again. So the most urgent sequence is never
+    preempted while another runs. A sequence that runs alone always fits, because the pool holds `max_model_len` tokens
+    (checked at startup). The most urgent sequence therefore finishes, and then the next sequence is the most urgent.
 
     Urgency. If a waiting sequence does not fit, running sequences of lower priority (a larger number) are preempted,
     least urgent first, provided that this frees enough. The waiting sequence then starts in the same step. This moves
     blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (Progress).
-    So every sequence finishes once nothing more urgent arrives, and without priorities this rule never applies.
+    So every sequence finishes once no more urgent sequences arrive. Without priorities, this rule never applies.
 
-    Restart. When a sequence grows beyond the long-rope threshold of its model, all its keys change. It is requeued once
-    under its sort key, computes all its tokens again, and shares no blocks with its shorter self.
+    Restart. When a sequence grows beyond the long-rope threshold of its model, all its keys change. The sequence is
+    then queued again, once, with the same sort key. It computes all its tokens again and reuses none of its earlier
+    blocks.
 
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
@@ -137,8 +138,8 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
-        """True if a step is in flight or schedule() can find work. After it found none, this is True only after a
-        change.
+        """True if a step is in flight or schedule() can find work. After schedule() has found no work, this is True
+        only after a change.
         """
         return bool(self._running or self._in_flight or (self._waiting and not self.waiting_for_adapters))
 

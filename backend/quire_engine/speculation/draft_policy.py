@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from quire_engine.sequence import Sequence
 
 _RIDGE_ROWS = {"cpu": 8, "cuda": 128}
-"""Number of rows of a step from which the policy assumes that its time is proportional to its rows, by device."""
+"""By device: number of rows from which the policy assumes that the time of a step is proportional to its rows."""
 _MIN_ROW_COST = 0.05
 """Minimum cost of a draft row, as a fraction of a step's time. Measured: 0.03 for a 135M model on two Zen 5 cores."""
 _FIRST_ACCEPTANCE = 0.6

@@ -28,7 +28,8 @@ class DraftProposer(Protocol):
 
 
 class NgramProposer(DraftProposer):
-    """Finds the longest run of last tokens that occurred before in the same sequence; proposes the tokens after it.
+    """Finds the longest run at the end of a sequence that occurred earlier in it, and proposes the tokens that followed
+    there.
 
     Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py: the first of several occurrences is
     used. The search compares bytes in C: a context of 4,096 tokens takes microseconds. The search reads no other
@@ -36,7 +37,7 @@ class NgramProposer(DraftProposer):
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        """`lengths`: numbers of last tokens to search for."""
+        """`lengths`: the lengths of runs to search for."""
         self._lengths = sorted(lengths, reverse=True)
         self._contexts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
         """The tokens of each sequence so far, as native unsigned integers."""

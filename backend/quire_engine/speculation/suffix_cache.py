@@ -17,7 +17,7 @@ from quire_engine.speculation.suffix_tree import TOKEN_BYTES, SuffixTree
 from quire_spec.constants import AdapterDigest
 
 MAX_TREE_BYTES = 64 << 20
-"""Estimated memory of all trees together: about 130,000 tokens of outputs that have nothing in common."""
+"""Estimated memory of all trees together, enough for about 130,000 tokens of outputs that have nothing in common."""
 _NUM_PROMPT_TOKENS = 8
 """Number of last prompt tokens that are stored before an output, so that its first tokens can be proposed, too."""
 

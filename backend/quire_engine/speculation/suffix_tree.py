@@ -74,7 +74,8 @@ class SuffixTree:
         self._join_only_child(node)
 
     def follow(self, context: bytes, max_match: int, max_tokens: int, min_probability: float) -> tuple[int, list[int]]:
-        """Find the longest run of last tokens of `context` that the tree continues, and its most frequent continuation.
+        """Find the longest run at the end of `context` for which the tree has a continuation, and its most frequent
+        continuation.
 
         Args:
             context: tokens.
@@ -160,7 +161,7 @@ def _num_common_bytes(label: bytes, window: bytes, start: int) -> int:
 
 
 def _most_frequent(node: _Node, start: int, max_tokens: int, min_probability: float) -> list[int]:
-    """Return the most frequent continuation from `start` of the label of a node."""
+    """Return the most frequent continuation of a run that ends at byte `start` of the label of a node."""
     path, probability, num_bytes = b"", 1.0, max_tokens * TOKEN_BYTES
     while True:
         path += node.label[start:]

@@ -26,7 +26,7 @@ class StepInput:
     """Spans, flattened in the order of `sort_spans`, and the block copies to make before the spans run."""
 
     starts: list[int]
-    """Per span: number of tokens of its sequence before it."""
+    """Per span: number of tokens that its sequence has before the span."""
     lengths: list[int]
     """Per span: number of tokens that the step computes."""
     adapter_slots: list[int]
@@ -34,15 +34,17 @@ class StepInput:
     token_ids: Tensor
     """[num_tokens] int64 on the CPU."""
     block_ids: Tensor
-    """[num_blocks] int64 on the CPU: per span, the entries of its block table for its tokens and all before them."""
+    """[num_blocks] int64 on the CPU: per span, the entries of the block table for all tokens up to the end of the
+    span."""
     logit_rows: list[int]
-    """Indices of the tokens whose logits are computed: first tokens that sample, then tokens that need prompt log
+    """Indices of the tokens whose logits are computed: the tokens that sample, then those that need prompt log
     probabilities.
     """
     num_sampled: int
     """Number of `logit_rows` that are sampled."""
     awaits_tokens: bool = False
-    """True if some tokens are sampled by the previous step. Only rank 0's device has them, and broadcasts them."""
+    """True if the previous step samples some of these tokens. Only the device of rank 0 has those tokens; it broadcasts
+    them."""
     long_rope: list[int] = field(default_factory=list)
     """Per span: 1 if its keys are rotated with the factors for long sequences, else 0. Empty if no span is long."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
@@ -142,8 +144,8 @@ def build_step_input(
 def max_elements(
     max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_swaps: int, num_groups: int = 1
 ) -> int:
-    """Return the elements of the largest row: at most `num_swaps` blocks are swapped, and one (of each group) copied
-    per span. `max_blocks_per_seq`: of each group."""
+    """Return the number of elements of the largest row. A step swaps at most `num_swaps` blocks, and copies one (of
+    each group) per span. `max_blocks_per_seq`: of each group."""
     num_elements = max_num_seqs * (5 + (2 + max_blocks_per_seq) * num_groups) + 2 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
@@ -214,15 +216,15 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
 
 
 def int64_tensor(numbers: list[int]) -> Tensor:
-    """Return [len(numbers)] int64; `numbers` is not empty. 4,096 numbers take 80 us, torch.tensor 620 us (a Zen 5
-    core).
+    """Return `numbers`, which must not be empty, as an int64 tensor. 4,096 numbers take 80 us, and 620 us with
+    torch.tensor (a Zen 5 core).
     """
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 def _split(row: Tensor, first_size: int, second_size: int) -> tuple[Tensor, Tensor]:
-    """Return copies of the first `first_size` elements and of the next `second_size`, because the row is reused
-    later.
+    """Return the first `first_size` elements and the next `second_size` elements; both are copies, because the row is
+    reused later.
     """
     copy = row[: first_size + second_size].clone()
     return copy[:first_size], copy[first_size:]

@@ -26,7 +26,8 @@ class ScheduledSpan:
     draft_token_ids: tuple[int, ...] = ()
     """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
     num_lookahead_tokens: int = 0
-    """Draft tokens that a draft model proposes after the step. The blocks of as many further tokens are reserved."""
+    """Draft tokens that a draft model proposes after the step. Blocks for this number of further tokens are
+    reserved."""
 
     @property
     def end(self) -> int:
@@ -78,7 +79,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """Copy a block of all layers to host memory, or from there."""
+    """Copy a block of all layers to or from host memory."""
 
     block: BlockId
     host_block: BlockId
@@ -95,7 +96,8 @@ class StepPlan:
     swap_ins: list[SwapCopy] = field(default_factory=list)
     """Blocks of resumed sequences. The same step can copy these blocks, so swap-ins come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Copies of blocks that other sequences share; spans write to the copies. No destination is a source."""
+    """Copies of blocks that other sequences share; spans write to the copies. No block is both a source and a
+    destination."""
     started: list[tuple[int, float]] = field(default_factory=list)
     """Sequences that run for the first time: id, and seconds in the queue. The runner does not use them."""
 
@@ -130,7 +132,7 @@ class SpanOutput:
     next_draft_token_ids: tuple[int, ...] = ()
     """Draft for the next step, from a draft model."""
     num_draft_tokens: int = 0
-    """Number of draft tokens that were verified. The scheduler sets it, and `num_accepted_tokens`."""
+    """Number of draft tokens that were verified. The scheduler sets this field and `num_accepted_tokens`."""
     num_accepted_tokens: int = 0
 
 

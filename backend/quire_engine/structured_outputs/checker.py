@@ -55,17 +55,17 @@ class GrammarChecker:
         self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
         self.num_cached_bytes = 0
         self._waiting: dict[bytes, list[Callable[[CheckResult], None]]] = {}
-        """Callbacks by the constraint that a worker checks now."""
+        """For each constraint that a worker checks now: the callbacks that get the result."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the workers in the background, unless they run."""
+        """Start the workers in the background, unless they already run."""
         self._workers.start()
 
     def submit(
         self, constraint: StructuredOutputsParams | ComposedConstraint, on_done: Callable[[CheckResult], None]
     ) -> None:
-        """Check a constraint and pass the result to `on_done` on the event loop; at once if it is cached."""
+        """Check a constraint and pass the result to `on_done` on the event loop; a cached result is passed at once."""
         document = constraint.to_mapping()
         key = hashlib.sha256(json.dumps(document, ensure_ascii=False).encode()).digest()
         if (result := self._cache.get(key)) is not None:

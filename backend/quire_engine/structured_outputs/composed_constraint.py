@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A constraint that is composed of other constraints: a grammar in Lark notation, whose rules refer to these as @name.
 
-The parsers of chat outputs build it, the process that checks constraints turns it into one grammar. This module
+The parsers of chat outputs build it, and the process that checks constraints turns it into one grammar. This module
 imports no library for grammars.
 """
 

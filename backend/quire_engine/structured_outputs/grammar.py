@@ -84,8 +84,8 @@ class Grammar:
         return list(self.matcher.compute_ff_tokens())
 
     def validate_draft(self, token_ids: list[int]) -> list[int]:
-        """Return the longest prefix of these tokens that the grammar allows. No token of it ends or begins the
-        grammar, except that its last token can begin the grammar.
+        """Return the longest prefix of these tokens that the grammar allows. The tokens of this prefix neither begin
+        nor end the grammar, except that the last token can begin it.
         """
         if self.thinking_budget is not None:
             # The token after the draft must not be forced either.

@@ -113,7 +113,7 @@ def _structural_tag_grammar(tag: dict[str, Any], params: StructuredOutputsParams
 
 
 def _read_tag(tag: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]]]:
-    """Return the triggers, and begin, schema and end of the structures; raises InvalidArgument."""
+    """Return the triggers, and the begin, schema and end of each structure; raises InvalidArgument."""
     triggers, structures = tag.get("triggers"), tag.get("structures")
     if not (isinstance(triggers, list) and triggers and isinstance(structures, list) and structures):
         raise _tag_error("give lists 'structures' and 'triggers', each with at least one entry")

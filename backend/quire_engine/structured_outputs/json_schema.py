@@ -75,7 +75,7 @@ def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(part: dict[str, Any]) -> None:
-    """Reject an object that, as a schema, would be enforced wrongly."""
+    """Reject an object that would be enforced wrongly if it is a schema."""
     for name, value in part.items():
         texts = [name] if name in _ANNOTATIONS else [name, *_strings(value)]
         if any(_CONTROL_CHARACTERS.search(text) for text in texts):

@@ -164,8 +164,7 @@ class AdmissionController:
     def check_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt, truncated if the request sets truncate_prompt_tokens.
 
-        Raises:
-            InvalidArgument: there are no token ids, too many, or one outside the vocabulary.
+        Raises: InvalidArgument: there are no token ids or too many, or one is outside the vocabulary.
         """
         limits = self.limits
         token_ids = params.truncate_prompt(token_ids, limits.max_model_len)
@@ -284,7 +283,8 @@ class AdmissionController:
         return parsing
 
     def check_chat(self, model: str) -> None:
-        """Reject a conversation if the adapter and the checkpoint have no chat template, or the model no tokenizer."""
+        """Reject a conversation if neither adapter nor checkpoint has a chat template, or if the model has no
+        tokenizer."""
         if not self._has_tokenizer or not (self._has_chat_template or model in self.chat_templates):
             raise InvalidArgument(
                 "messages: the model has no chat template; use completions, or add chat_template.jinja to its folder"

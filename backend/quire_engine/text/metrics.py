@@ -297,8 +297,8 @@ class RequestMetrics:
 
 
 class _VllmBackendCollector:
-    """The series whose names begin with vllm:, as vllm_backend exports them: `model` and `version` instead of
-    `model_name`, and one name of older vLLM releases.
+    """The series named vllm:... as vllm_backend exports them: with the labels `model` and `version` instead of
+    `model_name`, and one name from older vLLM releases.
 
     Source: src/utils/metrics.py of vllm_backend.
     """

@@ -54,7 +54,7 @@ class OutputDeltaBuffer:
 
     @property
     def overflow_reason(self) -> str | None:
-        """Name of the limit that the waiting bytes exceed; None if they exceed none.
+        """Name of the limit that the waiting bytes exceed; None if they are within all limits.
 
         A single unmerged delta is always accepted: a final answer can be as long as the model's context.
         """

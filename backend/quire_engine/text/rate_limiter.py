@@ -24,7 +24,7 @@ class TokenBucket:
 
     available_tokens: float
     refilled_at: float
-    """Time for which `available_tokens` is correct."""
+    """Time at which `available_tokens` was last updated."""
 
     def refill(self, rate: int, now: float) -> None:
         self.available_tokens = min(BURST_S * rate, self.available_tokens + rate * (now - self.refilled_at))

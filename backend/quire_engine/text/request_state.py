@@ -40,7 +40,7 @@ class RequestState:
         """True if the request has ended: it is finished, failed or aborted."""
         self.num_input_tokens = 0
         self.completions: list[CompletionState] = []
-        """Its outputs, in the order of `sequence_ids`; empty until it is submitted."""
+        """Its outputs, in the order of `sequence_ids`; empty until the request is submitted."""
         self._adapter_digest = admitted_request.adapter_digest
         self._cache_salt = request.cache_salt
         self._priority = request.priority
@@ -206,7 +206,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class _OutputBuffer:
-    """Deltas of an output that is returned as a whole, or in larger parts."""
+    """Collects the deltas of an output that is returned as a whole, or in larger parts."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

@@ -20,7 +20,8 @@ token at once (up to 250 per second and core); 64 streams on two cores get their
 than a person reads.
 """
 OPENAI_RESPONSE_COST = 0.25
-"""CPU cost of a response of the OpenAI front, relative to the server's: 64 streams get their tokens every 32 ms."""
+"""CPU cost of a response of the OpenAI front, relative to a response of the server: 64 streams get their tokens every
+32 ms."""
 
 
 class ResponseThrottle:
@@ -52,7 +53,8 @@ class ResultCoalescer:
         self._throttle = throttle
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, list[SequenceDelta]] = {}
-        """Waiting results by sequence. A sequence that has its first tokens and no waiting result has an empty list."""
+        """Waiting results by sequence. The list is empty for a sequence that has its first tokens but no waiting
+        result."""
         self._last_step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -98,7 +100,7 @@ class ResultCoalescer:
     def _flush(self) -> list[SequenceDelta]:
         """Remove and return all waiting results.
 
-        Forgets sequences without a waiting result that were not in the last step, because they can have ended.
+        Forgets sequences that have no waiting result and were not in the last step, because they can have ended.
         """
         assert self._last_step is not None, "a result was added"
         pending_results = [results for results in self._pending.values() if results]
@@ -117,7 +119,7 @@ class ResultCoalescer:
 
 
 def coalesce(results: list[SequenceDelta]) -> SequenceDelta:
-    """Merge successive results of one sequence into one."""
+    """Merge successive results of one sequence into one result."""
     last_result = results[-1]
     if len(results) == 1:
         return last_result

@@ -174,8 +174,8 @@ def flatten_content(message: object) -> dict[str, Any]:
 
 
 def _parse_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, because templates would encode the text that clients send
-    again.
+    """Return a tool call with its arguments as an object: clients send the arguments as text, which templates would
+    encode again.
     """
     function: Any = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None

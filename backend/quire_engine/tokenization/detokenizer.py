@@ -46,7 +46,8 @@ class IncrementalDetokenizer:
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] | None = None
     ) -> None:
-        """`tokenizer` None returns no text; `prompt_token_ids` None means a prompt that contains text."""
+        """If `tokenizer` is None, there is no text. If `prompt_token_ids` is None, the prompt is taken to contain
+        text."""
         tokenizer = tokenizer if params.detokenize else None
         self._token_bytes = tokenizer.token_bytes if tokenizer else None
         self._skipped_token_ids = (

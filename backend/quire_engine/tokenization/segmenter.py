@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 import tokenizers
 
 _SHAPE = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_/]{1,60}\]")
-"""Forms of control tokens. One expression finds them fast, even if a vocabulary has thousands of them."""
+"""Forms of control tokens. One regular expression finds control tokens fast, even if a vocabulary has thousands of
+them."""
 _PROBE = " a b\n\nc{0}d e{0} f{0}\ng{0}{0}  h"
 
 

@@ -18,7 +18,7 @@ import tokenizers
 from quire_spec.errors import ConfigError
 
 _TokenDecoder = Callable[[str, bool], str | bytes]
-"""Maps a token, and whether it is the first of a text, to the text or the bytes that it adds."""
+"""Function of a token, and of whether the token is the first of a text; returns the text or the bytes that it adds."""
 
 
 class TokenBytesTable:

@@ -56,7 +56,8 @@ class Tokenizer:
         add_special_tokens: bool = True,
         truncation_side: str = "left",
     ) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that the tokenizer adds if `add_special_tokens`.
+        """Return the token ids of `text`; if `add_special_tokens`, they include the special tokens that the tokenizer
+        adds.
 
         A text with more than `max_tokens` tokens, special tokens included, loses tokens on its `truncation_side`.
 
@@ -74,7 +75,7 @@ class Tokenizer:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        """Segmenter, which is built for the first conversation, because building it takes time to encode texts."""
+        """Segmenter; it is built for the first conversation, because that takes time: it encodes texts."""
         return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
 
     def encode_rendered(self, text: str, cache_salt: str = "") -> list[int]:

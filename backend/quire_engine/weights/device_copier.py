@@ -24,7 +24,8 @@ BUFFER_BYTES = 16 << 20
 """Bytes of a pinned buffer; each thread has two."""
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
-"""Fills the first argument with the tensor that the second one returns, perhaps later. Only their dtypes can differ."""
+"""Copies the tensor that the second argument returns to the first argument, at once or later. The two tensors can
+differ only in their dtypes."""
 
 
 class _CopyStream:

@@ -22,8 +22,8 @@ PICKLE_PATTERNS = ["pytorch_model*.bin"]
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
-"""Errors of huggingface_hub: HfHubHTTPError is an OSError; an invalid hub id raises ValueError, a SOCKS proxy without
-its package ImportError. Network errors are those of httpx.
+"""Errors of huggingface_hub: HfHubHTTPError is an OSError; an invalid hub id raises ValueError; a SOCKS proxy whose
+package is missing raises ImportError. Network errors are those of httpx.
 """
 _TIMEOUT_S = 15.0
 

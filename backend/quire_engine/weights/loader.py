@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint into parameters: safetensors only, one file or several, read by slice into merged parameters."""
+"""Loads a checkpoint into parameters: reads one or several safetensors files, slice by slice, into merged
+parameters."""
 
 import functools
 import re
@@ -134,7 +135,8 @@ class _FloatTensor:
             )
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return rows and columns of a matrix, or of one of several matrices, or elements of a vector."""
+        """Return these rows and columns of a matrix or of matrix `expert` of several; for a vector, return elements
+        `rows`."""
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
         return values

@@ -62,8 +62,8 @@ class TensorSource(Protocol):
         """Shape of the tensor; if it is quantized, of the matrix that it represents."""
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return rows and columns of a matrix, or of one of several matrices, or elements of a vector. A quantized
-        tensor is dequantized to `dtype`."""
+        """Return these rows and columns of a matrix or of matrix `expert` of several; for a vector, return elements
+        `rows`. A quantized tensor is dequantized to `dtype`."""
 
 
 def read_rows(source: TensorSource, target: ParamShard, expert: int, rows: range) -> Tensor:

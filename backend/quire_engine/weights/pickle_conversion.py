@@ -24,7 +24,7 @@ from quire_spec.errors import ConfigError
 
 PICKLE_NAME, PICKLE_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MIN_TORCH = (2, 6)
-"""Minimum version of torch. Earlier versions can run code in a file in spite of weights_only=True (CVE-2025-32434)."""
+"""Minimum version of torch. Earlier versions can run code from a file even with weights_only=True (CVE-2025-32434)."""
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
 """Maximum bytes of tensors for each byte of their file. Views of the same memory make tensors larger than the file; in

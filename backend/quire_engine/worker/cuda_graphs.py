@@ -53,8 +53,8 @@ _ROWS, _STARTS, _TOKENS, _SLOTS, _QUERY_STARTS = range(5)
 
 
 _SEGMENT_BYTES = 20 << 20
-"""Bytes of a segment of PyTorch's allocator. Graphs share no segment with other memory, so their hidden states need
-one segment more than in a step that is not captured.
+"""Bytes of a segment of PyTorch's allocator. Graphs share no segment with other memory, so hidden states in graphs need
+one segment more than in steps without a graph.
 """
 
 
@@ -113,8 +113,8 @@ class CudaGraphRunner:
     @torch.inference_mode()
     def measure_memory(self) -> int:
         """Run the largest step of each kind and return the device memory of the graphs of all shapes, in bytes. All
-        graphs share the memory of the largest one. Return 0 if the device does not count memory. The driver's memory
-        for the graphs is not included; `gpu_memory_utilization` must leave it free.
+        graphs share one memory pool of the size of the largest graph. Return 0 if the device does not count memory. The
+        driver's memory for the graphs is not included; `gpu_memory_utilization` must leave it free.
         """
         for shapes in self.shapes.kinds:
             self._capture.warm_up(self._build_step_function(shapes[-1]))
@@ -193,8 +193,7 @@ class CudaGraphRunner:
             resolve_tokens: replaces placeholder tokens, see FutureTokens; required if `awaits_tokens` of the input is
                 set.
 
-        Returns:
-            Logits of the tokens that sample, [num_logits, vocab_size]; None if no token does.
+        Returns: Logits of the tokens that sample, [num_logits, vocab_size]; None if no token samples.
         """
         if graph_input.table_updates.numel():
             row, entry, block = to_device_async(graph_input.table_updates, self._device)

@@ -191,7 +191,7 @@ def _has_bf16() -> bool:
 
 
 def _read_system_file(path: Path) -> str:
-    """Return the content of a kernel file, "" if this kernel does not have it."""
+    """Return the content of a file of the Linux kernel; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

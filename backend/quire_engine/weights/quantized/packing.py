@@ -64,7 +64,7 @@ def pack_quantized(
 def pack_quantized_experts(
     parts: Sequence[WeightPart], experts: ExpertWeights, dtype: torch.dtype, device: torch.device, arena: HugePageArena
 ) -> QuantizedWeight | None:
-    """Return the weights of all experts below each other; None if no kernel multiplies with them.
+    """Return the weights of all experts, concatenated along their rows; None if no kernel supports them.
 
     Args:
         parts: of all experts, one after the other.
@@ -106,7 +106,7 @@ def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
 
 
 def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: range) -> WeightCodes | None:
-    """Return rows and columns; None if kernels do not support their groups."""
+    """Return the codes of these rows and columns; None if kernels do not support their groups."""
     if rows.step != 1:
         return None
     all_rows, all_columns = tensor.align(rows, columns)
@@ -117,7 +117,7 @@ def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: rang
 
 
 def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
-    """Return codes of zeros with `num_rows` rows, otherwise like `codes`."""
+    """Return codes of zeros that have `num_rows` rows and otherwise the form of `codes`."""
     values = torch.zeros(num_rows, codes.values.shape[1], dtype=torch.uint8).view(codes.values.dtype)
     grid = torch.zeros(num_rows, codes.scales.shape[1])
     zeros = None if codes.zeros is None else grid.to(codes.zeros.dtype)

@@ -28,7 +28,8 @@ class WeightCodes:
     rounded up.
     """
     zeros: Tensor | None
-    """Zero points, shape of `scales`, dtype uint8; None: 0, or `1 << (num_bits - 1)` if `values` are uint8."""
+    """Zero points, uint8 in the shape of `scales`. None: they are all 0, or all `1 << (num_bits - 1)` if `values` are
+    uint8."""
     block: tuple[int, int]
     """Output and input features that share a scale."""
     num_bits: int
@@ -49,8 +50,8 @@ class WeightCodes:
         return (weight * self._expand(self.scales)).to(dtype)
 
     def by_row(self) -> Self:
-        """Return the same weight with a scale for each row; if a row has several blocks, with a scale for each
-        block.
+        """Return the same weight with one scale per row, or with one scale per block of a row if a row has several
+        blocks.
         """
         rows, columns = self.values.shape
         height = rows if self.scales.shape[0] == 1 else self.block[0]
@@ -60,8 +61,8 @@ class WeightCodes:
         return replace(self, scales=scales, zeros=zeros, block=(1, width))
 
     def cut(self, first_row: int, num_rows: int, first_column: int, num_columns: int) -> Self | None:
-        """Return a part of the weight, whose groups are smaller if the part begins or ends within one; None if they
-        would be too small, or if features of a group are not adjacent."""
+        """Return a part of the weight. If the part begins or ends within a group, its groups are smaller. None if they
+        are too small, or if features of a group are not adjacent."""
         weight, (rows, columns) = self.by_row(), (slice(first_row, first_row + num_rows), self.values.shape[1])
         size = math.gcd(weight.block[1], first_column, num_columns) if weight.scales.shape[1] > 1 else num_columns
         if num_columns != columns and (weight.groups is not None or size < _MIN_GROUP):
@@ -109,7 +110,7 @@ class WeightCodes:
 
 
 def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
-    """Concatenate weights along their rows, with scales by row; None if they differ in more than their rows."""
+    """Return weights concatenated along their rows, with scales by row; None if they differ in more than their rows."""
     parts = [part.by_row() for part in parts]
     first = parts[0]
     for part in parts[1:]:

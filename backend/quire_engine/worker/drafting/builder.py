@@ -24,7 +24,8 @@ def build_drafter(
 ) -> Drafter | None:
     """Allocate the weights of a drafter; None if the method needs none, or on a rank other than 0.
 
-    Rank 0 has all of it: it is small, rank 0 alone has the tokens of a step, and every rank has the hidden states.
+    Rank 0 has the whole drafter: a drafter is small, every rank has the hidden states, and only rank 0 has the tokens
+    of a step.
 
     Raises:
         ConfigError: the weights cannot be found or do not fit the model; the message names the key of

@@ -88,7 +88,8 @@ class ChainDrafter(Drafter):
         return [replace(o, next_draft_token_ids=tuple(drafts.get(i, ()))) for i, o in enumerate(outputs)]
 
     def _first_tokens(self, index: int, span: ScheduledSpan, output: SpanOutput) -> _Chain:
-        """Return the tokens that the draft model reads at the step's positions and, before a draft, at the next one."""
+        """Return the tokens that the draft model reads at the step's positions and, before a draft, at the next
+        position."""
         sequence, num_draft = span.sequence, len(span.draft_token_ids)
         tokens = sequence.tokens(span.start, span.end - num_draft)
         # The output contains the accepted draft tokens, and the last token that was sampled. A beam has no sampled

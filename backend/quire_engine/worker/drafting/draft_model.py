@@ -35,7 +35,8 @@ class DraftModel(ABC):
     num_bytes: int
     """Bytes of its parameters."""
     reads_hidden_states: bool
-    """True if a row reads the hidden states of its position and the token after it; False if it reads its token."""
+    """True if a row reads the hidden states at its position and the token after it; False if a row reads the token at
+    its position."""
 
     @abstractmethod
     def load(self) -> None:
@@ -114,7 +115,8 @@ class Eagle3DraftModel(DraftModel):
         target.aux_hidden_state_layers = config.aux_layers
 
     def _find_embedding(self, target_folder: Path) -> tuple[Path, str] | None:
-        """Return folder and name of an embedding to load; None if that of the model is the right one, and whole.
+        """Return folder and name of an embedding to load; None if the model's embedding is the right one and this rank
+        has all of it.
 
         Raises:
             ConfigError: the embedding of the head has another shape.
