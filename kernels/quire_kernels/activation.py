@@ -73,5 +73,5 @@ _GATED_OPS = {
 
 
 def get_gated_op(name: str) -> Op[[], Tensor]:
-    """Return the operation activation(gate) * up for an activation's name; tensors as in `silu_mul`."""
+    """Return the operation activation(gate) * up for the name of an activation; for its tensors see `silu_mul`."""
     return _GATED_OPS[name]

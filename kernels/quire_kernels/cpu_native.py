@@ -98,7 +98,8 @@ def supports_cache(cache: Tensor) -> bool:
 
 
 def has_fast_gemm() -> bool:
-    """Return whether the compiled GEMM is the fastest on this processor. With AMX, oneDNN is several times faster."""
+    """Return whether the compiled GEMM is the fastest GEMM on this processor. With AMX, oneDNN is several times
+    faster."""
     return "amx_bf16" not in _cpu_flags()
 
 
@@ -110,7 +111,7 @@ def get_library() -> ctypes.CDLL:
 
 
 def supported_instructions() -> InstructionSet | None:
-    """Return the fastest of the builds' instruction sets that this processor supports; None if it supports none."""
+    """Return the fastest instruction set of a build that this processor supports; None if there is none."""
     return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
 
 

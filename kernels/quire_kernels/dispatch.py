@@ -3,7 +3,7 @@
 
 The reference is plain torch, written for reading, and defines the result: tests compare every implementation with it.
 The dispatcher tries the implementations of a device type in the order of registration and takes the first whose library
-can be imported. A kernel of another library is therefore one more registration, without a change of callers.
+can be imported. A kernel of another library therefore needs one more registration and no change of callers.
 
 QUIRE_KERNELS overrides the choice, to compare implementations and to isolate a fault. `QUIRE_KERNELS=torch` selects
 the torch implementation for every operation that has one. `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference`
@@ -38,14 +38,15 @@ _FORMER_OPS = {
     "rotate_and_write": "rope_and_cache",
     "route": "route_tokens",
 }
-"""New name of each operation by its name before 0.2. QUIRE_FORMS, the old name of QUIRE_KERNELS, accepts both."""
+"""Maps the name that an operation had before 0.2 to its new name. QUIRE_FORMS, the old name of QUIRE_KERNELS, accepts
+both."""
 
 
 class Op(Generic[P, R]):
     """A callable operation. The device of its first argument, a tensor, selects the implementation."""
 
     def __init__(self, reference: Callable[Concatenate[Tensor, P], R], name: str | None = None) -> None:
-        """`name`: the operation's name, if it differs from the name of the reference."""
+        """`name` is the operation's name; None: the name of the reference."""
         self.reference = reference
         self.name = name or reference.__name__
         self.dispatch_table: dict[str, Callable[Concatenate[Tensor, P], R]] = {}

@@ -35,13 +35,14 @@ class SwiGLU:
     limit: float
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Return [num_rows, intermediate_size] of [num_rows, 2 * intermediate_size]."""
+        """Return the gated features [num_rows, intermediate_size] of gate and up features [num_rows, 2 *
+        intermediate_size]."""
         gate, up = gate_up[:, ::2].clamp(max=self.limit), gate_up[:, 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
 ExpertActivation: TypeAlias = str | SwiGLU
-"""A name for `get_gated_op`, where all gate features precede the up features, or SwiGLU."""
+"""SwiGLU, or a name for `get_gated_op`; with a name, all gate features precede the up features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ def _fused_experts_sorted(
 
 
 def _compute_expert(x: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
-    """Return the output [num_rows, hidden_size] of one expert for [num_rows, hidden_size]."""
+    """Return the output [num_rows, hidden_size] of one expert for inputs [num_rows, hidden_size]."""
     gate_up_bias, down_bias = (
         None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
     )
@@ -235,8 +236,8 @@ def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> 
 
 
 def quantize_experts(experts: ExpertWeights, quantization: str, arena: HugePageArena | None = None) -> ExpertWeights:
-    """Quantize weights for `fused_experts`, see `quantize_weight`; those that have no compiled kernel on a CPU that has
-    kernels are packed and not quantized."""
+    """Quantize weights for `fused_experts`, see `quantize_weight`. On a CPU with compiled kernels, weights that no
+    kernel supports are packed and not quantized."""
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     sizes, (dtype, device) = (experts.hidden_size, experts.intermediate_size), (experts.down.dtype, experts.down.device)
     if cpu_native.supports(experts.down) and not has_experts_kernel(*sizes, experts.activation, dtype, device):

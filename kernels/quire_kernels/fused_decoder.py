@@ -20,14 +20,15 @@ from quire_kernels.lora_slots import ModuleSlots
 from quire_kernels.quantized_linear import PANEL_COLUMNS, QuantizedWeight
 
 CHUNK_ROWS = 240
-"""Rows that a layer computes together: kBlockRows of csrc/tile.h."""
+"""Number of rows that a layer computes together: kBlockRows of csrc/tile.h."""
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """Weights of a linear: the result of `pack_weight` or of a `pack_weight_*`, and optionally bias and adapters."""
+    """Weights of a linear: the result of `pack_weight` or of a `pack_weight_*` function, and optionally bias and
+    adapters."""
 
     weight: LinearWeight
     bias: Tensor | None
@@ -209,7 +210,8 @@ class FusedDecoder:
 
 
 def build_fused_decoder(layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> FusedDecoder | None:
-    """Return the layers as one call; None if a part has no compiled kernel, or QUIRE_KERNELS selects another kernel."""
+    """Return a callable that computes all layers; None if a part has no compiled kernel, or QUIRE_KERNELS selects
+    another kernel."""
     linears = [linear for layer in layers for linear in layer.linears()]
     norms = [norm for layer in layers for norm in layer.norms()]
     is_supported = all(

@@ -38,7 +38,7 @@ class HugePageArena:
 
 
 def _allocate_huge_pages(num_bytes: int) -> Tensor:
-    """Return [num_bytes] uint8 that begin at a huge page."""
+    """Return a uint8 tensor [num_bytes] that begins at a huge page."""
     raw = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)

@@ -16,8 +16,8 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
         keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
         cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. The dtype
-            is that of the keys, or float8_e4m3fn: then numbers are clamped to its maximum 448, and NaN stays NaN. On a
-            CPU it can be int8, with rows of `kv_cache_layout`.
+            is that of the keys, or float8_e4m3fn; numbers are then clamped to the maximum 448 of this dtype, and NaN
+            stays NaN. On a CPU it can be int8, with rows of `kv_cache_layout`.
         addresses: [num_tokens] int64, block * block_size + offset, all different (vLLM's `slot_mapping`).
     """
     num_tokens = keys.shape[0]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA deltas of the adapters in slots: shrink to the LoRA rank, expand into the base linear's output.
 
-For a linear of d inputs and D outputs, an adapter of LoRA rank r costs 2 r (d + D) operations per token, and r (d + D)
-elements read per step, however few its tokens are. All linears of a 135M Llama have 9.8 MB of matrices at rank 16. 64
-sequences on 16 adapters read 156 MB and take 0.62 GFLOP per step; the base model reads 269 MB and takes 17.2 GFLOP. On
-two Zen 5 cores, 156 MB take 5.2 ms at the memory's 30 GB/s, and 0.62 GFLOP take 1.3 ms with vdpbf16ps at 466 GFLOP/s. A
-step without adapters takes 58 ms. The cost is memory traffic, unless it overlaps with the base GEMM: see csrc/lora.cpp.
+For a linear of d inputs and D outputs, an adapter of LoRA rank r takes 2 r (d + D) operations per token. Each step
+reads r (d + D) elements, even if the adapter has few tokens. All linears of a 135M Llama have 9.8 MB of matrices at
+rank 16. 64 sequences on 16 adapters read 156 MB and take 0.62 GFLOP per step; the base model reads 269 MB and takes
+17.2 GFLOP. On two Zen 5 cores, 156 MB take 5.2 ms at the memory's 30 GB/s, and 0.62 GFLOP take 1.3 ms with vdpbf16ps at
+466 GFLOP/s. A step without adapters takes 58 ms. The cost is memory traffic, unless this traffic overlaps with the base
+GEMM: see csrc/lora.cpp.
 """
 
 import ctypes
@@ -50,7 +51,7 @@ class LoRABatch:
     segments: tuple[AdapterSegment, ...] = ()
     """Segments in ascending order, without overlap; empty if the slots are known only on the device."""
     active_slots: frozenset[int] | None = None
-    """Slots of the segments; None if the slots are known only on the device, so that every module must be computed."""
+    """Slots of the segments. None if the slots are known only on the device; every module must then be computed."""
     routing: TokenRouting | None = None
     """Tiles for CUDA kernels; None on other devices."""
     tiles: Tensor | None = None

@@ -15,7 +15,8 @@ from torch import Tensor
 from quire_kernels.dispatch import Op
 
 ROWS_PER_TILE = 16
-"""Maximum tokens of a tile of one adapter. A GPU's matrix instructions need at least this many rows."""
+"""Maximum number of tokens in a tile, which has one adapter. A GPU's matrix instructions need at least this many
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class TokenRouting:
     """Tokens by slot, in buffers that every step overwrites. A slot is an adapter slot or the index of an expert."""
 
     tile_slots: Tensor
-    """[max_tiles] int32: the slot of each tile, ascending; -1 if this tile and all after it have no tokens."""
+    """[max_tiles] int32: the slot of each tile, ascending; -1 if this tile and all later tiles have no tokens."""
     tile_rows: Tensor
     """[max_tiles, rows_per_tile] int32: the tokens of each tile, ascending, padded with -1; undefined in a tile without
     tokens."""
@@ -43,7 +44,8 @@ class TokenRouting:
 
 
 def max_tiles(num_tokens: int, num_slots: int, rows_per_tile: int = ROWS_PER_TILE) -> int:
-    """Return the largest number of tiles of a step: each slot with tokens can have one tile with a single row."""
+    """Return the largest number of tiles of a step, in which each slot with tokens can have one tile with a single
+    row."""
     return (num_tokens + (rows_per_tile - 1) * min(num_tokens, num_slots)) // rows_per_tile
 
 

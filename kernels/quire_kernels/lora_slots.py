@@ -41,7 +41,7 @@ class LoRATarget:
     in_features: int
     """Number of input features; for an embedding, the size of the vocabulary."""
     widths: tuple[int, ...]
-    """Output features of each slice: three slices for q, k, v, two for gate, up, else one."""
+    """Output features of each slice. There are three slices for q, k and v, two for gate and up, and otherwise one."""
     is_embedding: bool = False
     """True if the inputs are token ids, so that a row of A is looked up for each token."""
 
@@ -106,7 +106,8 @@ class ModuleSlots:
         """Copy of `entries` on the host; the same tensor if the device is the CPU."""
         self.max_rank = max_rank
         self.active_slots = set(range(len(slot_weights)))
-        """Slots whose adapter changes the module, and empty slots, which warm-up steps use to measure memory."""
+        """Slots whose adapter changes the module, and also empty slots, because warm-up steps use these to measure
+        memory."""
         self.is_panel_packed = _supports_panels(target, slot_weights)
         """Whether matrices have the layout of the compiled kernels."""
         if self.is_panel_packed:
@@ -190,7 +191,7 @@ class LoRASlots:
         return self._slots.nbytes
 
     def pack(self, pairs: Sequence[Sequence[LoRAPair | None]]) -> PackedAdapter:
-        """Convert an adapter, the matrices of each module's slices, to the layout of a slot."""
+        """Convert an adapter, given as the matrices of each module's slices, to the layout of a slot."""
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
         end, placements = 0, []
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):

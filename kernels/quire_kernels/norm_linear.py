@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm and the linear layer behind it as one operation, for few tokens on a GPU."""
+"""A norm and the linear layer that follows it as one operation, for few tokens on a GPU."""
 
 from torch import Tensor
 

@@ -14,7 +14,8 @@ from quire_kernels.attention import paged_attention
 logger = logging.getLogger(__name__)
 
 _CUDNN_CAPABILITY = (9, 0)
-"""Compute capability of Hopper, which needs TMA and specialized warps most; the Triton kernel uses neither."""
+"""Compute capability of Hopper, which depends most on TMA and specialized warps; the Triton kernel does not use
+them."""
 
 
 def select_prefill_attention(
@@ -53,8 +54,8 @@ def prepare_chunk_attention(
 ) -> None:
     """Build cuDNN's plans of long chunks over one layer's cache, if QUIRE_KERNELS selects paged_attention=cudnn.
 
-    If cuDNN or the package nvidia-cudnn-frontend is missing, or the compute capability is below 9.0, one log line
-    gives the reason, and other implementations compute the chunks. The arguments are those of
+    If cuDNN or the package nvidia-cudnn-frontend is missing, or the compute capability is below 9.0, other
+    implementations compute the chunks. One log line then gives the reason. The arguments are those of
     `gpu/cudnn_attention.py:rehearse`. Call it in the thread that runs the steps.
     """
     if paged_attention.override != "cudnn":

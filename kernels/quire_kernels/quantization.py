@@ -10,11 +10,11 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 GROUP_SIZE = 32
-"""Inputs that share a scale if a weight is quantized to 4 bits at load. The input features of all common models and of
-their tensor-parallel shards are multiples of this number.
+"""Number of inputs that share a scale if a weight is quantized to 4 bits at load. The input features of all common
+models and of their tensor-parallel shards are multiples of this number.
 """
 ACTIVATION_GROUP = 64
-"""Inputs of a token that share a scale in w8a8: kGroup of csrc/int8.cpp."""
+"""Number of inputs of a token that share a scale in w8a8: kGroup of csrc/int8.cpp."""
 _TINY = torch.finfo(torch.float32).tiny
 _HALF = torch.finfo(torch.float16)
 
@@ -31,8 +31,8 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x: Tensor) -> Tensor:
-    """Round activations [num_tokens, in_features] to the values of w8a8: each 64 inputs of a token symmetrically to 8
-    bits.
+    """Round activations [num_tokens, in_features] to the values of w8a8: groups of 64 inputs of a token are rounded
+    symmetrically to 8 bits.
 
     Returns:
         [num_tokens, in_features] float32: the rounded values, not their codes.
@@ -76,7 +76,8 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expand_groups(scales: Tensor, group_size: int, in_features: int) -> Tensor:
-    """Repeat [out_features, groups] for each input: [out_features, in_features]. The last group can be smaller."""
+    """Repeat the value of each group for each of its inputs: from [out_features, groups] to [out_features,
+    in_features]. The last group can be smaller."""
     return scales.repeat_interleave(group_size, 1)[:, :in_features]
 
 
@@ -95,16 +96,17 @@ def e2m1_codebook() -> Tensor:
 
 @functools.cache
 def int8_codebook() -> Tensor:
-    """Return the magnitudes of codes of 7 bits and a sign, for integers: [128] bfloat16."""
+    """Return the magnitudes of integer codes that have 7 bits and a sign: [128] bfloat16."""
     return torch.arange(128, dtype=torch.bfloat16)
 
 
 @functools.cache
 def fp8_codebook() -> Tensor:
-    """Return the magnitudes of codes of 7 bits and a sign, for float8_e4m3fn: [128] bfloat16; all are exact."""
+    """Return the magnitudes of float8_e4m3fn codes, which have 7 bits and a sign: [128] bfloat16; all are exact."""
     return torch.arange(128, dtype=torch.uint8).view(FP8).to(torch.bfloat16)
 
 
 def to_sign_and_magnitude(values: Tensor) -> Tensor:
-    """Return int8 values in [-127, 127] as codes of a sign and 7 bits for `int8_codebook`, uint8 of the same shape."""
+    """Convert int8 values in [-127, 127] to codes with a sign and 7 bits for `int8_codebook`; the result is uint8 of
+    the same shape."""
     return values.abs().to(torch.uint8) | (values < 0).to(torch.uint8) << 7

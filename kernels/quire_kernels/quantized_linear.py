@@ -8,10 +8,10 @@ Schemes, with the names that vLLM uses:
 - mxfp4: 4-bit floating point (E2M1); each group of inputs has a power of 2 as its scale.
 - fp8: float8_e4m3fn; a scale for each row, or for each block of 128 x 128.
 - w8a16: integers of 8 bits; a scale for each row.
-- w8a8: integers of 8 bits; a scale for each row. Each 64 inputs of a token are quantized to 8 bits, too.
+- w8a8: integers of 8 bits; a scale for each row. The inputs of a token are also quantized to 8 bits, in groups of 64.
 
 Weights are stored in panels if a compiled kernel of a CPU reads them, and row by row otherwise. The reference reads
-rows on every device and in every dtype, so that a quantized model runs everywhere.
+weights that are stored row by row, on every device and in every dtype, so that a quantized model runs everywhere.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ class QuantizedWeight:
     zeros: Tensor | None = None
     """Zero points of 4-bit codes, [out_features, groups] uint8; None: the panels contain them, or they are 8."""
     codebook: Tensor | None = None
-    """Values of the codes in panels, bfloat16; None: w8a8, or not in panels."""
+    """Values of the codes in panels, bfloat16; None for w8a8, and for weights that are not in panels."""
     struct: _Weight | None = None
     """C struct for compiled kernels, which points into the tensors; None for w8a8, and for weights that are not in
     panels.
@@ -90,12 +90,13 @@ class QuantizedWeight:
 
     @property
     def address(self) -> int:
-        """Address that compiled kernels expect: of the panels (w8a8) or of the C struct."""
+        """Address that compiled kernels expect: the address of the panels (w8a8), otherwise of the C struct."""
         assert self.is_panel_packed
         return self.values.data_ptr() if self.struct is None else ctypes.addressof(self.struct)
 
     def part(self, index: int, num_parts: int) -> Self:
-        """Return one of `num_parts` weights of equal shape that were packed below each other, not into panels."""
+        """Return one of `num_parts` weights of equal shape that were packed as one weight along their rows, not into
+        panels."""
         assert self.scales is not None
         values, scales = (tensor.tensor_split(num_parts)[index] for tensor in (self.values, self.scales))
         zeros = None if self.zeros is None else self.zeros.tensor_split(num_parts)[index]
@@ -183,7 +184,7 @@ def pack_weight_int8(
         values: [out_features, in_features] int8 in [-127, 127], contiguous.
         scales: [out_features] or [out_features, 1] float32; row i of the weight is scales[i] * values[i].
         arena: allocates panels.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         weight_only: whether the scheme is w8a16; otherwise it is w8a8.
     """
     out_features, in_features = values.shape
@@ -223,7 +224,7 @@ def pack_weight_int4(
         zeros: zero points, [out_features, groups] uint8 in [0, 15]; None: all are 8. The value of a code q is scale *
             (q - zero).
         arena: allocates panels.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         int8_activations: whether the compiled kernel quantizes the activations of each group to 8 bits.
     """
     group_size, scales = _group_size(values, scales), scales.float().contiguous()
@@ -242,7 +243,7 @@ def pack_weight_mxfp4(
         values: [out_features, in_features] uint8, indices of `e2m1_codebook`.
         scales: [out_features, groups] float8_e8m0fnu. The groups have equal sizes, a multiple of 4 inputs.
         arena: allocates panels.
-        dtype: of the activations.
+        dtype: dtype of the activations.
     """
     group_size, scales = _group_size(values, scales), scales.contiguous()
     if _has_kernel(values, dtype):
@@ -275,12 +276,12 @@ def pack_weight_fp8(
 
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
-        scales: float32. One element: a scale for the whole weight. [out_features] or [out_features, 1]: for each row.
-            [out_features, in_features / group_size]: for each group of a row. [out_features / 128, in_features / 128]:
-            for each block of 128 x 128. Quotients are rounded up.
+        scales: float32. One element: a scale for the whole weight. [out_features] or [out_features, 1]: a scale for
+            each row. [out_features, in_features / group_size]: a scale for each group of a row. [out_features / 128,
+            in_features / 128]: a scale for each block of 128 x 128. Quotients are rounded up.
         arena: allocates panels.
-        dtype: of the activations.
-        group_size: inputs that have a common scale, if a row has several.
+        dtype: dtype of the activations.
+        group_size: number of inputs that have a common scale, if a row has several.
     """
     out_features, in_features = values.shape
     scales = scales.float()

@@ -20,7 +20,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
     Args:
         seeds: [num_rows] int64.
-        positions: [num_rows] int64, position in its sequence of the token to sample.
+        positions: [num_rows] int64, position of the token to sample in its sequence.
 
     Returns:
         [num_rows] float32, multiples of 2^-24.
@@ -69,7 +69,8 @@ def apply_penalties(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Lower, in place, the logits of tokens that have occurred: repetition penalty, then frequency, then presence.
+    """Lower the logits of tokens that have occurred, in place: by the repetition penalty, then frequency, then
+    presence.
 
     Args:
         logits: [num_logits, vocab_size] float32; -inf stays -inf.
@@ -111,8 +112,8 @@ def _apply_penalties_cpu(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Change only the logits of `token_ids`. 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step; changing the
-    whole vocabulary would add 72 ms (one Zen 5 core).
+    """Change only the logits of `token_ids`. 64 rows of 49,152 with 140 tokens each add 0.7 ms to a step; a change of
+    the whole vocabulary adds 72 ms (one Zen 5 core).
     """
     weights = presence, frequency, repetition
     if token_ids is None:
@@ -128,7 +129,7 @@ apply_penalties.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @Op
 def apply_token_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
-    """Set, in place, the logits of the tokens that a bitmask forbids to -inf.
+    """Set the logits of tokens that a bitmask forbids to -inf, in place.
 
     Args:
         logits: [num_logits, vocab_size], any float dtype.
@@ -160,13 +161,14 @@ apply_token_bitmask.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @functools.cache
 def _forbidden_bits() -> Tensor:
-    """Return [256, 8] bool: by byte, which of its bits are 0."""
+    """Return a table [256, 8] bool: for each byte, which of its bits are 0."""
     return (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 0
 
 
 @Op
 def filter_top_k_top_p_min_p(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set the probabilities of filtered tokens to zero, in vLLM's order: min_p, top_k, then top_p of the rest.
+    """Set the probabilities of filtered tokens to zero. The order of the filters is vLLM's: min_p, top_k, then top_p of
+    the remaining tokens.
 
     Tokens that are exactly as likely as the last kept token are also kept, so that the result depends only on the row.
 
@@ -210,8 +212,8 @@ def _filter_top_k_top_p_min_p_cpu(probs: Tensor, top_k: Tensor, top_p: Tensor, m
 
 
 def _filter_top_p_of_rows(filtered: Tensor, rows: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
-    """Filter, in place, those of `rows` whose nucleus is within their `num_candidates` most likely tokens; return the
-    other rows."""
+    """Filter in place each of `rows` whose nucleus is within its `num_candidates` most likely tokens; return the other
+    rows."""
     probs = filtered[rows]
     nucleus_mass = top_p[rows, None] * probs.sum(dim=-1, keepdim=True)
     ordered = probs.topk(num_candidates, dim=-1).values

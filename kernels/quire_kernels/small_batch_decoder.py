@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers for few tokens on a GPU: six launches per layer instead of ten, each of which requests its weights
+"""Decoder layers for few tokens on a GPU: six launches per layer instead of ten. Each launch requests its weights
 early.
 
-Used if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
+Used only if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ class StepInputs:
         )
 
     def first(self, num_tokens: int, num_spans: int) -> Self:
-        """Return the first part of the buffers, for a step of these sizes."""
+        """Return the first parts of the buffers, which a step of these sizes needs."""
         return type(self)(
             self.positions[:num_tokens],
             self.addresses[:num_tokens],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Async scheduling: advance the sequences of a step in flight, so that the next step can be planned now.
+"""Async scheduling: advance the sequences of a step in flight, so that the next step can be planned before it
+completes.
 
 The step will compute all tokens of its spans. A span that reaches the end of its sequence will also sample one token,
 and only the value of that token is unknown. PLACEHOLDER_TOKEN stands for it. The scheduler calls this module, and
@@ -25,7 +26,7 @@ def apply_placeholders(plan: StepPlan) -> None:
 
 
 def reaches_max_tokens(sequence: Sequence) -> bool:
-    """Return whether a sequence, placeholders included, has its maximum number of output tokens."""
+    """Return whether a sequence has its maximum number of output tokens; placeholders are counted."""
     return len(sequence.output_token_ids) == sequence.max_output_tokens
 
 

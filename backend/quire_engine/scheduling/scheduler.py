@@ -352,7 +352,7 @@ class Scheduler:
         return failed_sequences
 
     def on_adapter_ready(self) -> None:
-        """Called when an adapter was read or copied to a slot, so that waiting sequences may be able to run."""
+        """Called when an adapter was read or copied to a slot, because waiting sequences may now be able to run."""
         self.waiting_for_adapters = False
 
     def check_integrity(self) -> None:
@@ -438,7 +438,7 @@ class Scheduler:
             self._beams.share_prompt_blocks(group)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Move a running sequence, without blocks, back to the waiting queue."""
+        """Move a running sequence that has no blocks back to the waiting queue."""
         self._running.remove(sequence)
         self._release_resources(sequence)
         sequence.status = SequenceStatus.PREEMPTED
@@ -524,7 +524,7 @@ class Scheduler:
         return budget if remaining > self._config.max_num_batched_tokens else 0
 
     def _usable_prefix(self, sequence: Sequence, builder: StepPlanBuilder) -> PrefixHit | None:
-        """Return the cached prefix from which a sequence can start; None if the other blocks do not fit."""
+        """Return the cached prefix from which a sequence can start; None if there is no room for its other blocks."""
         prefix = self.prefix_cache.match(sequence)
         # A block that this step itself fills by a copy has no contents yet.
         source_unwritten = any(copy.destination in prefix.copy_sources for copy in builder.copies)
@@ -581,7 +581,7 @@ class Scheduler:
             self._finish_sequence(beam, reason)
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Finish a sequence. Release its resources now if no step is in flight, otherwise later."""
+        """Finish a sequence. Its resources are released now if no step is in flight, otherwise later."""
         del self._sequences[sequence.id]
         was_running = sequence.status is SequenceStatus.RUNNING
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason

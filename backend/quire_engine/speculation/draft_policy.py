@@ -18,7 +18,7 @@ _SMOOTHING = 0.25
 """Weight of the latest draft in the estimate of a sequence."""
 _GLOBAL_SMOOTHING = 0.05
 _PROBE_INTERVAL = 64
-"""Number of output tokens after which a sequence without drafts gets one draft token again."""
+"""Number of output tokens without drafts after which a sequence gets one draft token again."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class DraftPolicy:
         self._acceptance: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
         """Estimated probability that the first token of a draft is accepted."""
         self._continuation = _FIRST_ACCEPTANCE
-        """Estimated probability that a later token is accepted if all draft tokens before it are."""
+        """Estimated probability that a later token is accepted if all draft tokens before it are accepted."""
         self.counts = DraftCounts(accepted_per_position=[0] * max_tokens)
 
     def draft_length(self, sequence: Sequence, num_rows: int) -> int:

@@ -47,7 +47,7 @@ class NgramProposer(DraftProposer):
         return self.find(sequence, max_tokens)[1]
 
     def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, list[int]]:
-        """Return the number of last tokens that occurred before (0 without a match), and the draft."""
+        """Return how many of the last tokens occurred before (0 without a match), and the draft."""
         context = self._contexts.setdefault(sequence, bytearray())
         new_tokens = sequence.tokens(len(context) // _TOKEN_BYTES, sequence.num_tokens)
         context += array("I", new_tokens).tobytes()
@@ -60,7 +60,7 @@ class NgramProposer(DraftProposer):
 
 
 def _find_tokens(context: bytearray, size: int) -> int | None:
-    """Return the offset behind the first earlier occurrence of the last `size` bytes, at a whole token."""
+    """Return the offset after the first earlier occurrence of the last `size` bytes that starts at a whole token."""
     if size >= len(context):
         return None
     suffix, start = context[-size:], 0

@@ -14,7 +14,7 @@ TOKEN_BYTES = array("I").itemsize
 _NODE_BYTES = 180
 """Bytes of a node without the tokens of its label: the object, its entry in the parent, and the header of the label."""
 _CHILDREN_BYTES = 240
-"""Bytes of the table of children, for a node that has children."""
+"""Bytes of the table of children of a node that has children."""
 
 
 class _Node:
@@ -142,7 +142,8 @@ class SuffixTree:
         self.num_bytes += _NODE_BYTES + len(child.label)
 
     def _detach(self, parent: _Node, first: bytes) -> None:
-        """Drop a child that no window contains. It has no children, because only the last window was left below it."""
+        """Drop a child that no window contains. The child has no children, because only the last window was left below
+        it."""
         assert parent.children is not None
         child = parent.children.pop(first)
         assert child.children is None

@@ -63,7 +63,8 @@ class GrammarCompiler:
     def create(self, grammar_text: str, begin_after_token_ids: Collection[int] = ()) -> Grammar:
         """Return the grammar of a new sequence. Slow unless the grammar is cached.
 
-        Raises: InvalidArgument: the grammar is wrong or exceeds a limit, or no token can begin its output.
+        Raises:
+            InvalidArgument: the grammar is wrong or exceeds a limit, or no token can begin its output.
         """
         template = self.compile(grammar_text)
         return Grammar(template.deep_copy(), tuple(begin_after_token_ids), self._eos_token_ids)

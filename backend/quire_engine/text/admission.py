@@ -164,7 +164,8 @@ class AdmissionController:
     def check_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt, truncated if the request sets truncate_prompt_tokens.
 
-        Raises: InvalidArgument: there are no token ids or too many, or one is outside the vocabulary.
+        Raises:
+            InvalidArgument: there are no token ids or too many, or one is outside the vocabulary.
         """
         limits = self.limits
         token_ids = params.truncate_prompt(token_ids, limits.max_model_len)

@@ -134,7 +134,8 @@ async def _serve(
 
 
 def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:
-    """Return the checkpoint's templates, or the configured template; raises ConfigError if that is not a template."""
+    """Return the checkpoint's templates, or the configured template; raises ConfigError if the latter is not a
+    template."""
     files = ChatTemplateFiles.from_folder(folder)
     if config.chat_template is None:
         return files

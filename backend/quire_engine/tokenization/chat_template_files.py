@@ -24,7 +24,7 @@ class ChatTemplateFiles:
 
     default: str | None
     tool_use: str | None
-    """Template for conversations with tools; None: the default template is used."""
+    """Template for conversations with tools; if None, the default template is used."""
     special_tokens: Mapping[str, str]
     """Texts of special tokens by name, such as bos_token."""
 

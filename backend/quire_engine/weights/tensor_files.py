@@ -59,7 +59,7 @@ class TensorFiles:
         return file.get_slice(name)
 
     def _open(self, path: Path) -> tuple[Any, frozenset[str]]:
-        """Open a file, or return it if it is open; also return the names of its tensors."""
+        """Open a file if it is not open; return the file and the names of its tensors."""
         if path not in self._open_files:
             try:
                 file: Any = safe_open(path, framework="pt")

@@ -6,8 +6,8 @@ of `SequenceState`, and a few numbers per sequence and token. A step sends only 
 ends with the hidden states of all tokens. The logits of the tokens that sample are computed after the graph.
 
 Padding is a dummy sequence, which writes its keys and values to the spare block of the KV cache. In a graph of single
-tokens each row beyond the batch is one padding token. In a mixed graph the last span contains all padding tokens, and
-unused spans are empty.
+tokens, each row after the rows of the batch is one padding token. In a mixed graph the last span contains all padding
+tokens, and unused spans are empty.
 
 Steps with adapters have separate graphs, so that other steps launch no LoRA kernels. The LoRA kernels read the adapter
 slot of each token on the device. The addresses of a slot do not change when another adapter is copied into it.
@@ -193,7 +193,8 @@ class CudaGraphRunner:
             resolve_tokens: replaces placeholder tokens, see FutureTokens; required if `awaits_tokens` of the input is
                 set.
 
-        Returns: Logits of the tokens that sample, [num_logits, vocab_size]; None if no token samples.
+        Returns:
+            Logits of the tokens that sample, [num_logits, vocab_size]; None if no token samples.
         """
         if graph_input.table_updates.numel():
             row, entry, block = to_device_async(graph_input.table_updates, self._device)
@@ -301,8 +302,8 @@ class CudaGraphRunner:
 
 
 def _reject_uncapturable_attention() -> tuple[AttentionGroup, ...]:
-    """Raise for an attention kernel that needs spans grouped by the host. A graph has no groups, so such a kernel would
-    silently compute nothing."""
+    """Raise an error if the attention kernel needs spans that the host has grouped. A graph has no groups, so such a
+    kernel would silently compute nothing."""
     raise ConfigError(
         "paged_attention: the selected kernel cannot be captured in a CUDA graph; remove it from QUIRE_KERNELS, or set "
         "QUIRE_GRAPHS=0"

@@ -176,7 +176,7 @@ def retain_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return memory that the C library has freed to the system. Called after the weights were packed."""
+    """Return memory that the C library has freed to the system. The startup calls it after the weights were packed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

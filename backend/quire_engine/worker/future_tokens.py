@@ -21,7 +21,7 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 DeviceWait: TypeAlias = Callable[[Callable[[], bool]], None]
-"""Waits until its argument, a function, returns True."""
+"""Function that waits until its argument, another function, returns True."""
 
 
 class FutureTokens:
@@ -35,7 +35,7 @@ class FutureTokens:
         Args:
             device: device of the tokens.
             communicator: connects the tensor-parallel ranks; None if there is one rank.
-            device_wait: waits for the device with a time limit; None waits without one.
+            device_wait: waits for the device with a time limit; None: there is no time limit.
         """
         self._device = device
         self._communicator = communicator

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of the steps that have a CUDA graph, and the choice of one for a step. Pure arithmetic.
 
-A graph of single tokens computes steps in which each sequence has one token. A mixed graph computes steps with prompts,
-chunks of prompts, or a token and drafts of each sequence. Only the number of tokens of a mixed graph is fixed: the
-lengths of the spans are inputs of the graph.
+A graph of single tokens computes steps in which each sequence has one token. A mixed graph computes steps in which
+sequences have prompts, chunks of prompts, or a token with drafts. Only the number of tokens of a mixed graph is fixed:
+the lengths of the spans are inputs of the graph.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,8 @@ class GraphShapes:
         return [shapes for shapes in self._shapes.values() if shapes]
 
     def select(self, num_tokens: int, *, is_mixed: bool, has_adapters: bool) -> GraphShape | None:
-        """Return the smallest shape for a step; None if it has too many tokens, or adapters that no graph has."""
+        """Return the smallest shape for a step; None if the step has too many tokens, or has adapters while no graph
+        supports them."""
         shapes = self._shapes.get((is_mixed, has_adapters), [])
         return next((shape for shape in shapes if shape.num_tokens >= num_tokens), None)
 

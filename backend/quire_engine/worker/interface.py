@@ -2,7 +2,7 @@
 """Interface between the engine core and the component that computes steps, on one device or on several.
 
 The engine core sees only this protocol. The implementations are `DeviceModelRunner` (one device) and
-`TensorParallelRunner` (several). The module is torch-free, so that importing the engine costs no torch.
+`TensorParallelRunner` (several). The module does not import torch, so that importing the engine does not load it.
 """
 
 from collections.abc import Callable
@@ -62,4 +62,4 @@ class ModelRunner(Protocol):
         """
 
     def sample_tokens(self) -> None:
-        """Sample the tokens of the most recently started step, if a grammar has postponed its sampling."""
+        """Sample the tokens of the most recently started step if its sampling was postponed because of a grammar."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of KV blocks from the configuration and the free memory, and the errors when something does not fit.
+"""Computes the number of KV blocks from the configuration and the free memory; builds the errors for what does not fit.
 
 Pure arithmetic; `startup.py` measures the bytes.
 """
@@ -75,7 +75,7 @@ def num_kv_blocks(
 
 
 def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -> None:
-    """Check that a model fits into the free memory, before it is loaded; all sizes in bytes.
+    """Check, before a model is loaded, that it fits into the free memory; all sizes are in bytes.
 
     Raises:
         ConfigError: weights and adapter slots do not fit; the message contains the bytes and the settings.
@@ -91,7 +91,7 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
 
 
 def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: int) -> ConfigError:
-    """Return the error for a largest step that does not fit; all sizes in bytes."""
+    """Return the error for the case that the largest step does not fit; all sizes are in bytes."""
     return ConfigError(
         f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences "
         "does not fit next to the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"

@@ -216,7 +216,7 @@ class DeviceModelRunner(ModelRunner):
         return self._sampler.sample(spans, iter([] if logits is None else [self._wait_on_device(logits)]), bitmask)
 
     def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor | None:
-        """Return the logits of the tokens that sample; None if no token does. `spans` is None except on rank 0."""
+        """Return the logits of the tokens that sample; None if no token samples. `spans` is None except on rank 0."""
         assert self._graphs is not None, "rank 0 has CUDA graphs, and this rank has none"
         self._copy_blocks(graph_input, self._kv_cache)
         with annotate("graph"):
@@ -225,7 +225,8 @@ class DeviceModelRunner(ModelRunner):
     def _forward(
         self, step_input: StepInput, kv_cache: KVCache, spans: list[ScheduledSpan] | None
     ) -> tuple[ForwardBatch, Tensor | None]:
-        """Copy KV blocks, run the model, return the hidden states that need logits; `spans`: None except on rank 0."""
+        """Copy KV blocks, run the model and return the hidden states that need logits; `spans` is None except on rank
+        0."""
         self._copy_blocks(step_input, kv_cache)
         with annotate("inputs"):
             batch = build_forward_batch(step_input, kv_cache, self._device)
@@ -243,7 +244,7 @@ class DeviceModelRunner(ModelRunner):
             )
 
     def _wait_on_device(self, logits: Tensor) -> Tensor:
-        """Wait for the device, polling, so that a dead tensor-parallel worker is noticed instead of blocking forever.
+        """Wait for the device by polling, so that the wait ends with an error if a tensor-parallel worker has died.
         Returns the logits."""
         if self._worker_group is not None and logits.is_cuda:
             self._worker_group.wait_until(torch.cuda.current_stream().record_event().query)

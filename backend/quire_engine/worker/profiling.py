@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named ranges of an engine step in profiler traces. The model runner and the sampler call it, `api/profiler.py`
+"""Named ranges of an engine step in profiler traces. The model runner and the sampler call it, and `api/profiler.py`
 switches it on."""
 
 from contextlib import AbstractContextManager, nullcontext

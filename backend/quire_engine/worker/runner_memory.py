@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that the startup of a model runner allocates for the runner to keep."""
+"""The memory that a model runner keeps after its startup has allocated it."""
 
 from dataclasses import dataclass
 

@@ -37,7 +37,8 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
 _CPU_MEASURED_TOKENS = 128
-"""Prompt tokens that measure the speed of a CPU for the swap policy; a GPU computes the largest step."""
+"""Number of prompt tokens whose step measures the speed of a CPU for the swap policy; on a GPU, the largest step
+measures it."""
 
 RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
 """Function that runs the model and the sampler for one step over a KV cache, without CUDA graphs."""
@@ -79,7 +80,7 @@ class RunnerStartup:
         self._has_compiled = False
 
     def load_model(self, folder: Path, checkpoint: QuantizedTensors | None, *, progress: bool) -> None:
-        """Load and pack the weights, and connect the tensor-parallel ranks; `checkpoint` as in ParamFactory."""
+        """Load and pack the weights, and connect the tensor-parallel ranks; for `checkpoint` see ParamFactory."""
         needs_compilation = _compiles_kernels(self._device) and self._communicator is None
         with self._compile_while_loading() if needs_compilation else nullcontext():
             load_weights(
@@ -191,7 +192,7 @@ class RunnerStartup:
 
     def _measure_graph_memory(self) -> int:
         """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these
-        bytes. So the graphs are measured by steps that are not captured, on a cache of one block."""
+        bytes. So the memory of graphs is measured with steps that are not captured, on a cache of one block."""
         graphs = self._build_graphs(self._create_cache(1))
         return 0 if graphs is None else graphs.measure_memory()
 
@@ -202,7 +203,7 @@ class RunnerStartup:
         return CudaGraphRunner(self._model, kv_cache, self._config, self._max_model_len, self._capture)
 
     def _measure_swap_costs(self, host_swap: HostSwap) -> SwapCosts:
-        """Measure the time to swap a block and to compute a token again; the scheduler compares both."""
+        """Measure the time to swap a block and the time to compute a token again; the scheduler compares the two."""
         max_tokens = self._config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
         num_tokens = min(max_tokens, max(self._max_model_len - 1, 1))
         kv_cache, span = self._create_cache(1), dummy_span(0, num_tokens, self._config.block_size)

@@ -21,7 +21,7 @@ _SAMPLING_VARIANTS = (
     SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
 )
 _PROMPT_TOKENS = 64
-"""Tokens of a dummy prompt: enough that the attention kernel does not treat it as a decoding sequence."""
+"""Tokens of a dummy prompt: so many that the attention kernel does not treat the prompt as a decoding sequence."""
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
@@ -78,7 +78,7 @@ def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Sch
 def dummy_span(
     start: int, length: int, block_size: int, adapter_slot: SlotId | None = None, params: SamplingParams = _GREEDY
 ) -> ScheduledSpan:
-    """Return a span that samples, of a sequence whose block table contains only block 0."""
+    """Return a span that samples; the block table of its sequence contains only block 0."""
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     sequence.block_table = [BlockId(0)] * -(-(start + length) // block_size)
     return ScheduledSpan(sequence, start, length, adapter_slot)
@@ -99,7 +99,8 @@ def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
 
 
 def _with_all_masks(span: ScheduledSpan, vocab_size: int) -> ScheduledSpan:
-    """Forbid as many tokens as the limits allow. Each bad word has two entries: with and without a leading space."""
+    """Forbid the largest number of tokens that the limits allow. Each bad word has two entries: with and without a
+    leading space."""
     span.sequence.suppressed_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
     span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
     return span

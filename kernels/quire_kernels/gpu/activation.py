@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.silu_mul. Moves 3 * num_tokens * intermediate_size elements: reads gate and up, writes the
+    """See activation.silu_mul. Moves 3 * num_tokens * intermediate_size elements: it reads gate and up, and writes the
     product.
     """
     return _launch_gated(gate_up, "silu")

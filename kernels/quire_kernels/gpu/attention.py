@@ -14,9 +14,9 @@ of a batch is deterministic.
 Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries. The last queries come
 first, because they have the most keys. Only key tiles on the diagonal are masked.
 
-Short and long spans have separate kernels, because a kernel takes the registers and the shared memory of its larger
-branch. One program of the kernel for long spans fills a multiprocessor. So a common kernel would have only one worker
-per multiprocessor for short spans, instead of three.
+Short and long spans have separate kernels, because a kernel with two branches takes the registers and the shared memory
+of the larger one. One program of the kernel for long spans fills a multiprocessor. So a common kernel would have only
+one worker per multiprocessor for short spans, instead of three.
 
 Source: the equal shares are Stream-K's (Osama et al. 2023, arXiv 2301.03598), applied to the split of keys of
 Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attention.py.
@@ -44,7 +44,7 @@ WORKERS_PER_SM = 3
 three workers of 73 KB, with heads of 128 in bfloat16 (compiled for sm_90).
 """
 _checked_kernels: set[str] = set()
-"""Hashes of the compiled kernels whose occupancy was checked."""
+"""Hashes of the compiled kernels whose occupancy has been checked."""
 _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
 """Workers per multiprocessor by device, head size and element size, if fewer workers fit than planned."""
 MIN_SHARE = 2
@@ -67,9 +67,10 @@ class AttentionTiles:
     num_warps: int
     num_stages: int
     """Stages of the compiler's pipeline. Odd, because reading addresses from the block table takes as many stages as
-    reading keys and values. With 3 stages, a tile is requested at the end of an iteration and awaited at the start of
-    the next. With 5 stages, the request has the time of one iteration; 4 stages are like 3. Shared memory contains one
-    or two tiles for short spans; for long spans one more, which wgmma still reads (compiled for sm_90).
+    reading keys and values. With 3 stages, a tile is requested at the end of an iteration, and the start of the next
+    iteration waits for it. With 5 stages, the request has the time of one iteration; 4 stages behave like 3. Shared
+    memory contains one or two tiles for short spans. For long spans, it contains one more, which wgmma still reads
+    (compiled for sm_90).
     """
     max_registers: int | None = None
     """Maximum registers per thread; None: the compiler decides."""
@@ -134,8 +135,8 @@ def _attend_short_spans(
     rows: int,
     num_rows: int,
 ) -> None:
-    """Launch `_split_kv_decode`, and `_combine` for the `num_rows` rows of each tile that can be in use, of `rows`
-    rows.
+    """Launch `_split_kv_decode` and `_combine`; a tile has `rows` rows, of which at most the first `num_rows` are in
+    use.
     """
     queries, _, out, query_starts, _, _, work, num_spans = arguments[:8]
     head_dim, element_size = sizes["HEAD_DIM"], queries.element_size()
@@ -199,7 +200,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 
 
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
-    """Return the number of workers for short spans: the planned number, or the number that fits if it was measured."""
+    """Return the number of workers for short spans: the number that fits if this was measured, otherwise the planned
+    number."""
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
     return _measured_workers_per_sm.get((device, head_dim, element_size), WORKERS_PER_SM) * _num_sms(device)
@@ -446,8 +448,8 @@ def _prefill(
 
 @triton.jit
 def _start_softmax(sinks, heads, has_sink, ROWS: tl.constexpr):
-    """Return maximum and sum of each row's online softmax before the first key. They contain the sink of the row's
-    head if there are sinks and this part of the keys includes it.
+    """Return the maximum and the sum with which the online softmax of each row starts, before the first key. They
+    contain the sink of the row's head if there are sinks and this part of the keys includes it.
     """
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
@@ -526,7 +528,7 @@ def _combine(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge one row of the (span, KV head) pair whose first cut is between workers `program_id(0) - 1` and
+    """Merge one row of a (span, KV head) pair: the pair that is cut first between workers `program_id(0) - 1` and
     `program_id(0)`."""
     worker = tl.program_id(0)
     row = tl.program_id(1)

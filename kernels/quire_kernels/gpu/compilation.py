@@ -2,8 +2,9 @@
 """Compilation of kernels for a GPU that this machine does not have.
 
 In `compile_only`, each launch compiles its kernel for the requested compute capability, in Triton's cache folder, and
-runs nothing. In it, tensors on torch's meta device, which have no memory, use a GPU's kernels, so a whole model can
-run its steps. `compile_step_ops` launches the kernels that such steps omit, because the host reads their results.
+runs nothing. In this context, tensors on torch's meta device, which have no memory, use a GPU's kernels, so a whole
+model can run its steps. `compile_step_ops` launches the kernels that such steps omit, because the host reads their
+results.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +45,8 @@ class _CompileOnlyDriver:
 
 @contextmanager
 def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] = lambda kernel: None) -> Iterator[None]:
-    """In the context, make each launch of any thread compile its kernel for `capability` instead of running it.
+    """While the context is active, each launch in any thread compiles its kernel for `capability` instead of running
+    it.
 
     `on_kernel` gets the compiled kernel of each launch. Use a process of its own: Triton's driver is not restored,
     because a machine without a GPU has none.

@@ -22,7 +22,7 @@ from quire_kernels.host_device_copy import to_device_async
 MIN_TOKENS = 1024
 """Minimum tokens of a chunk. A shorter chunk does not justify a separate launch."""
 MIN_CUDNN_VERSION = 90700
-"""Since 9.5 cuDNN reads paged keys and values, and since 9.7 also with queries at ragged offsets."""
+"""cuDNN reads paged keys and values since 9.5; since 9.7, queries can also have ragged offsets."""
 _QUERIES, _KEYS, _VALUES, _OUT, _KEY_PAGES, _VALUE_PAGES, _OFFSETS, _QUERY_LENGTH, _KEY_LENGTH = range(1, 10)
 """Names of the tensors in a graph."""
 _ALIGNMENT = 4
@@ -107,7 +107,7 @@ class ChunkPlans:
         """Return the graph of one chunk.
 
         Queries and output have ragged offsets, so that cuDNN does not write the rows behind the chunk. The last query
-        attends to all keys, and each earlier query to one key less than the next query.
+        attends to all keys; each earlier query attends to one key less than the query after it.
         """
         cudnn = self._cudnn
         dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
@@ -167,8 +167,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See attention.paged_attention. Chunks take 4 * num_heads * head_dim operations for each pair of a token and a key
-    that it attends to; nothing is copied."""
+    """See attention.paged_attention. Each pair of a token and a key that it attends to takes 4 * num_heads * head_dim
+    operations; nothing is copied."""
     plans = _plans.get(queries.device)
     chunks = [span for span in batch.chunk_spans if span.length >= MIN_TOKENS]
     has_options = window is not None or softcap is not None or sinks is not None

@@ -27,12 +27,12 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.quantized_linear import QuantizedWeight
 
 _FEW_ROWS = 16
-"""Rows of a tile if experts have few tokens, as in decoding: the minimum of a matrix instruction."""
+"""Rows of a tile if experts have few tokens (for example in decoding): the minimum of a matrix instruction."""
 _MANY_ROWS = 64
 """Rows of a tile if experts have many tokens: weights are read once for all rows of a tile."""
 _COLUMNS = 64
 _INPUTS = 64
-"""Columns of a program, and inputs per iteration unless weights are quantized."""
+"""Columns of a program, and inputs per iteration if weights are not quantized."""
 
 
 def fused_experts(
@@ -89,7 +89,8 @@ def fused_experts(
 
 
 def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return what kernels read of a weight, and their constants for it. CODES is empty if it is not quantized."""
+    """Return the tensors of a weight that kernels read, and the constants with which the kernels are compiled for it.
+    CODES is empty if it is not quantized."""
     if isinstance(weight, QuantizedWeight):
         tensors, constants = arguments_of(weight)
         return tensors, constants | {"INPUTS": BYTES}

@@ -38,8 +38,8 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    A long prompt's queries, keys, values and output are read and written once more than necessary: 340 MB for 8,192
-    tokens of 32 heads on 8 KV heads of 128 in bfloat16, 0.08 ms at 4.3 TB/s, compared with 0.95 ms of GEMM at 580
+    A long prompt's queries, keys, values and output are read and written once more than necessary. These are 340 MB for
+    8,192 tokens, 32 heads on 8 KV heads of 128 and bfloat16: 0.08 ms at 4.3 TB/s, compared with 0.95 ms of GEMM at 580
     TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
@@ -62,7 +62,7 @@ def paged_attention(
 def _prefill_with_sdpa(
     queries: Tensor, cache: Tensor, batch: AttentionMetadata, span: PrefillSpan, scale: float
 ) -> Tensor:
-    """Return [length, num_heads, head_dim]: causal attention of a prefill span over its own keys."""
+    """Return the causal attention of a prefill span over its own keys, [length, num_heads, head_dim]."""
     block_size, num_kv_heads, head_dim = cache.shape[2:]
     rows, blocks = as_indexable(cache.flatten(2)), batch.block_tables[span.span_index, : -(-span.length // block_size)]
 
@@ -77,7 +77,8 @@ def _prefill_with_sdpa(
 
 
 def _causal_sdpa(q: Tensor, keys: Tensor, values: Tensor, scale: float, backends: Sequence[SDPBackend]) -> Tensor:
-    """Return [length, num_heads, head_dim], attention of tensors of that layout, by the first backend that can."""
+    """Compute attention with the first backend that supports these inputs; inputs and result are [length, num_heads,
+    head_dim]."""
     q, keys, values = (x[None].transpose(1, 2) for x in (q, keys, values))
     with sdpa_kernel(list(backends), set_priority=True):
         output = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
@@ -85,7 +86,7 @@ def _causal_sdpa(q: Tensor, keys: Tensor, values: Tensor, scale: float, backends
 
 
 def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, max_tokens: int) -> int:
-    """Compute a prompt of each planned length up to `max_tokens` by the preferred backend, cuDNN.
+    """Compute one prompt of each planned length up to `max_tokens` with the preferred backend, cuDNN.
 
     Call it in the thread that runs the steps: PyTorch keeps cuDNN's plans for each thread.
 

@@ -3,7 +3,7 @@
 
 A row of 128,256 logits has 32 programs, so few rows use the whole GPU. The thresholds of top-k and top-p are weights,
 float32 numbers from 0 to 1, whose 30 bits are found 10 at a time: a pass counts the tokens, and adds their weights, in
-1,024 bins. Top-k and top-p start from the same first histogram, so each needs three passes, and both together need
+1,024 bins. Top-k and top-p share their first histogram: each of them alone needs three passes, and both together need
 five. The bisection needs 13 passes for each.
 
 Weights are added as integers, in units of 2^-40. Sums of integers do not depend on the order of the atomic additions,
@@ -39,7 +39,7 @@ def sample(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """See sampling.sample. Reads each row three times, plus up to five times with filters."""
+    """See sampling.sample. Reads each row three times; with filters, up to five more times."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     block = sampling._block(vocab_size)
@@ -137,8 +137,8 @@ def _filter(
     STAGE: tl.constexpr, CUTS: tl.constexpr, HISTOGRAMS: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select a bin of the previous histogram, then add this part's tokens in that bin to the next one. The last stage
-    adds the weights that are kept instead."""
+    """Select a bin of the previous histogram, then add the tokens of this part that are in the bin to the next
+    histogram. Instead, the last stage adds up the weights that are kept."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)

@@ -2,7 +2,8 @@
 """Cache of compiled kernels that an image can contain: its key, and its installation into Triton's cache folder.
 
 `python -m quire_engine compile` fills a folder and writes its key. At start, `install_shipped_cache` copies a folder
-whose key matches to Triton's own cache, which must be writable. A kernel that the folder lacks is compiled as before.
+whose key matches to Triton's own cache, which must be writable. A kernel that the folder lacks is compiled at its first
+use.
 """
 
 import functools
@@ -21,7 +22,7 @@ SHIPPED_CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"
 """Environment variable: the folder in the image."""
 _KEY_NAME = "key.json"
 _GROUP_PREFIX = "__grp__"
-"""Triton's files that contain the absolute paths of a kernel's other files."""
+"""Prefix of the Triton files that contain the absolute paths of a kernel's other files."""
 
 
 @functools.cache

@@ -12,8 +12,8 @@ _HEADS_PER_PROGRAM = 8
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> None:
-    """See kv_cache_write.write_kv. Moves 4 * num_tokens * num_kv_heads * head_dim elements: reads and writes keys and
-    values."""
+    """See kv_cache_write.write_kv. Moves 4 * num_tokens * num_kv_heads * head_dim elements: it reads and writes keys
+    and values."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     assert keys.stride(1) == values.stride(1) == head_dim and keys.stride(2) == values.stride(2) == 1
     width = num_kv_heads * head_dim

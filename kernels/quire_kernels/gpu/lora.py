@@ -28,8 +28,8 @@ from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
 _MIN_RANKS = 16
 """LoRA ranks per iteration for adapters of low rank: the minimum of a matrix instruction."""
 _MAX_RANKS = 64
-"""LoRA ranks per iteration for adapters of higher rank, at most the maximum rank of the slots: inputs are read once
-for all.
+"""LoRA ranks per iteration for adapters of higher rank, at most the maximum rank of the slots: inputs are read once for
+all these ranks.
 """
 _MIN_INPUTS_PER_PROGRAM = 512
 """Minimum number of input features that one program of the shrink kernel reads; fewer features are not split."""
@@ -46,8 +46,8 @@ class LoRATiles:
     columns: int = 128
     """Columns of a block of the expand kernel."""
     min_shrink_programs: int = 264
-    """Target number of shrink programs: two for each of 132 multiprocessors. Inputs are split no further than this
-    target, because each program of the expand kernel reads all planes.
+    """Target number of shrink programs: two for each of 132 multiprocessors. Inputs are not split beyond this target,
+    because each program of the expand kernel reads all planes.
     """
     max_expand_programs: int = 1056
     """Above this number of expand programs, a program processes several blocks of columns and reads its planes once."""
@@ -150,7 +150,7 @@ def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, ba
 
 
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """See lora.add_lora_embedding. One launch; reads a row of A for each token and B once for each tile."""
+    """See lora.add_lora_embedding. One launch, which reads a row of A for each token, and B once for each tile."""
     assert out.stride(1) == 1
     _launch_expand(out, token_ids, 0, 0, 1, adapters, _get_routing(batch), is_embedding=True, early=False)
 
@@ -166,8 +166,8 @@ def _constants(adapters: ModuleSlots) -> dict[str, int]:
 
 
 def _inputs_per_program(in_features: int, num_programs: int) -> int:
-    """Return the number of input features per program of the shrink kernel; `num_programs` is their number without a
-    split.
+    """Return the number of input features per program of the shrink kernel; `num_programs` is the number of programs
+    without a split.
     """
     num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
     return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs

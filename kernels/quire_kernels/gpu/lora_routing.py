@@ -17,8 +17,8 @@ _SLOTS_PER_ROUND = 64
 
 
 def route_tokens(slots: Tensor, out: TokenRouting) -> None:
-    """See lora_routing.route_tokens. Each slot's program reads 16 bytes per token, from the L2 cache after the first
-    program: 32 slots and 8,192 tokens are 4 MB."""
+    """See lora_routing.route_tokens. The program of each slot reads 16 bytes per token; after the first program, they
+    come from the L2 cache. For 32 slots and 8,192 tokens, these reads are 4 MB."""
     num_slots, num_tokens = len(out.slot_counts), len(slots)
     _count_tokens[(num_slots,)](slots, out.slot_counts, num_tokens, TOKENS=_TOKENS_PER_ROUND, num_warps=4)
     # One more program marks the unused tiles.

@@ -19,7 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See norm.add_rms_norm. Moves 4 * num_rows * size elements: reads x and residual, writes residual and norm."""
+    """See norm.add_rms_norm. Moves 4 * num_rows * size elements: it reads x and residual, and writes residual and
+    norm."""
     out = x.new_empty(x.shape)
     _launch(x, residual, out, weight, eps, add_residual=True)
     return out

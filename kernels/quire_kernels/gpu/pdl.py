@@ -9,7 +9,7 @@ launch and the dependent loads of the prologue.
 A kernel that does not wait can end before the previous one, and a third kernel would then start too early. At least one
 program must call `gdc_wait` whenever the first kernel has any work.
 
-QUIRE_EARLY_LAUNCH=0 disables programmatic dependent launch, to compare and to isolate a fault.
+QUIRE_EARLY_LAUNCH=0 disables programmatic dependent launch, to compare results or to isolate a fault.
 
 Source: the CUDA C++ programming guide, and vLLM's LoRA kernels, which use it, too.
 """

@@ -22,7 +22,8 @@ from quire_kernels.quantized_linear import QuantizedWeight, converts_fp8
 from quire_kernels.quantized_linear import quantized_linear as reference_op
 
 _SMALL_TOKENS = 16
-"""Up to this many tokens, a program has 16 rows and few columns, so that there is one for each multiprocessor."""
+"""Up to this number of tokens, a program has 16 rows and few columns, so that there is one program for each
+multiprocessor."""
 BYTES = 64
 """Bytes of a row of the weight per iteration."""
 _SCALED_MM_MULTIPLE = 16
@@ -51,8 +52,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, re
 
 
 def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return what kernels read of a weight: codes, scales, and zero points or None. And the constants: GROUPS runs of
-    an iteration have a scale each."""
+    """Return two results. First, the tensors that kernels read: codes, scales, and zero points or None. Second, the
+    constants of kernels: an iteration has GROUPS runs with one scale each."""
     assert weight.scales is not None
     # The interpreter cannot load 8-bit floating point where a mask is false.
     values = weight.values.view(torch.uint8) if weight.scheme == "fp8" else weight.values
@@ -164,9 +165,9 @@ def load_groups(
     """Return the scales or zero points [GROUPS, columns] of an iteration.
 
     Args:
-        table: of all groups of the weight: float32, uint8 zero points, or uint8 exponents of 2 (E8M0).
+        table: values of all groups of the weight: float32 scales, uint8 zero points, or uint8 exponents of 2 (E8M0).
         row_starts: index of the first group of each column.
-        is_column: whether it exists.
+        is_column: whether the column exists.
         start: first byte of the iteration in a row of `row_bytes`.
     """
     byte = start + tl.arange(0, GROUPS) * (BYTES // GROUPS)
@@ -180,9 +181,9 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
 
     Args:
         codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3.
-        part: of 4 bits: 0 for the lower half of each byte, or 1.
+        part: for 4 bits, which half of each byte: 0 for the lower half, 1 for the upper half.
         scale: [GROUPS, columns] float32, or uint8: exponents of 2 with a bias of 127 (E8M0). A group is a run of rows.
-        zero: [GROUPS, columns] zero points of int4, or None: 8.
+        zero: zero points of int4, [GROUPS, columns]; None: they are all 8.
     """
     if scale.dtype == tl.uint8:
         # 2^-127 is subnormal.

@@ -102,7 +102,7 @@ def apply_penalties(
 
 
 def apply_token_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
-    """See sampling.apply_token_bitmask. Reads a bit for each row and token, and writes the forbidden logits only."""
+    """See sampling.apply_token_bitmask. Reads one bit for each row and token, and writes only the forbidden logits."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and bits.stride(1) == 1
     block = _block(vocab_size)
@@ -171,9 +171,9 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 
 @triton.jit
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the smallest weight that is at least `low` and whose larger weights sum to less than `target`; return its
-    float32 bits. With COUNTS, the number of larger weights must be less than `target`. The result is a token's weight
-    or `low`."""
+    """Find the smallest weight that is at least `low` and for which all larger weights sum to less than `target`;
+    return its float32 bits. With COUNTS, the number of larger weights must be less than `target`. The result is a
+    token's weight or `low`."""
     # The bits of 1.0, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:

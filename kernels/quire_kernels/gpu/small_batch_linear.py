@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of a few tokens, with the norm before and the epilogue after them in the same kernel.
+"""Matrix products of a few tokens; the same kernel also computes the norm before them and the epilogue after them.
 
 With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. It requests its
 first weights before it waits for the previous kernel, so that the memory is busy while that kernel ends (programmatic
@@ -25,8 +25,8 @@ _DEPTH = 256
 _STAGES = 4
 _WARPS = 4
 _PREFETCHED = 1024
-"""Number of inputs per output whose weights are requested before the wait: 32 KB per program, and 12 MB per launch
-with 6,144 outputs, a quarter of the L2 cache.
+"""Number of inputs per output whose weights are requested before the wait. These are 32 KB per program; with 6,144
+outputs, they are 12 MB per launch, a quarter of the L2 cache.
 """
 
 

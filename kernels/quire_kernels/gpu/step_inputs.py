@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a step from the sequences' state on the device; one launch before the step."""
+"""Inputs of a step from the sequences' state on the device, computed by one launch before the step."""
 
 import triton
 import triton.language as tl

@@ -21,5 +21,5 @@ def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def unpack_nibbles(packed_bytes: Tensor) -> Tensor:
-    """Return both halves of each byte, the lower half first: [..., n] uint8 become [..., 2 n] uint8."""
+    """Return both halves of each byte, the lower half first: from [..., n] uint8 to [..., 2 n] uint8."""
     return torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)

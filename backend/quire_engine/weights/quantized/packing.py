@@ -67,10 +67,10 @@ def pack_quantized_experts(
     """Return the weights of all experts, concatenated along their rows; None if no kernel supports them.
 
     Args:
-        parts: of all experts, one after the other.
-        experts: their sizes and activation.
-        dtype: of the activations.
-        device: of the weights.
+        parts: parts of all experts, one after the other.
+        experts: sizes and activation of the experts.
+        dtype: dtype of the activations.
+        device: device of the weights.
         arena: allocates panels.
     """
     scheme = parts[0].tensor.scheme
@@ -92,7 +92,7 @@ def dequantize_experts(
 
 
 def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
-    """Return the codes of all parts as one weight; None if they have no common form."""
+    """Return the codes of all parts as one weight; None if the parts have no common form."""
     all_codes: list[WeightCodes] = []
     for part in parts:
         for rows in part.rows:

@@ -24,7 +24,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> KVCache | None:
-        """Allocate and return the drafter's KV cache, with as many blocks as the model's cache; None if it has none."""
+        """Allocate and return the drafter's KV cache, which has the same number of blocks as the model's cache; None if
+        drafts need no cache."""
 
     @abstractmethod
     def propose(
@@ -34,7 +35,7 @@ class Drafter(ABC):
         copies: Sequence[BlockCopy],
         aux_hidden_states: Tensor | None,
     ) -> list[SpanOutput]:
-        """Return the outputs of a step, extended by the drafts for the next step.
+        """Return the outputs of a step with the drafts for the next step added.
 
         Args:
             spans: spans of the step, in the order of computation.

@@ -3,8 +3,8 @@
 
 The heads compute no attention, so they have no KV cache, and a draft costs one pass.
 
-Source: Cai et al. 2024 (Medusa), and the layout of FasterDecoding/Medusa with names in safetensors. A draft is the
-chain of each head's most likely token; trees of candidates are not used.
+Source: Cai et al. 2024 (Medusa); the layout of heads is that of FasterDecoding/Medusa, with tensor names in
+safetensors. A draft is the chain of each head's most likely token; trees of candidates are not used.
 """
 
 import re
@@ -109,7 +109,7 @@ class MedusaDrafter(Drafter):
         return outputs
 
     def _most_likely(self, head: int, hidden: Tensor) -> Tensor:
-        """Return the most likely tokens, [num_rows] int64, of one head for [num_rows, hidden_size]."""
+        """Return the most likely tokens of one head, [num_rows] int64, for hidden states [num_rows, hidden_size]."""
         for weight, bias in self._blocks[head]:
             hidden = hidden + functional.silu(linear(hidden, weight, bias, None))
         return linear(hidden, self._projections[head], None, None).argmax(dim=-1)

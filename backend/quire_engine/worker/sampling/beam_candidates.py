@@ -19,7 +19,8 @@ from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
 _BLOCK_TOKENS = 64
-"""Tokens of a block, whose maximum represents it in the first top-k. A maximum is vectorized, a top-k is not."""
+"""Number of tokens of a block; the first top-k uses the maximum of each block. A maximum is vectorized, a top-k is
+not."""
 
 
 class BeamCandidates:
@@ -52,7 +53,8 @@ class BeamCandidates:
         return [SpanOutput([], candidates=entries) for entries in candidates]
 
     def _top_tokens(self, logits: Tensor, beams: abc.Sequence[Sequence], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the log probabilities, float32, and the ids of the best tokens of each beam, [len(beams), num_tokens].
+        """Return the log probabilities (float32) and the ids of the best tokens of each beam, both [len(beams),
+        num_tokens].
 
         All candidates of a group can come from one beam, so `num_tokens` is the number of candidates of a group.
         """
@@ -128,7 +130,8 @@ class BeamCandidates:
 
 
 def _top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest values of each row and their indices, as `values.topk(k)` does for [num_rows, num_values].
+    """Return the k largest values of each row and their indices, like `values.topk(k)` for values [num_rows,
+    num_values].
 
     The k largest values are in the k blocks with the largest maxima.
     """

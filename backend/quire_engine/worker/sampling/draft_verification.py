@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of draft tokens: sample each row of a span as usual, and continue while the sample is the draft token.
+"""Verification of draft tokens: sample the rows of a span in order, until a sampled token differs from the draft token.
 
 This is rejection sampling with a draft of probability 1, so it is exact for every sampling parameter. A draft token is
 accepted with the probability that the model gives it. For a rejected draft token, the row has already sampled its
-replacement. Each row is sampled with the seed of its sequence and its own position. So a seed gives the same tokens
-with and without drafts, unless rounding differs between steps of different sizes.
+replacement. Each row is sampled with the seed of its sequence and its own position. So the tokens of a seed are the
+same with and without drafts, unless rounding differs between steps of different sizes.
 
 Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding), with a one-hot draft.
 """
@@ -63,6 +63,6 @@ def _sampling_row(span: ScheduledSpan, index: int) -> SamplingRow:
 
 
 def _join(first: SpanOutput, second: SpanOutput) -> SpanOutput:
-    """Return the output of two runs of tokens of one span."""
+    """Return one output that joins the outputs of two successive runs of tokens of a span."""
     logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
     return replace(first, token_ids=first.token_ids + second.token_ids, logprobs=logprobs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bitmasks of the tokens that grammars allow: one row of bits per sampled row of a sequence with a grammar.
 
-Filled on the host, by llguidance without the GIL, and applied to the logits on the device just before sampling. The
-model runner owns it.
+llguidance fills them on the host without the GIL; they are applied to the logits on the device just before sampling.
+The model runner owns it.
 """
 
 import os
@@ -42,7 +42,7 @@ class TokenBitmask:
         return TokenBitmask([row - rows.start for row in self.rows[start:stop]], self.bits[start:stop])
 
     def select(self, rows: Sequence[int]) -> "TokenBitmask | None":
-        """Return the bitmask for these ascending rows of the batch, renumbered from 0; None if it has no rows."""
+        """Return the bitmask for these rows of the batch (ascending), renumbered from 0; None if it has no rows."""
         index_by_row = {row: index for index, row in enumerate(self.rows)}
         selected = [(i, index_by_row[row]) for i, row in enumerate(rows) if row in index_by_row]
         if not selected:
@@ -60,7 +60,7 @@ BitmaskFuture: TypeAlias = Callable[[], TokenBitmask | None]
 
 
 def no_bitmask() -> None:
-    """Return None: the bitmask of a step without grammars."""
+    """Return None, which is the bitmask of a step without grammars."""
 
 
 class GrammarBitmask:
@@ -124,7 +124,7 @@ class GrammarBitmask:
         return TokenBitmask(rows, to_device_async(bits, self._device))
 
     def _fill_begun(self, matchers: list[tuple[LLMatcher, int, list[int]]], bits: Tensor) -> None:
-        """Fill the rows of grammars that have begun; each has a first row and its draft tokens."""
+        """Fill the rows of grammars that have begun; for each grammar, its first row and its draft tokens are given."""
         if not matchers:
             return
         if self._executor is None:

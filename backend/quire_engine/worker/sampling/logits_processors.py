@@ -171,7 +171,8 @@ class Penalties:
 
 
 class BadWords:
-    """Finds tokens that would complete a bad word. It looks up only the last token, so that long lists cost little."""
+    """Finds tokens that would complete a bad word. It looks up only the last token of a sequence, so that long lists of
+    bad words cost little."""
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
         self._single_token_words: list[int] = []

@@ -24,7 +24,7 @@ _MAX_COLUMNS_TO_LIST = 128
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
-"""Further tokens that a row returns: the number of most likely tokens (-1: all), or a tuple of token ids."""
+"""Which further tokens a row returns: the number of most likely tokens (-1: all), or a tuple of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,9 @@ class LogprobTensors:
     """Log probabilities of some rows, on the device."""
 
     tensors: tuple[Tensor, ...]
-    """[num_rows]: the tokens, their log probabilities and ranks. [num_rows, max_logprobs]: the most likely tokens, or
-    those that the request names, and their log probabilities. If a request names tokens, also the ranks of the tokens.
+    """The tokens, their log probabilities and their ranks, each [num_rows]; then the most likely tokens, or those that
+    the request names, and their log probabilities, each [num_rows, max_logprobs]. If a request names tokens, also the
+    ranks of the tokens.
     """
     num_logprobs: list[int]
     """Number of requested log probabilities per row."""
@@ -50,7 +51,7 @@ class LogprobTensors:
         return logprob_lists
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
-        """Return the first entries of each row, as many as its request returns."""
+        """Return the first entries of each row: the number of entries that its request returns."""
         # Lists of whole vocabularies would take seconds, so wide rows stay tensors until they are cut.
         rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
         truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
@@ -147,7 +148,8 @@ def _compute_chunks(
 def _compute_chunk(
     values: Tensor, token_ids: Tensor, max_logprobs: int, named: Mapping[int, Sequence[int]] | None
 ) -> tuple[Tensor, ...]:
-    """Return LogprobTensors.tensors of [num_rows, vocab_size] float32 logits; `named`: requested token ids by row."""
+    """Return LogprobTensors.tensors for float32 logits [num_rows, vocab_size]; `named` contains requested token ids by
+    row."""
     # The normalizer is subtracted only from a few values per row, not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)
     token_logits = values.gather(-1, token_ids[:, None])

@@ -2,8 +2,9 @@
 """Token counts of penalized sequences, on the device and updated as tokens are sampled. The sampler owns them.
 
 The table is allocated for `max_num_seqs` rows when the first penalized sequence arrives and never grows. The warm-up
-steps include one, so startup memory profiling accounts for it. A sequence keeps its row until it is freed. While it
-does not run, another sequence can take the row; the tokens of the first sequence are then counted again later.
+steps include a penalized sequence, so the memory profiling at startup accounts for the table. A sequence keeps its row
+until it is freed. While the sequence does not run, another one can take its row; the tokens of the first one are then
+counted again later.
 """
 
 import weakref
@@ -28,7 +29,7 @@ class TokenCounts:
         """[num_rows, vocab_size] int32."""
         uses_lists = _uses_token_lists(device)
         self._token_ids = torch.empty((num_rows, 256), dtype=torch.int64, device=device) if uses_lists else None
-        """[num_rows, capacity]: the tokens of each row, padded with one of them."""
+        """[num_rows, capacity]: the tokens of each row, padded with one of these tokens."""
         self._num_listed_tokens = [0] * num_rows
         """Number of tokens of each row in `_token_ids`."""
         self._row_by_sequence: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
@@ -105,5 +106,6 @@ class TokenCounts:
 
 
 def _uses_token_lists(device: torch.device) -> bool:
-    """Return whether penalties use lists of tokens. A CPU reads a sequence's tokens, a GPU the whole vocabulary."""
+    """Return whether penalties use lists of tokens. On a CPU, penalties read a sequence's tokens; on a GPU, they read
+    the whole vocabulary."""
     return device.type == "cpu"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampler: selects a token per row of logits, by the sampling parameters of the row's sequence.
+"""Sampler: selects a token for each row of logits, with the sampling parameters of the row's sequence.
 
 The model runner calls it once a step. A row is one position of one sequence. Sampling parameters are copied to the
 device once and kept while the batch stays the same; unused parameters cost nothing. A random draw depends only on the
@@ -41,7 +41,7 @@ class SamplingRow:
     position: int
     """Position of the token in its sequence; the prompt's first token has position 0."""
     draft_token_ids: tuple[int, ...] = ()
-    """Accepted draft tokens between the tokens of the sequence and this one."""
+    """Accepted draft tokens between the tokens of the sequence and this position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ class Sampler:
         return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
     def token_counts(self, logits: Tensor) -> TokenCounts:
-        """Return the token counts of penalized sequences; `logits` [any, vocab_size] determine size and device."""
+        """Return the token counts of penalized sequences; `logits` [any, vocab_size] determine the vocabulary size and
+        the device."""
         if self._token_counts is None:
             self._token_counts = TokenCounts(self._max_rows, logits.shape[1], logits.device)
         return self._token_counts
@@ -208,7 +209,7 @@ class SamplingTensors:
         return compute_logprobs(logits, token_ids[index], list(self.logprobs.values()), index)
 
     def _sample(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> Tensor:
-        """Return [num_rows] int64; greedy rows get their most likely token."""
+        """Return the sampled tokens, [num_rows] int64; greedy rows get their most likely token."""
         positions = to_device_async([row.position for row in rows], self._device)
         limits = self._top_k, self._top_p, self._min_p
         return sample(

@@ -72,7 +72,7 @@ class SpanSampler:
     def _sample_with_beams(
         self, spans: Sequence[ScheduledSpan], logits: Tensor, bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Sample spans of which some are beams, from logits [num_rows, vocab_size]. Each beam has one row."""
+        """Sample spans, some of which are beams, from logits [num_rows, vocab_size]. Each beam has one row."""
         beam_rows: list[int] = []
         other_rows: list[int] = []
         num_rows = 0
@@ -115,7 +115,7 @@ class SpanSampler:
         logits: Tensor | None,
         sampling_indices: list[int],
     ) -> Callable[[], list[SpanOutput]]:
-        """Queue the sampling of `rows`, which are the spans at `sampling_indices`."""
+        """Queue the sampling of `rows`, which belong to the spans at `sampling_indices`."""
         if logits is not None and rows:
             bitmask = self.grammar_bitmask.fill([spans[i] for i in sampling_indices])
             sampled = self._sampler.sample_async(logits, rows, bitmask)
@@ -134,7 +134,7 @@ class SpanSampler:
 
 
 def _select_rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of logits; without a copy if all rows are selected."""
+    """Return some rows of logits. If all rows are selected, nothing is copied."""
     if len(rows) == len(logits):
         return logits
     return torch.index_select(logits, 0, to_device_async(rows, logits.device))
