@@ -99,8 +99,8 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output: params.stop_token_ids and, unless ignore_eos is set, the model's stop tokens."""
     suppressed_token_ids: frozenset[int] = frozenset()
-    """Tokens that are not sampled before params.min_tokens is reached: all stop tokens, including those of the model
-    even if ignore_eos is set.
+    """Tokens that are not sampled before params.min_tokens is reached: all stop tokens, including the model's stop
+    tokens even if ignore_eos is set.
     """
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not occur in the output."""
@@ -130,11 +130,12 @@ class Sequence:
     not counted.
     """
     block_table: list[BlockId] = field(default_factory=list)
-    """With one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size); with several groups,
-    the blocks of each group for these tokens are side by side, see KVLayout."""
+    """With one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size). With several groups,
+    the groups' blocks for these tokens are side by side, see KVLayout."""
     num_freed_entries: int = 0
-    """First entries of the table whose blocks have left the sliding window. The blocks belong to the pool again, but
-    the entries stay, so that the table on the device stays valid; attention ignores what it reads there."""
+    """Number of entries at the start of the table whose blocks have left the sliding window. The blocks belong to the
+    pool again, but the entries stay, so that the table on the device stays valid; attention ignores what it reads
+    there."""
     kept_blocks: list[BlockId] = field(default_factory=list)
     """The blocks of these entries that the sequence keeps, because they belong to layers without a window."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -148,11 +149,11 @@ class Sequence:
     host_blocks: list[BlockId] = field(default_factory=list)
     """While swapped out: host copies of the blocks after the first num_shared_blocks."""
     num_shared_blocks: int = 0
-    """Number of first blocks that were not swapped out, because another sequence shares them."""
+    """Number of blocks at the start of the table that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0
     """While swapped out: tokens [0, num_swapped_tokens) are in the shared blocks and the host blocks."""
     num_cached_blocks: int = 0
-    """Number of first blocks of the table that came from the prefix cache or were offered to the cache."""
+    """Number of blocks at the start of the table that came from the prefix cache or were offered to it."""
     sort_key: tuple[int, int, int] = (0, 0, 0)
     """The scheduler's sort key: priority, arrival number, number of the beam."""
     finish_reason: FinishReason | None = None

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
-"""Seconds for which an unused build is kept, so that a switch back to an older version needs no build."""
+"""Seconds for which an unused build is kept, so that a return to an older version needs no new build."""
 _COMPILER_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 _MAX_INT8_ROW = row_size(256, torch.int8)
 

@@ -107,8 +107,8 @@ class Op(Generic[P, R]):
 
     @property
     def override(self) -> str | None:
-        """Implementation that QUIRE_KERNELS selects for this operation or for all operations; None: the dispatcher
-        selects one.
+        """Implementation that QUIRE_KERNELS selects for this operation or for all operations; None if the dispatcher
+        selects it.
         """
         return overrides().get(self.name) or overrides().get("")
 

@@ -12,7 +12,8 @@ _PORTABLE = 1
 
 
 def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
-    """Copy a host tensor, or a sequence of numbers, to `device`, in order after the work that is queued there.
+    """Copy a host tensor or a sequence of numbers to `device`; the copy is queued after the work that is already queued
+    there.
 
     The source is pinned memory, because a copy from pageable memory blocks until all queued work is done;
     `torch.tensor(..., device=)` blocks as well. torch keeps the pinned memory until the copy has read it.

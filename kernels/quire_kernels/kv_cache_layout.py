@@ -23,7 +23,7 @@ def row_size(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def quantize_rows(x: Tensor) -> Tensor:
-    """Return int8 rows [..., head_dim + 4] of keys or values [..., head_dim].
+    """Convert keys or values [..., head_dim] to int8 rows [..., head_dim + 4].
 
     The largest number of a row has the code 127 or -127. A row with NaN or infinity becomes NaN.
     """
@@ -36,6 +36,6 @@ def quantize_rows(x: Tensor) -> Tensor:
 
 
 def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the keys or values [..., head_dim] of int8 rows, in `dtype`; inverse of `quantize_rows`."""
+    """Convert int8 rows to keys or values [..., head_dim] in `dtype`; inverse of `quantize_rows`."""
     scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (rows[..., :-SCALE_BYTES].float() * scales).to(dtype)

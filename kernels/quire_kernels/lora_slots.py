@@ -2,8 +2,8 @@
 """Adapter slots: storage of the LoRA matrices on the device, one tensor with a row for each slot.
 
 An adapter is contiguous in its slot, and each matrix has its own LoRA rank. Loading a slot is therefore one copy, and
-nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive a module's view
-of slots and table, `ModuleSlots`.
+nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive `ModuleSlots`, a
+module's view of slots and table.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ any rank.
 """
 
 LoRAPair = tuple[Tensor, Tensor]
-"""A [rank, in_features] and B [out_features, rank], with the scale folded into B."""
+"""The matrices A [rank, in_features] and B [out_features, rank]; the scale is folded into B."""
 
 
 @dataclass(frozen=True, slots=True)

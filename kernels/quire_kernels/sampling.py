@@ -16,7 +16,7 @@ NUCLEUS_CANDIDATES = 256
 
 @Op
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return a number in [0, 1) for each (seed, position), the same on every device and in every batch.
+    """Return a number in [0, 1) for each (seed, position); it is the same on every device and in every batch.
 
     Args:
         seeds: [num_rows] int64.
@@ -293,9 +293,8 @@ def _sample_cpu(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """Sample rows without filters in one pass over the logits; the parameters of a row alone decide how it is sampled.
-
-    64 rows of 49,152 in bf16 take 2.0 ms instead of 9.8 ms with torch (two cores, shared).
+    """Sample rows without filters in one pass over the logits; how a row is sampled depends only on its parameters. 64
+    rows of 49,152 in bf16 take 2.0 ms instead of 9.8 ms with torch (two cores, shared).
     """
     filters = top_k, top_p, min_p
     if (

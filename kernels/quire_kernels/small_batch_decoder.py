@@ -55,7 +55,7 @@ class SmallBatchDecoder:
 def build_small_batch_decoder(
     layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
 ) -> SmallBatchDecoder | None:
-    """Return the layers, or None if QUIRE_KERNELS does not select their kernel or a weight is not plain bfloat16 or
+    """Return the layers; None if QUIRE_KERNELS does not select their kernel, or if a weight is not plain bfloat16 or
     float32. float16 is too narrow for inputs that are multiplied before they are normalised."""
     weights = [product.weight for layer in layers for product in layer.linears()]
     is_plain = all(

@@ -12,7 +12,7 @@ from quire_engine.speculation.suffix_cache import SuffixCache
 from quire_spec.engine.speculative_config import SpeculativeConfig
 
 _OWN_MATCHES = range(2, 17)
-"""Numbers of last tokens that are searched in the sequence itself."""
+"""The lengths of runs at the end of a sequence that are searched in the sequence itself."""
 
 
 class SuffixProposer(DraftProposer):

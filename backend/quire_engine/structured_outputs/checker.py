@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks constraints of requests in worker processes that may die, and turns each into the grammar text for the core.
+"""Checks constraints of requests in worker processes that may die, and turns each constraint into the grammar text for
+the core.
 
 Results are cached, so a worker checks each constraint once. The request manager of the text process uses it.
 """

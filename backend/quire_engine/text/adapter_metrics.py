@@ -83,7 +83,7 @@ class AdapterMetrics:
             self._requests.labels(self._model_name, self._labels.label(adapter_name)).inc()
 
     def record_rate_limited(self, adapter_name: AdapterName | None) -> None:
-        """Count a request that was rejected because of a limit of its adapter."""
+        """Count a request that was rejected because its adapter is at a limit."""
         if adapter_name is not None:
             self._rate_limited_requests.labels(self._model_name, self._labels.label(adapter_name)).inc()
 
@@ -168,7 +168,8 @@ class AdapterMetrics:
 
 
 class AdapterLabels:
-    """Label values of adapters: the first MAX_ADAPTER_LABELS adapters that were used have their own."""
+    """Label values of adapters: each of the first MAX_ADAPTER_LABELS adapters that were used has its own label
+    value."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

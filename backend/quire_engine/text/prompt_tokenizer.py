@@ -63,7 +63,8 @@ class PromptTokenizer:
             future.add_done_callback(lambda encode_future: on_done(encode_future.result()))
 
     async def run(self, function: Callable[[], _T], num_chars: int) -> _T:
-        """Call a function of the tokenizer on a text of `num_chars` characters; in a thread if the text is long."""
+        """Call a function of the tokenizer for a text of `num_chars` characters. Long texts are processed in a
+        thread."""
         if num_chars <= _MAX_INLINE_CHARS:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._thread_pool, function)

@@ -15,7 +15,8 @@ from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
 
 BURST_S = 10.0
-"""Capacity of a token bucket, in seconds of its rate: requests arrive in bursts, each with hundreds of tokens."""
+"""Capacity of a token bucket, in seconds of its rate. It allows bursts of requests, each of which has hundreds of
+tokens."""
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ class CompletionState:
 
 def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
     """Return one core request per output. Ids count up from the id of `base_request`; all other requests are forks of
-    the first.
+    the first request.
 
     A beam search is one request; the ids of its outputs count up from the request's id.
     """

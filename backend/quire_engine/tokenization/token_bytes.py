@@ -3,9 +3,9 @@
 
 A tokenizer's decoder converts a whole list of tokens to text. Decoding a growing list again for each token takes
 quadratic time, and decoding a part of the list is wrong for invalid bytes. The decoders of byte-level BPE and
-SentencePiece tokenizers are local: each token adds its bytes independently of the tokens before it, except that the
-first token of a text can lose its space. This module reads the decoder's description and builds the table from it. The
-tokenizer owns the table, and the detokenizer reads it.
+SentencePiece tokenizers are local: the bytes that a token adds do not depend on the tokens before it. There is one
+exception: the first token of a text can lose its space. This module reads the decoder's description and builds the
+table from it. The tokenizer owns the table, and the detokenizer reads it.
 """
 
 import json
@@ -22,7 +22,7 @@ _TokenDecoder = Callable[[str, bool], str | bytes]
 
 
 class TokenBytesTable:
-    """Bytes by token id, for a token inside a text and for the first token of a text.
+    """Two tables of bytes by token id: for a token inside a text, and for the first token of a text.
 
     Raises:
         ConfigError: the tokenizer's decoder is not local or not supported.
@@ -107,7 +107,7 @@ def _replacer(old: str, new: str, new_at_start: str) -> _TokenDecoder:
 
 
 def _join_with_spaces(token: str, at_start: bool) -> str:
-    """Decode as a tokenizer without a decoder does, which joins tokens with spaces."""
+    """Decode like a tokenizer that has no decoder: it joins tokens with spaces."""
     return token if at_start else " " + token
 
 

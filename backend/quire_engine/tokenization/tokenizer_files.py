@@ -69,7 +69,7 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_byte_level(folder: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
-    """Read GPT-2's format, which OPT uses, too.
+    """Read GPT-2's format, which OPT also uses.
 
     Source: `GPT2Tokenizer` in transformers 5, src/transformers/models/gpt2/tokenization_gpt2.py
     """
@@ -125,7 +125,7 @@ def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, A
 def _add_config_tokens(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json names, as transformers does.
 
-    Special tokens inside a text are encoded as such, unless split_special_tokens is set. add_bos_token and
+    Special tokens inside a text are encoded as special tokens, unless split_special_tokens is set. add_bos_token and
     add_eos_token are ignored here: transformers also ignores them if a tokenizer.json exists.
 
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py

@@ -80,7 +80,8 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
 
 
 def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Log a warning if this machine has no kernels for quantized weights: each step then dequantizes all of them."""
+    """Log a warning if this machine has no kernels for quantized weights, because each step then dequantizes all
+    weights."""
     if quantization is not None and not has_quantized_kernel(dtype, device):
         logger.warning(
             "quantization %s is slow here: the kernels need dtype bfloat16 (got %s), a C++ compiler and a processor "
@@ -139,10 +140,11 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     """Set the number of threads for matrix products: one per 32 MiB of weights, at most one per CPU core, and at most
     OMP_NUM_THREADS if that is set. Tensor-parallel ranks share the cores.
 
-    A second core helps a small model little and can slow it down a lot: threads wait for each other in every product,
-    so a busy process on one core delays all threads. Measured with 64 sequences on two Zen 5 cores: a step with 6 MB of
-    weights takes 6.2 ms on one thread and 5.7 ms on two. While another process keeps one core busy, the same step takes
-    6.7 ms on one thread and 272 ms on two. A step with 326 MB takes 90 ms on one thread and 53 ms on two.
+    A second core makes a small model little faster and can make it much slower. Threads wait for each other in every
+    product, so another busy process on one core delays all threads. Measured with 64 sequences on two Zen 5 cores: a
+    step with 6 MB of weights takes 6.2 ms on one thread and 5.7 ms on two. While another process keeps one core busy,
+    the same step takes 6.7 ms on one thread and 272 ms on two. A step with 326 MB takes 90 ms on one thread and 53 ms
+    on two.
     """
     cores, requested = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     max_threads = int(requested) if requested.isdecimal() else cores

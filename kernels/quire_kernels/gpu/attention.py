@@ -57,7 +57,7 @@ _PARTIALS_PER_ROUND = 16
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Tile sizes of a launch; tests/bench/gpu.py measures the best sizes for a GPU."""
+    """Tile sizes of a launch; tests/bench/gpu.py finds the best sizes for a GPU."""
 
     short_keys: int
     """Keys per iteration of a worker."""
@@ -213,7 +213,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_size: int) -> None:
-    """Reduce the workers of later launches to those of a compiled kernel that run at the same time.
+    """Reduce the number of workers of later launches to the number that a compiled kernel can run at the same time.
 
     Shares are equal, so workers that wait for a multiprocessor would double the time. Registers and shared memory
     depend on the compiler's version. The warm-up launches each kernel, so the check costs later launches one look-up.
@@ -234,8 +234,8 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
-    """Return where each span's work begins: [2, num_spans + 1] int32, key tiles of short spans and query tiles of long
-    ones. The first layer of a step computes it on the device, because the lengths may be known only there."""
+    """Return where the work of each span begins, [2, num_spans + 1] int32: in key tiles for short spans, in query tiles
+    for long spans. The first layer of a step computes it on the device, because the lengths may be known only there."""
     separate_from = batch.separate_prefill_min_tokens, batch.separate_chunk_min_tokens
     key = window, max_short, short_keys, long_tokens, separate_from
     work = batch.work_plans.get(key)
@@ -303,7 +303,7 @@ def _build_work_plan(
 
 @triton.jit
 def _span_of(starts, num_spans, value):
-    """Return the span that contains work item `value`: the last one that begins at or before it."""
+    """Return the span that contains work item `value`: the last span that begins at or before this item."""
     low = 0
     high = num_spans
     while high - low > 1:
@@ -465,8 +465,8 @@ def _accumulate(
     TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add key tiles [first, last) to an online softmax: `acc` is the sum of values weighted by 2^(score - most),
-    `weight` the sum of the weights; scores and the maximum `most` are base-2 logarithms."""
+    """Add key tiles [first, last) to an online softmax. `acc` is the sum of values weighted by 2^(score - most), and
+    `weight` is the sum of the weights; scores and their maximum `most` are base-2 logarithms."""
     dims = tl.arange(0, DIM)
     # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one float32 product and
     # use the tensor cores. "ieee" uses no tensor cores, spills kilobytes of registers, and takes a minute to compile.

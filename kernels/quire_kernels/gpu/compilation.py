@@ -48,8 +48,8 @@ def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] =
     """While the context is active, each launch in any thread compiles its kernel for `capability` instead of running
     it.
 
-    `on_kernel` gets the compiled kernel of each launch. Use a process of its own: Triton's driver is not restored,
-    because a machine without a GPU has none.
+    `on_kernel` gets the compiled kernel of each launch. Use a separate process for it: Triton's driver is not restored
+    afterwards, because a machine without a GPU has no driver.
     """
     run, workers, supports_pdl = JITFunction.run, attention.num_workers, attention.supports_pdl
 

@@ -31,7 +31,7 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """Sizes and dtypes that a plan depends on."""
+    """The sizes and dtypes on which a plan depends."""
 
     max_tokens: int
     """Maximum tokens of a chunk, a power of two."""
@@ -236,7 +236,8 @@ def _import_cudnn() -> Any:
 
 
 def _get_numbers(batch: AttentionMetadata, chunk: PrefillSpan, shape: ChunkShape) -> Tensor:
-    """Return the offsets of rows, both lengths and the pages, as int32. A step's first layer computes them."""
+    """Return the offsets of rows, the lengths of queries and keys, and the pages, all as int32. A step's first layer
+    computes them."""
     key = "cudnn", chunk, shape.table_width
     numbers = batch.work_plans.get(key)
     if numbers is None:

@@ -90,7 +90,7 @@ def fused_experts(
 
 def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Return the tensors of a weight that kernels read, and the constants with which the kernels are compiled for it.
-    CODES is empty if it is not quantized."""
+    CODES is empty if the weight is not quantized."""
     if isinstance(weight, QuantizedWeight):
         tensors, constants = arguments_of(weight)
         return tensors, constants | {"INPUTS": BYTES}

@@ -2,7 +2,7 @@
 """Token sampling in which several programs share a row and histograms replace the bisection of sampling.py.
 
 A row of 128,256 logits has 32 programs, so few rows use the whole GPU. The thresholds of top-k and top-p are weights,
-float32 numbers from 0 to 1, whose 30 bits are found 10 at a time: a pass counts the tokens, and adds their weights, in
+float32 numbers from 0 to 1, whose 30 bits are found 10 at a time. A pass counts the tokens and adds their weights in
 1,024 bins. Top-k and top-p share their first histogram: each of them alone needs three passes, and both together need
 five. The bisection needs 13 passes for each.
 
@@ -23,7 +23,7 @@ from quire_kernels.gpu.sampling import _row_argmax, _softmax_weights, _uniform
 
 _BINS = 1024
 _NUM_HISTOGRAMS = 5
-"""Number of histograms: the first one, two that refine it for top-k, and two that refine it for top-p."""
+"""Number of histograms: the first histogram, two that refine it for top-k, and two that refine it for top-p."""
 _NUM_STAGES = 6
 _WARPS = 8
 

@@ -11,7 +11,7 @@ program must call `gdc_wait` whenever the first kernel has any work.
 
 QUIRE_EARLY_LAUNCH=0 disables programmatic dependent launch, to compare results or to isolate a fault.
 
-Source: the CUDA C++ programming guide, and vLLM's LoRA kernels, which use it, too.
+Source: the CUDA C++ programming guide, and vLLM's LoRA kernels, which also use programmatic dependent launch.
 """
 
 import functools

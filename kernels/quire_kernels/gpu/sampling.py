@@ -38,7 +38,7 @@ def sample(
 ) -> Tensor:
     """See sampling.sample. Every row computes its most likely token in any case.
 
-    Reads a greedy row once and other rows three times, plus 13 times for top-k and 13 times for top-p: each pass
+    Reads a greedy row once and other rows three times; top-k adds 13 passes, and top-p adds 13. Each of these passes
     narrows the range of the 30-bit threshold to a fifth.
     """
     rows, vocab_size = logits.shape
@@ -80,8 +80,9 @@ def apply_penalties(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """See sampling.apply_penalties. Reads 5 bytes for each row and token of the vocabulary, and changes the logits of
-    tokens that have occurred: 256 rows of 128,256 are 164 MB. It allocates nothing, even for long sequences."""
+    """See sampling.apply_penalties. Reads 5 bytes for each row and token of the vocabulary, which is 164 MB for 256
+    rows of 128,256, and changes the logits of tokens that have occurred. It allocates nothing, even for long
+    sequences."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and in_prompt.is_contiguous() and counts.is_contiguous()
     block = _block(vocab_size)

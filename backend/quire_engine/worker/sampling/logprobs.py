@@ -66,8 +66,8 @@ def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
 
 
 def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
-    """Yield the rows of hidden states whose logits are computed at once: first all rows that sample a token, then the
-    rows of prompt log probabilities in chunks, because the logits of a whole prompt need gigabytes."""
+    """Yield the rows of hidden states whose logits are computed at once: first all rows that sample a token. The rows
+    of prompt log probabilities follow in chunks, because the logits of a whole prompt need gigabytes."""
     num_rows, num_sampled = len(step_input.logit_rows), step_input.num_sampled
     if num_sampled:
         yield slice(num_sampled)

@@ -54,7 +54,7 @@ class TokenCounts:
         return self._token_ids[to_device_async(rows, self._token_ids.device), :max_tokens]
 
     def add(self, rows: list[int], token_ids: Tensor) -> None:
-        """Count one more output token of each row; `token_ids` is [len(rows)] int64 on the device."""
+        """Count one more output token in each row; `token_ids` is [len(rows)] int64 on the device."""
         row_index = to_device_async(rows, self.counts.device)
         self.counts[row_index, token_ids] += 1
         if self._token_ids is not None:
