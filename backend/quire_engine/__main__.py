@@ -336,8 +336,10 @@ def _add_compile_command(commands: "argparse._SubParsersAction[argparse.Argument
         epilog=_COMPILE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--capability", metavar="X.Y", required=True, help="compute capability, 9.0 for H100 and H200")
-    command.add_argument("--into", metavar="DIR", type=Path, required=True, help="folder for the kernels")
+    command.add_argument(
+        "--capability", metavar="X.Y", required=True, help="compute capability of the GPU (H100, H200: 9.0)"
+    )
+    command.add_argument("--into", metavar="DIR", type=Path, required=True, help="folder for the compiled kernels")
     model_help = "folder with the config.json of a model; repeatable (default: the shape of Llama-3.1-8B)"
     command.add_argument("--model", metavar="DIR", type=Path, help=model_help, **_REPEATABLE)
 

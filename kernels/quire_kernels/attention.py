@@ -416,7 +416,7 @@ def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
     zeros.
 
     On a CPU, each bf16 GEMM of fused attention contains only one KV head's queries. A single GEMM is faster if there
-    are enough keys, and either few heads or one query head per KV head.
+    are enough keys and, in addition, few heads or only one query head per KV head.
     """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False

@@ -270,7 +270,7 @@ class _ExpertStack(ctypes.Structure):
 
     @classmethod
     def of(cls, weight: LinearWeight, num_experts: int) -> Self:
-        """Return the panels of a weight, which must live as long as the result."""
+        """Return the panels of a weight; the weight must live as long as the result."""
         if not isinstance(weight, QuantizedWeight):
             return cls(weight.data_ptr(), None, weight.nbytes // num_experts, False)
         codes = None if weight.struct is None else weight.address

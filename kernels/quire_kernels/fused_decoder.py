@@ -45,7 +45,7 @@ class LayerWeights:
     """[hidden_size]."""
     qkv: LinearWeights
     query_norm: Tensor | None
-    """[head_dim], like `key_norm`: see `qk_norm`; None: queries and keys are not normalised."""
+    """[head_dim], see `qk_norm`; None, in this field and in `key_norm`: queries and keys are not normalised."""
     key_norm: Tensor | None
     output: LinearWeights
     mlp_norm: Tensor
@@ -146,7 +146,7 @@ class FusedDecoder:
         self._cache_pointers = (_P * 0)()
 
     def supports(self, hidden: Tensor, caches: Sequence[Tensor]) -> bool:
-        """Return whether the decoder accepts these tensors; the result is the same for every step of a model."""
+        """Return whether the decoder accepts these tensors; the result does not change between steps of a model."""
         is_supported = cpu_native.supports(hidden) and not reads_whole_blocks(caches[0], self._heads.num_heads)
         return is_supported and hidden.is_contiguous() and hidden.shape[1] == self._layers_struct.hidden
 

@@ -173,7 +173,7 @@ def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | No
 
 
 def _quantize_rows(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
-    """Quantize some rows at a time: the copies in float32 of all experts of a layer would take gigabytes."""
+    """Quantize some rows at a time, because float32 copies of all experts of a layer would take gigabytes."""
     parts = [quantize(rows) for rows in weight.split(_QUANTIZED_ROWS)]
     if len(parts) == 1:
         return parts[0]

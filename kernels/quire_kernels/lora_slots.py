@@ -165,7 +165,7 @@ class LoRASlots:
     """All adapter slots of a model."""
 
     def __init__(self, targets: Sequence[LoRATarget], num_slots: int, max_rank: int, like: Tensor) -> None:
-        """`targets`: in the order in which a step computes them; `like`: a tensor with the dtype and device of the
+        """`targets` are in the order in which a step computes them; `like` is a tensor with the dtype and device of the
         slots."""
         self._max_rank = max_rank
         shape = (num_slots, sum(site.num_elements(max_rank) for site in targets))

@@ -15,7 +15,8 @@ from quire_engine.step.plan import StepPlan
 
 
 def apply_placeholders(plan: StepPlan) -> None:
-    """Advance the sequences of a step as if it were complete: append a placeholder for each token it will sample."""
+    """Advance the sequences of a step before it is complete: append a placeholder for each token that it will
+    sample."""
     for span in plan.spans:
         sequence, samples = span.sequence, span.samples
         if sequence.status is SequenceStatus.FINISHED:

@@ -65,13 +65,13 @@ class Scheduler:
 
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
-    admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
-    because the blocks that it freed, minus the blocks that were missing, are too few. If no other sequence runs, no
+    admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step: it
+    freed too few blocks for that, because the missing blocks were taken from them. If no other sequence runs, no
     reserve is needed.
 
     Beams. All beams of a search decode in the same step or not at all, and are preempted together. The places of all
-    its beams are reserved when a search starts. A beam of a group that runs resumes before other sequences start, and
-    can preempt any less urgent sequence, so two searches never wait for each other's blocks.
+    its beams are reserved when a search starts. If a group runs, its waiting beams resume before other sequences start,
+    and can preempt any less urgent sequence. So two searches never wait for each other's blocks.
 
     Speculation. Draft tokens are added to decode spans last, and use the rest of the step's token budget. The step
     computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected draft tokens.
@@ -244,7 +244,8 @@ class Scheduler:
         return self._in_flight.add(builder.build())
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
-        """Apply the outputs of the earlier step in flight; return each sequence with new tokens and those tokens."""
+        """Apply the outputs of the earlier step in flight; return each sequence that has new tokens, with these
+        tokens."""
         assert len(span_outputs) == len(plan.spans)
         self._complete_step(plan, step_failed=False)
         has_placeholders = plan is self._placeholder_plan
@@ -379,7 +380,7 @@ class Scheduler:
         )
 
     def _schedule_decodes(self, sequences: list[Sequence], builder: StepPlanBuilder) -> list[Sequence]:
-        """Plan the decoding sequences among `sequences`; return those with partial prefills.
+        """Plan the decoding sequences among `sequences`, and return the sequences that have partial prefills.
 
         The most urgent sequences come first, so a preempted sequence has no span yet.
         """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step as a value: the plan that the scheduler makes and the outputs that the runner returns.
 
-Torch-free. The scheduler and the runner both import this module, and never each other. Each sequence of a step gets one
-span of tokens: a chunk of its prompt, or one decoded token and the draft tokens that may follow it. The runner flattens
-all spans of a step into one batch.
+Torch-free. The scheduler and the runner both import this module, and do not import each other. Each sequence of a step
+gets one span of tokens: a chunk of its prompt, or one decoded token and the draft tokens that may follow it. The runner
+flattens all spans of a step into one batch.
 """
 
 from collections.abc import Callable

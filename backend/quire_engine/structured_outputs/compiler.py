@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles grammars for one model's vocabulary, under limits of work and memory, and keeps the latest ones.
 
-The text process compiles each constraint once in a process that may die, and rejects it with an error. The core
-compiles the same text again. The core has the same limits, which count work and not time. So a text that compiled in
-the text process compiles in the core, too. Thread-safe; llguidance releases the GIL while it compiles.
+The text process first compiles each constraint in a process that may die, and rejects a wrong constraint with an error.
+The core compiles the same text again. The core has the same limits, which count work and not time. So a text that
+compiled in the text process compiles in the core, too. Thread-safe; llguidance releases the GIL while it compiles.
 """
 
 import threading
@@ -28,7 +28,8 @@ MAX_LEXER_STATES = 10_000
 reaches this maximum takes 3 MB for each sequence.
 """
 STEP_LEXER_FUEL = 100_000
-"""Maximum work for one mask: half of llguidance's default, about 7 ms. More would delay other sequences of a step."""
+"""Maximum work for one mask: half of llguidance's default, about 7 ms. More work for a mask would delay other sequences
+of a step."""
 
 
 class GrammarCompiler:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A constraint that is composed of other constraints: a grammar in Lark notation, whose rules refer to these as @name.
+"""A constraint that is composed of other constraints: a grammar in Lark notation, whose rules refer to the other
+constraints as @name.
 
 The parsers of chat outputs build it, and the process that checks constraints turns it into one grammar. This module
 imports no library for grammars.

@@ -160,7 +160,7 @@ def _choose_parsers(config: EngineConfig, templates: ChatTemplateFiles, tokenize
 
 
 def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
-    """Return the default sampling parameters, for frontends that apply them; empty if those of the checkpoint are
+    """Return the default sampling parameters, for frontends that apply them; empty if the checkpoint's parameters are
     invalid.
 
     Raises:

@@ -21,7 +21,8 @@ tokens."""
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Tokens that an adapter can use at once; negative after a request that used more than were available."""
+    """Number of tokens that an adapter can use at once; it is negative after a request that used more tokens than were
+    available."""
 
     available_tokens: float
     refilled_at: float

@@ -300,8 +300,8 @@ class RequestManager:
             self._send_to_core(sequence_request)
 
     def _constraint(self, request_state: RequestState) -> StructuredOutputsParams | ComposedConstraint | None:
-        """Return the constraint that the output must match, composed of the request's own constraint and that of its
-        tools.
+        """Return the constraint that the output must match: the request's own constraint combined with the constraint
+        of its tools.
         """
         own, parsing = request_state.params.structured_outputs, request_state.parsing
         # With begin_after_token_ids, the constraint itself defines where the reasoning ends.

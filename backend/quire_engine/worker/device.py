@@ -137,8 +137,8 @@ def available_memory_bytes() -> int:
 
 
 def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
-    """Set the number of threads for matrix products: one per 32 MiB of weights, at most one per CPU core, and at most
-    OMP_NUM_THREADS if that is set. Tensor-parallel ranks share the cores.
+    """Set the number of threads for matrix products: one per 32 MiB of weights, but at most one per CPU core, and at
+    most OMP_NUM_THREADS if this is set. Tensor-parallel ranks share the cores.
 
     A second core makes a small model little faster and can make it much slower. Threads wait for each other in every
     product, so another busy process on one core delays all threads. Measured with 64 sequences on two Zen 5 cores: a

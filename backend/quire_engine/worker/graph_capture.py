@@ -16,7 +16,7 @@ def should_capture(device: torch.device) -> bool:
 
 
 class GraphCapture:
-    """Captures functions as CUDA graphs that share one memory pool; no two of them run at the same time."""
+    """Captures functions as CUDA graphs that share one memory pool; only one of them may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -59,8 +59,8 @@ class DeviceModelRunner(ModelRunner):
         progress: bool = False,
     ) -> None:
         """Load the model in `folder`, and allocate everything that steps use. `shape` is the configuration of the
-        whole model. `communicator` connects the tensor-parallel ranks; None if there is one rank. `worker_group` is for
-        rank 0: the processes of the other ranks.
+        whole model. `communicator` connects the tensor-parallel ranks; None if there is one rank. `worker_group`
+        contains the processes of the other ranks; only rank 0 has it.
         """
         self._worker_group = worker_group
         self._device = init_device(config, 0 if communicator is None else communicator.shard.rank)

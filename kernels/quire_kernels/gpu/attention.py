@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention of a mixed batch: split-KV for short spans, query tiles for long spans, each in its own launch.
 
-A program multiplies all query heads of a KV head at once (packed GQA): row m of its tile is query head m % group of
-token m // group, so that a key is read once for all heads.
+A program multiplies all query heads of a KV head at once (packed GQA), so that a key is read once for all heads. Row m
+of its tile is query head m % group of token m // group.
 
 Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. Their key tiles,
 ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers is
@@ -51,7 +51,7 @@ MIN_SHARE = 2
 """Minimum key tiles of a worker's share, because a partial result must be written, read and merged."""
 NUM_INTERPRETED_WORKERS = 5
 _NO_LENGTH = (1 << 31) - 1
-"""A length greater than that of any span."""
+"""A length that is greater than the length of any span."""
 _PARTIALS_PER_ROUND = 16
 
 
@@ -66,11 +66,11 @@ class AttentionTiles:
     long_keys: int
     num_warps: int
     num_stages: int
-    """Stages of the compiler's pipeline. Odd, because reading addresses from the block table takes as many stages as
-    reading keys and values. With 3 stages, a tile is requested at the end of an iteration, and the start of the next
-    iteration waits for it. With 5 stages, the request has the time of one iteration; 4 stages behave like 3. Shared
-    memory contains one or two tiles for short spans. For long spans, it contains one more, which wgmma still reads
-    (compiled for sm_90).
+    """Stages of the compiler's pipeline. The number is odd, because reading addresses from the block table takes the
+    same number of stages as reading keys and values. With 3 stages, a tile is requested at the end of an iteration, and
+    the start of the next iteration waits for it. With 5 stages, the request has the time of one iteration; 4 stages
+    behave like 3. Shared memory contains one or two tiles for short spans. For long spans, it contains one more, which
+    wgmma still reads (compiled for sm_90).
     """
     max_registers: int | None = None
     """Maximum registers per thread; None: the compiler decides."""

@@ -38,8 +38,8 @@ _INPUTS = 64
 def fused_experts(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """See experts.fused_experts. An expert's weights are read once for each tile of its tokens, the first time from
-    memory. The gated features [num_tokens * top_k, intermediate_size] and the outputs of the experts [num_tokens *
+    """See experts.fused_experts. An expert's weights are read once for each tile of its tokens; only the first read is
+    from memory. The gated features [num_tokens * top_k, intermediate_size] and the outputs of the experts [num_tokens *
     top_k, hidden_size] are written and read once."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = experts.num_experts, experts.intermediate_size

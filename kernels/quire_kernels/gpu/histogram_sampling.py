@@ -117,8 +117,8 @@ def _row_max(maxima, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _select_bin(values, others, base, other_base, target, BINS: tl.constexpr):
-    """Return the lowest bin above which `values` sum to less than `target`, with the sums of `values` and of `others`
-    above it. `base` and `other_base` are the sums above all bins."""
+    """Return the lowest bin above which `values` sum to less than `target`, and the sums of `values` and of `others`
+    above this bin. `base` and `other_base` are the sums above all bins."""
     bins = tl.arange(0, BINS)
     above = base + tl.sum(values, axis=0) - tl.cumsum(values, axis=0)
     selected = tl.min(tl.where(above.to(tl.float64) < target, bins, BINS - 1), axis=0)

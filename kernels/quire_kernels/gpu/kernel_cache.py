@@ -88,7 +88,8 @@ def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None
 
 
 def _copy_entry(source: Path, destination: Path) -> bool:
-    """Copy a kernel's folder unless it exists, and let its files refer to the copy. Return whether it was copied."""
+    """Copy a kernel's folder unless the copy exists, and change the paths in its files to those of the copy. Return
+    whether it was copied."""
     if destination.exists():
         return False
     temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")

@@ -62,8 +62,8 @@ TILES = LoRATiles()
 def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """See lora.add_lora.
 
-    Reads an adapter's matrices once for each tile of its tokens, the first time from memory. The planes, float32
-    [num_splits, num_tokens, num_slices, rank], are written once and read once by each program of expand.
+    Reads an adapter's matrices once for each tile of its tokens; only the first read is from memory. The planes,
+    float32 [num_splits, num_tokens, num_slices, rank], are written once and read once by each program of expand.
     """
     _launch_shrink_and_expand(out, x, adapters, batch, supports_pdl(x.device))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bitmasks of the tokens that grammars allow: one row of bits per sampled row of a sequence with a grammar.
+"""Bitmasks of the tokens that grammars allow. If a sequence has a grammar, each of its sampled rows has one row of
+bits.
 
 llguidance fills them on the host without the GIL; they are applied to the logits on the device just before sampling.
 The model runner owns it.
@@ -86,7 +87,8 @@ class GrammarBitmask:
         return TokenBitmask(list(range(num_rows)), to_device_async(bits, self._device))
 
     def fill(self, spans: Sequence[ScheduledSpan]) -> TokenBitmask | None:
-        """Return the bitmask of spans that all sample: one row per span and per draft token; None without a grammar.
+        """Return the bitmask of spans that all sample: one row per span and per draft token; None if no span has a
+        grammar.
 
         A row after draft tokens contains the tokens that the grammar allows after these draft tokens.
         """
