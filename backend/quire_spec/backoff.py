@@ -4,7 +4,8 @@
 import random
 
 _MAX_DOUBLINGS = 60
-"""Maximum number of doublings: 2**60 s exceed every cap. Without it a long outage would raise OverflowError."""
+"""Maximum number of doublings: 2**60 s exceed every cap. Without this maximum, a long outage would raise
+OverflowError."""
 
 
 def backoff(attempt: int, first: float, cap: float, jitter: float = 0.0) -> float:

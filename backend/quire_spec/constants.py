@@ -7,7 +7,7 @@ from typing import NewType
 from quire_spec.errors import InvalidArgument
 
 AdapterName = NewType("AdapterName", str)
-"""Alias of an adapter: clients use it, and it can point to new content at any time."""
+"""Alias of an adapter. Clients use the alias, which can point to new content at any time."""
 AdapterDigest = NewType("AdapterDigest", str)
 """Identity of an adapter: `sha256:<64 hex digits>` of its content."""
 
@@ -20,7 +20,7 @@ HEALTH_PORT = 8003
 """The supervisor's port: probes, metrics, status, admin."""
 OPENAI_PORT = 8004
 OPENAI_FRONTEND = "/openai"
-"""Name of the OpenAI front in its message Hello; it is not a valid model name, so no model can have it."""
+"""Name of the OpenAI front in its message Hello. No model can have this name, because it is not a valid model name."""
 
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"
@@ -31,8 +31,8 @@ SUPERVISOR_SOCKET = "supervisor.sock"
 MAX_OPENAI_FRONTS = 16
 """Maximum number of processes of the OpenAI front in a pod."""
 CLOSING_FILE = "closing"
-"""File in the run folder of a pod that is about to stop. If it exists, the OpenAI front closes its connections, so
-that clients connect to other pods."""
+"""File that the run folder contains if the pod is about to stop. The OpenAI front then closes its connections, so that
+clients connect to other pods."""
 MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes: the size of sockaddr_un on Linux."""
 

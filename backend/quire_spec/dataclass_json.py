@@ -69,7 +69,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
-        ConfigError: the file is not valid, see `read_json`, or the document is not an object.
+        ConfigError: `read_json` rejects the file, or the document is not an object.
     """
     document = read_json(path)
     if not isinstance(document, dict):

@@ -18,7 +18,8 @@ from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
 REPLACES_HEADER = "Quire-Replaces"
-"""Header of PUT /adapters: digest of the catalog to replace. The pod then accepts a lower generation.
+"""Header of PUT /adapters with the digest of the catalog to replace. With this header the pod accepts a lower
+generation.
 
 The operator sets the header if the pod's catalog has a generation that the service never had. A service that was
 restored from a backup or created again starts with a lower generation than its pods have.
@@ -184,7 +185,8 @@ class AdapterCatalog:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read adapters.json from `path`. Raises ConfigError as `from_json`, and if the text is not JSON."""
+        """Read adapters.json from `path`. Raises ConfigError if the text is not JSON, or if `from_json` rejects the
+        document."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 """The files that every adapter has."""
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Optional file of an adapter: its chat template. Quire reads no files of an adapter but these three."""
+"""Optional file of an adapter: its chat template. Quire reads only these three files of an adapter."""
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
@@ -59,8 +59,8 @@ def adapter_digest(folder: Path) -> AdapterDigest:
 class DigestCache:
     """Cache of the digests of adapter folders. It reads files again only after a change; reading takes 5 ms per 10 MB.
 
-    The cache finds a change by the file's inode, size and times. It always reads a file again that changed less than
-    `_RACY_S` before it was read.
+    The cache finds a change by the file's inode, size and times. If a file changed less than `_RACY_S` before it was
+    read, the cache always reads it again.
     """
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ from quire_spec.errors import ConfigError
 
 PROGRESS_PATH = "/progress"
 PROGRESS_PORT_VARIABLE = "QUIRE_PROGRESS_PORT"
-"""Environment variable with the port of GET /progress. A newer operator can run an older image, whose download program
-would reject an unknown argument, so the port is not an argument."""
+"""Environment variable with the port of GET /progress. The port is not an argument, because a newer operator can run an
+older image whose download program rejects unknown arguments."""
 _MAX_BYTES = 2**63
 """Upper bound of valid byte counts; `parse` rejects larger ones."""
 
@@ -40,7 +40,7 @@ class DownloadProgress:
 
     @classmethod
     def parse(cls, text: str) -> "DownloadProgress | None":
-        """Parse a response of this release or a later one; return None if `text` is not such a response."""
+        """Parse a response from this or a later release; return None if `text` is not such a response."""
         try:
             progress = from_json(cls, json.loads(text), ignore_unknown=True)
         except (ValueError, RecursionError, ConfigError):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of model repositories: those of NVIDIA's vllm_backend, and those of other models in the same server.
+"""Layout of two kinds of model repositories: NVIDIA's vllm_backend repositories, and repositories of other models in
+the same server.
 
 This module reads names of files and folders, no contents. Callers: the reader of vllm_backend repositories, the
 supervisor, `quire serve`.

@@ -83,7 +83,8 @@ class MeasuredMemory:
     tensor_parallel_size: int = 1
     """Number of tensor-parallel ranks."""
     kv_tokens: int = 0
-    """Tokens that fit in sequences of max_model_len tokens, see KVLayout.num_tokens; 0: from a version without it."""
+    """Number of tokens that fit into the KV cache in sequences of max_model_len tokens, see KVLayout.num_tokens. Older
+    versions do not report the number; it is then 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ _FORBIDDEN = (
 
 
 def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, list[str]]:
-    """Return the values by argument name; error messages name `field`, the option or field with the arguments.
+    """Return the values by argument name. Error messages contain `field`, the name of the option or field that contains
+    the arguments.
 
     Raises:
         ConfigError: an argument is not allowed, malformed, repeated, or requires another argument that is missing.

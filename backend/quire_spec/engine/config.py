@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine configuration (engine.json): all arguments of an engine as one frozen value.
 
-`quire render` and the operator write the file; every process of a pod reads it. A field has the name of vLLM's engine
-argument if the meaning is the same. Nothing overrides the file: environment variables exist only for debugging
-(docs/gpu-design.md).
+`quire render` and the operator write the file; every process of a pod reads it. If vLLM has an engine argument with the
+same meaning, the field has the name of that argument. Nothing overrides the file: environment variables exist only for
+debugging (docs/gpu-design.md).
 """
 
 import math
@@ -76,8 +76,8 @@ class EngineConfig:
     """Split long prompts over several steps. If false, a prompt must fit into max_num_batched_tokens."""
 
     tensor_parallel_size: int = 1
-    """Number of tensor-parallel ranks on one machine: one GPU each, or one process each that share the CPU cores.
-    Settings in bytes apply to each rank."""
+    """Number of tensor-parallel ranks on one machine. Each rank uses one GPU, or is a process that shares the CPU cores
+    with the other ranks. Settings in bytes apply to each rank."""
 
     async_scheduling: bool | None = None
     """Schedule and launch a step while the previous step computes, so that the device does not wait for the host. A
@@ -108,9 +108,9 @@ class EngineConfig:
 
     kv_cache_dtype: str = "auto"
     """Type of the KV cache; auto: the value of dtype. fp8 or fp8_e4m3 stores twice as many tokens as a 16-bit type,
-    with 4 bits of precision. The error of attention's output is then about 3 % for normally distributed keys and
-    values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. It is supported on CPUs
-    only. It is fast only with dtype bfloat16 on a CPU with compiled kernels."""
+    with 4 bits of precision. The output of attention then has an error of about 3 % for normally distributed keys and
+    values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. This type is supported
+    only on CPUs, and is fast only with dtype bfloat16 on a CPU with compiled kernels."""
 
     quantization: str | None = None
     """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear
@@ -168,7 +168,8 @@ class EngineConfig:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read engine.json from `path`. Raises ConfigError as `from_json`, and if the text is not JSON."""
+        """Read engine.json from `path`. Raises ConfigError if the text is not JSON, or if `from_json` rejects the
+        document."""
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 
 _MAX_MAGNITUDE = 2**63
 _LIST_OF_STRINGS = re.compile(r"""\[\s*["']""")
-"""Start of a list of strings, in JSON or Python notation. It does not match a plain string such as [INST]."""
+"""Pattern of the start of a list of strings, in JSON or Python notation. The pattern does not match a plain string such
+as [INST]."""
 
 
 def in_range(low: float, high: float) -> Mapping[str, Any]:
@@ -60,7 +61,7 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
 
 
 def normalize(parameter: Field[Any], value: Any) -> Any:
-    """Return `value` in the form that the field stores; unchanged if vLLM does not accept its form."""
+    """Return `value` in the form that the field stores; return it unchanged if vLLM does not accept its form."""
     kind = type_name(parameter)
     if isinstance(value, list):
         return tuple(value)
@@ -104,7 +105,7 @@ def validate(parameter: Field[Any], value: Any) -> Any:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise InvalidArgument unless `value` is from `low` to `high`."""
+    """Raise InvalidArgument if `value` is less than `low` or greater than `high`."""
     if not low <= value <= high:
         bounds = f"{_format_bound(low)} to {_format_bound(high)}"
         raise InvalidArgument(f"sampling parameter {name!r}: must be from {bounds}, got {truncated_repr(value)}")
@@ -162,4 +163,4 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, StructuredOutputsParams),
     ),
 }
-"""By type annotation: description of the type in error messages, and function that checks a value."""
+"""For each type annotation: the description of the type in error messages, and the function that checks a value."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters of one request, with vLLM's names and meanings.
 
-The process that a request enters (frontend, text process, offline LLM) validates them; later code does not repeat that.
-Unknown names are rejected, so that a misspelt or unsupported parameter is never ignored silently.
+The process that first receives a request (frontend, text process, offline LLM) validates them; later code does not
+validate them again. Unknown names are rejected, so that a misspelt or unsupported parameter is never ignored silently.
 """
 
 import difflib
@@ -65,7 +65,7 @@ class SamplingParams:
     """Divides positive logits and multiplies negative logits of tokens in the prompt or output; 1 disables it."""
 
     logit_bias: dict[int, float] | None = field(default=None, metadata=max_entries(MAX_BIASED_TOKENS))
-    """Values by token id that are added to the tokens' logits; each value is clamped to -100..100."""
+    """For each token id, a value that is added to the token's logit. Each value is clamped to -100..100."""
 
     allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
     """Ids of the only tokens that can be sampled; None allows all tokens."""
@@ -80,8 +80,8 @@ class SamplingParams:
     """Maximum number of output tokens; None: as many as max_model_len allows."""
 
     min_tokens: int = field(default=0, metadata=in_range(0, _MAX_COUNT))
-    """Minimum number of output tokens; before it, no end-of-sequence token, stop token or stop string ends the
-    output."""
+    """Minimum number of output tokens. Until it is reached, end-of-sequence tokens, stop tokens and stop strings do not
+    end the output."""
 
     stop: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_STOP_STRINGS))
     """Strings that end the output. The text contains the stop string only with include_stop_str_in_output."""
@@ -97,7 +97,7 @@ class SamplingParams:
     -1: all tokens. The maximum is the engine's max_logprobs."""
 
     logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
-    """If logprobs is set: ids of the tokens whose log probabilities are returned, instead of the most likely tokens."""
+    """If logprobs is set, log probabilities are returned for these token ids instead of the most likely tokens."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
     """Number of most likely tokens whose log probabilities are returned at each prompt position except the first. A
@@ -140,8 +140,9 @@ class SamplingParams:
     """Exponent in the score of a beam: sum of log probabilities / length ** length_penalty."""
 
     early_stopping: bool | str = False
-    """Condition that ends a beam search. True: best_of outputs are complete. False: no beam is likely to exceed their
-    scores. "never": no beam can exceed their scores."""
+    """Condition that ends a beam search. True: best_of outputs are complete. False: best_of outputs are complete, and
+    no other beam is likely to score higher. "never": best_of outputs are complete, and no other beam can score
+    higher."""
 
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the output, such as a JSON schema; None allows any text."""
@@ -200,7 +201,7 @@ class SamplingParams:
     def child_params(self, index: int) -> Self:
         """Return the parameters of output `index`, which is a separate sequence for the engine core.
 
-        A beam search is one sequence for the engine core, with all its outputs.
+        For the engine core, a beam search with all its outputs is one sequence.
         """
         if self.use_beam_search:
             return replace(self)

@@ -27,8 +27,8 @@ class SpeculativeConfig:
     sequences or if few recent draft tokens were accepted."""
 
     model: str | None = None
-    """Folder or hub id of the draft model or of the heads; only for the methods draft_model, eagle3 and medusa. Its
-    dtype is that of the main model."""
+    """Folder or hub id of the draft model or of the heads; only for the methods draft_model, eagle3 and medusa. The
+    weights in it get the dtype of the main model."""
 
     revision: str | None = None
     """Branch, tag or commit if `model` is a hub id; None: the hub's default branch."""
@@ -42,7 +42,7 @@ class SpeculativeConfig:
     5 if that is None."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """Maximum number of tokens of a match and the draft after it together."""
+    """Maximum length in tokens of a match together with the draft after it."""
 
     suffix_decoding_max_cached_requests: int = 10_000
     """Maximum number of past outputs in memory; a fixed limit in bytes also applies. 0: only the sequence itself is
@@ -92,7 +92,7 @@ class SpeculativeConfig:
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
 
     def check_architecture(self, architecture: str) -> None:
-        """Raise ConfigError if heads of this method cannot read a model of `architecture`."""
+        """Raise ConfigError if heads of this method do not support models of `architecture`."""
         if self.method in ("eagle3", "medusa") and architecture in capabilities.ARCHITECTURES_WITHOUT_HEADS:
             raise ConfigError(
                 f"speculative_config.method: {self.method} does not support architecture {architecture!r}; use suffix "

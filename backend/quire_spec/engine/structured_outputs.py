@@ -17,7 +17,7 @@ MAX_CONSTRAINT_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 32
 """Maximum depth of objects and lists in a JSON schema or structural tag."""
 MAX_ENUM_VALUES = 10_000
-"""Maximum number of values of an `enum`, and of strings of `choice`."""
+"""Maximum number of values in an `enum` and of strings in `choice`."""
 MAX_BEGIN_TOKENS = 16
 CONSTRAINT_NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Names of the constraint fields; exactly one of them is set."""
@@ -177,7 +177,7 @@ _FORMER_NAMES = {
     "guided_whitespace_pattern": "whitespace_pattern",
     "structural_tag": "structural_tag",
 }
-"""Names of the fields as parameters of a request in vLLM before 0.12."""
+"""Names that the fields had as request parameters in vLLM before 0.12."""
 FORMER_NAMES = frozenset({*_FORMER_NAMES, "guided_decoding", "guided_decoding_backend"})
 """Names of request parameters that `merge_former_names` replaces."""
 
@@ -218,5 +218,6 @@ def _parse_list(text: str) -> Any:
 def GuidedDecodingParams(
     *, backend: str | None = None, disable_fallback: bool | None = None, **constraint: Any
 ) -> StructuredOutputsParams:
-    """Return a `StructuredOutputsParams`, by vLLM's older name; `backend` and `disable_fallback` have no effect."""
+    """Return a `StructuredOutputsParams`. vLLM had this older name for it; `backend` and `disable_fallback` have no
+    effect."""
     return StructuredOutputsParams(**constraint)

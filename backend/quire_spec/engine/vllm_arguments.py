@@ -85,7 +85,8 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "logits_processor_pattern": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "enable_reasoning": ((False,), "remove the argument"),
 }
-"""By argument: values that this engine supports, and the fix for any other value in the error message."""
+"""For each argument: the values that this engine supports, and the fix that the error message states for other
+values."""
 OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
 """Arguments of vLLM that EngineConfig does not have."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}

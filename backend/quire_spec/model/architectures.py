@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of supported architectures as data, so that the planner needs no model code.
 
-A row contains an architecture's differences from Llama in the meaning of config.json, and the linears of a layer. The
-source of these differences is transformers. The row's module in quire_engine/models contains the model code.
+A row states the linears of a layer, and where the meaning of config.json differs from Llama's. The source of these
+differences is transformers. The row's module in quire_engine/models contains the model code.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,17 +62,17 @@ class Architecture:
     """Prefix of the layers' tensor names in a checkpoint."""
 
     key_aliases: Mapping[str, str] = field(default_factory=dict)
-    """By Llama's key of config.json: its name in this architecture."""
+    """Maps keys of Llama's config.json to the names that they have in this architecture."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults of keys of config.json that Llama lacks, and defaults that differ from Llama's."""
+    """Defaults that transformers has for keys of config.json, if Llama lacks the key or has another default."""
 
     ignored_keys: tuple[str, ...] = ()
-    """Llama's keys of config.json that this architecture ignores."""
+    """Keys of Llama's config.json that this architecture ignores."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    """Whether biases exist: on q, k and v; on the output projection of attention; in the MLP. A string is the key of
-    config.json with the value."""
+    """Whether biases exist: on q, k and v; on the output projection of attention; in the MLP. A string names the key of
+    config.json that contains the value."""
 
     uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
     """Function that returns True for a layer with sliding-window attention. None: no layer has it, even if config.json
@@ -85,15 +85,14 @@ class Architecture:
     """Function that returns True for a layer with rotary positions. None: all layers, unless positions are learned."""
 
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    """By rope type in config.json: the rope type that it means in this architecture."""
+    """Maps rope types in config.json to the rope types that they mean in this architecture."""
 
     local_rope_theta: str | None = None
-    """Key of config.json with the rope base of sliding-window layers; None: these layers have the base of all
-    layers."""
+    """Key of config.json with the rope base of sliding-window layers; None: all layers have the same base."""
 
     text_types: tuple[str, ...] = ()
-    """Allowed values of `model_type` in `text_config`, for a multimodal architecture. Only its language model is
-    served, and the rows with these types describe it."""
+    """Allowed values of `model_type` in `text_config`, for a multimodal architecture. Only the language model is
+    served, which the rows with these types describe."""
 
     flags: tuple[str, ...] = ()
     """Boolean keys of config.json that only this architecture's model code uses; `defaults` contains each of them."""

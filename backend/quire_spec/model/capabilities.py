@@ -10,7 +10,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
-"""By transformers' alias of an activation: its name in ACTIVATIONS."""
+"""Maps aliases of activations in transformers to names in ACTIVATIONS."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -28,10 +28,10 @@ CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "g
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
-"""Methods of speculative decoding that need weights beside those of the main model."""
+"""Methods of speculative decoding that need weights in addition to the main model's weights."""
 SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
 ARCHITECTURES_WITHOUT_HEADS = ("OPTForCausalLM",)
-"""Architectures whose hidden states neither EAGLE-3 nor Medusa heads can read."""
+"""Architectures that do not support EAGLE-3 and Medusa heads, because these cannot read their hidden states."""
 TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     "openai",

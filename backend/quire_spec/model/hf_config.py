@@ -101,7 +101,7 @@ class HFConfigReader:
         return tuple(value)
 
     def get_token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the token ids of a key that is one id, a list of ids, or absent."""
+        """Return the token ids at a key; its value can be one id or a list of ids. Empty if the key is absent."""
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= _MAX_INTEGER for item in items):
@@ -109,7 +109,8 @@ class HFConfigReader:
         return tuple(items)
 
     def get_section(self, *keys: str) -> "HFConfigReader":
-        """Return the sub-object of the first key in `keys` that has a non-empty one; an empty reader if none has."""
+        """Return a reader of the first non-empty object that one of `keys` contains; an empty reader if there is no
+        such object."""
         key = next((key for key in keys if self._values.get(key) not in (None, {})), keys[-1])
         value = self._values.get(key)
         return HFConfigReader({} if value is None else value, location=f"{self._location}: {key}")

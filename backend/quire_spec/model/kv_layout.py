@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of the KV cache: which layers share a block, and which blocks a sequence needs no more.
+"""Layout of the KV cache: which layers share a block, and which blocks a sequence no longer needs.
 
 The engine and the planner use it. Pure arithmetic, like memory_sizing.
 """
@@ -13,29 +13,32 @@ from quire_spec.model.model_config import ModelConfig
 Block = TypeVar("Block")
 
 _MAX_GROUPS = 16
-"""Each group costs time in every step. One more is possible, because layers of two kinds share no group."""
+"""Each group costs time in every step. One group more than this is possible, because a group contains layers of only
+one kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Groups of layers. A block contains `block_size` tokens of the layers of one group.
 
-    A model with layers of one kind has one group. Otherwise layers with a window and layers without one are in separate
-    groups of `num_layers` layers, so that all blocks have one size and come from one pool. A block table then has
-    `num_groups` entries for each `block_size` tokens, those of the groups without a window first.
+    A model with layers of one kind has one group. Otherwise layers with a window and layers without a window are in
+    separate groups. Each group has `num_layers` layers, so that all blocks have the same size and come from one pool. A
+    block table then has `num_groups` entries for each `block_size` tokens; entries of groups without a window come
+    first.
     """
 
     num_layers: int = 1
-    """Layers in a block. In the last group of each kind, some may be unused."""
+    """Number of layers in a block. Blocks of the last group of each kind can have unused places."""
     groups: tuple[int, ...] = (0,)
-    """For each layer of the model, its group."""
+    """Group of each layer of the model."""
     rows: tuple[int, ...] = (0,)
-    """For each layer of the model, its place in the blocks of its group."""
+    """Place of each layer of the model in the blocks of its group."""
     num_groups: int = 1
     num_full_groups: int = 0
-    """Groups whose layers attend to all keys; with one group: 0, see `window`."""
+    """Number of groups whose layers attend to all keys. With only one group it is 0, and `window` applies to that
+    group."""
     window: int | None = None
-    """Number of keys, with its own, that a token attends to in the other groups; None: all."""
+    """Number of keys, including its own, to which a token attends in the other groups; None: all keys."""
 
     @classmethod
     def uniform(cls, num_layers: int, window: int | None = None) -> Self:
@@ -46,7 +49,7 @@ class KVLayout:
     def from_model(cls, shape: ModelConfig, max_model_len: int) -> Self:
         """Return the layout of a model whose sequences have at most `max_model_len` tokens.
 
-        A layer whose window is not shorter counts as one without a window.
+        A layer whose window is at least as long as that counts as a layer without a window.
         """
         windows = [window for window in shape.sliding_windows if window is not None and window < max_model_len]
         num_windowed, num_full = len(windows), shape.num_layers - len(windows)
@@ -66,13 +69,14 @@ class KVLayout:
 
     @property
     def total_layers(self) -> int:
-        """Layers of one block of each group, with unused places."""
+        """Total number of layers in one block of each group, including unused places."""
         return self.num_layers * self.num_groups
 
     def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
-        """Return how many tokens fit, in sequences of `max_model_len` tokens, where `pool_tokens` fit in all layers.
+        """Return how many tokens fit into the pool in sequences of `max_model_len` tokens.
 
-        One sequence has all its blocks, because a prompt has them when it starts; the others have left their windows.
+        `pool_tokens` is the number of tokens that fit if all layers keep all tokens. One sequence counts with all its
+        blocks, which a prompt has when it starts. The other sequences have freed the blocks outside their windows.
         """
         if self.window is None or self.num_groups == 1 or pool_tokens <= max_model_len:
             return pool_tokens
@@ -82,7 +86,8 @@ class KVLayout:
         return max_model_len + (pool_tokens - max_model_len) * self.num_groups * max_model_len // per_sequence
 
     def max_length(self, pool_tokens: int, num_seqs: int, block_size: int) -> int:
-        """Return the length of `num_seqs` sequences that fit where `pool_tokens` fit in all layers, see num_tokens."""
+        """Return the maximum length with which `num_seqs` sequences fit; `pool_tokens` has the same meaning as in
+        num_tokens."""
         length = pool_tokens // num_seqs
         if self.window is None or self.num_groups == 1 or length <= self.window + 2 * block_size:
             return length
@@ -90,20 +95,22 @@ class KVLayout:
         return (pool_tokens * self.num_groups - windowed) // (self.num_groups + (num_seqs - 1) * self.num_full_groups)
 
     def num_outside_window(self, num_tokens: int, block_size: int) -> int:
-        """Return how many first block_size tokens no token after the first `num_tokens` reads in a layer with a window.
+        """Return how many blocks at a sequence's start are outside the window of all tokens after the first
+        `num_tokens`.
 
-        In blocks; 0 if layers without a window are in the same group.
+        Layers with a window no longer read these blocks. 0 if layers without a window are in the same group.
         """
         return 0 if self.window is None else max(num_tokens - self.window + 1, 0) // block_size
 
     def split_entries(self, entries: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-        """Split entries of a block table, the first one of group 0, into blocks without a window and with one."""
+        """Split entries of a block table into blocks of groups without a window and blocks of groups with a window. The
+        first entry must belong to group 0."""
         size = self.num_groups
         full = [block for i, block in enumerate(entries) if i % size < self.num_full_groups]
         return full, [block for i, block in enumerate(entries) if i % size >= self.num_full_groups]
 
     def without_freed(self, entries: Sequence[Block]) -> list[Block]:
-        """Return entries of which those of freed blocks are replaced by a block of the same sequence, if it has one.
+        """Return the entries with each freed block replaced by a block of the same sequence, if it has one.
 
         Attention ignores the contents, but it may read them, and NaN of another sequence would spread.
         """

@@ -13,10 +13,10 @@ _MAX_HEADS = 16
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Heads that each propose one token from the last hidden state of a model."""
+    """Configuration of heads, each of which proposes one token from the last hidden state of a model."""
 
     num_blocks: int
-    """Residual blocks of each head, before its projection to the vocabulary."""
+    """Number of residual blocks in each head, before the projection to the vocabulary."""
 
     @classmethod
     def from_config(cls, config: object, num_tokens: int) -> Self:

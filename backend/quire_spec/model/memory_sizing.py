@@ -16,8 +16,8 @@ def kv_block_bytes(
 ) -> int:
     """Return the bytes of one KV block: keys and values of `block_size` tokens.
 
-    `scale_bytes` is the size of the scale of a key or value; 0 means that keys and values have no scales. `num_layers`:
-    layers in the block, by default all.
+    `scale_bytes` is the size of the scale of a key or value; 0 means that keys and values have no scales. `num_layers`
+    is the number of layers in the block; the default is all layers of the model.
     """
     row_bytes = model_config.head_dim * element_bytes + scale_bytes
     return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
@@ -37,7 +37,8 @@ def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
-    """Return the bytes of a checkpoint's weights, all experts included, without biases and norms (at most 0.2 %)."""
+    """Return the bytes of a checkpoint's weights with all experts, but without biases and norms, which are at most 0.2
+    %."""
     elements = {path: d_in * d_out for path, (d_in, d_out) in linear_sizes(model_config).items()}
     layers = sum(
         sum(elements[path] for path in model_config.layer_linears(layer)) + _expert_elements(model_config, layer)
@@ -54,7 +55,7 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
 
 
 def _expert_elements(model_config: ModelConfig, layer: int) -> int:
-    """Return the elements of a layer's experts (gate, up and down of each) and of their router."""
+    """Return the number of elements in a layer's experts (gate, up and down of each expert) and router."""
     moe, hidden = model_config.moe, model_config.hidden_size
     if moe is None or not moe.layers[layer]:
         return 0
@@ -62,13 +63,15 @@ def _expert_elements(model_config: ModelConfig, layer: int) -> int:
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return input and output size of the modules outside the layers that adapters can change, by name."""
+    """Return by name the input and output size of each module that is outside the layers and that adapters can
+    change."""
     hidden, tokens = model_config.embedding_size, model_config.vocab_size
     return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
 
 
 def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return input and output size of each linear of a layer, by its path within the layer of a checkpoint."""
+    """Return the input and output size of each linear in a layer. The keys are the linears' paths within the layer in a
+    checkpoint."""
     q, kv = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
     inner = model_config.intermediate_size
     sizes = {

@@ -35,8 +35,8 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     embedding_size: int
-    """Width of the embedding and of the output projection's input. Only in some OPT models this differs from
-    hidden_size."""
+    """Width of the embedding and of the output projection's input. It differs from hidden_size only in some OPT
+    models."""
     max_position_embeddings: int
     num_learned_positions: int
     """Number of rows of the table of learned positions; 0 if positions are rotary."""
@@ -141,7 +141,8 @@ class ModelConfig:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read `folder`/config.json. Raises ConfigError as `from_config`, and if the file cannot be read."""
+        """Read `folder`/config.json. Raises ConfigError if the file cannot be read, or if `from_config` rejects its
+        content."""
         return cls.from_config(read_json(folder / "config.json"))
 
     @classmethod

@@ -14,7 +14,7 @@ from quire_spec.model import capabilities
 from quire_spec.model.hf_config import HFConfigReader
 
 FP8_BLOCK = (128, 128)
-"""Number of output and input features in a block of float8_e4m3fn weights; kernels support only this block."""
+"""Number of output and input features in a block of float8_e4m3fn weights; kernels support only this block size."""
 LAYOUT_BY_FORMAT = {
     ("naive-quantized", "float", 8): "fp8",
     ("float-quantized", "float", 8): "fp8",
@@ -23,7 +23,7 @@ LAYOUT_BY_FORMAT = {
     ("pack-quantized", "int", 4): "packed",
     ("pack-quantized", "int", 8): "packed",
 }
-"""Layout of the tensors of a compressed-tensors group, by its format, type and number of bits."""
+"""Maps the format, type and number of bits of a compressed-tensors group to the layout of the group's tensors."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
@@ -98,8 +98,8 @@ class QuantizationScheme:
     def has_kernels(self, tensor_parallel_size: int, has_experts: bool = False) -> bool:
         """Return whether all weights stay quantized in memory on a device that has kernels for quantized weights.
 
-        With act order, a rank's input features belong to many incomplete groups, which the kernels do not support. They
-        do not reorder the inputs of each expert, either.
+        With act order, a rank's input features belong to many incomplete groups, which the kernels do not support. The
+        kernels also do not reorder the inputs of each expert.
         """
         needs_order = tensor_parallel_size > 1 or has_experts
         return all(scheme.has_kernel and not (scheme.has_act_order and needs_order) for _, scheme in self.groups)
@@ -159,7 +159,7 @@ def _for_all(scheme: WeightScheme) -> tuple[tuple[tuple[str, ...], WeightScheme]
 
 
 def _group_block(config: HFConfigReader, key: str) -> tuple[str, tuple[int, int] | None]:
-    """Return strategy and block of a group size; -1 means one group per output feature."""
+    """Return the strategy and the block for a group size; -1 means one group per output feature."""
     if config.get_raw(key) == -1:
         return "channel", None
     return "group", (1, config.get_int(key))

@@ -28,8 +28,8 @@ class RopeConfig:
     """Number of elements at the start of each head that are rotated; the rotation leaves the other elements
     unchanged."""
     factor: float = 1.0
-    """Context extension factor. The type `dynamic` uses it only for positions after max_position_embeddings, which the
-    engine rejects."""
+    """Context extension factor. The type `dynamic` uses this factor only for positions after max_position_embeddings,
+    which the engine rejects."""
     original_max_position: int = 0
     """original_max_position_embeddings: context length before the extension."""
     attention_factor: float = 1.0

@@ -15,7 +15,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 def unsupported_reason(model_config: ModelConfig, size: int) -> str:
-    """Return why a model cannot be split over `size` ranks; empty if it can."""
+    """Return the reason why a model cannot be split over `size` ranks; empty if a split is possible."""
     if model_config.num_heads % size:
         return f"the number of attention heads, {model_config.num_heads}, is not a multiple of {size}"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
@@ -76,17 +76,17 @@ class TensorParallelShard:
 
     @property
     def expert_range(self) -> range:
-        """Indices of the intermediate features of each expert that the rank stores."""
+        """Indices of the intermediate features that the rank stores, the same for each expert."""
         moe = self.local_config.moe
         assert moe is not None
         return range(self.rank * moe.intermediate_size, (self.rank + 1) * moe.intermediate_size)
 
     def output_ranges(self, path: str) -> tuple[range, ...]:
-        """Return the output features that the rank stores of the linear `path` of a layer, in storage order."""
+        """Return which output features of a layer's linear `path` the rank stores, in storage order."""
         return self._ranges(self.model_config.architecture_info.linears[path][1])
 
     def input_ranges(self, path: str) -> tuple[range, ...]:
-        """Return the input features that the rank stores of the linear `path` of a layer, in storage order."""
+        """Return which input features of a layer's linear `path` the rank stores, in storage order."""
         return self._ranges(self.model_config.architecture_info.linears[path][0])
 
     def needs_all_reduce(self, path: str) -> bool:
@@ -94,7 +94,7 @@ class TensorParallelShard:
         return self.size > 1 and self.model_config.architecture_info.linears[path][0] != "hidden"
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
-        """Return the rank's ranges of features of the kind `kind`, see `Architecture.linears`."""
+        """Return the ranges of features that the rank stores, for one kind of features in `Architecture.linears`."""
         local_config, rank = self.local_config, self.rank
         heads, kv_heads, inner = local_config.num_heads, local_config.num_kv_heads, local_config.intermediate_size
         all_q, all_kv = self.model_config.num_heads, self.model_config.num_kv_heads

@@ -4,7 +4,8 @@
 from collections.abc import Mapping
 
 POD_IP_VARIABLE = "POD_IP"
-"""Environment variable with the pod's address; the first address if the pod has an IPv4 and an IPv6 address."""
+"""Environment variable with the pod's address. If the pod has an IPv4 and an IPv6 address, the variable contains the
+first address."""
 ANY_ADDRESS = "0.0.0.0"
 _ANY_ADDRESS_V6 = "::"
 

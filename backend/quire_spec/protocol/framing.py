@@ -18,8 +18,7 @@ from quire_spec.protocol.messages import IpcMessage, decode_message, encode_mess
 
 VERSION = 3
 MAX_FRAME_BYTES = 256 * 2**20
-"""Maximum length of a frame, more than that of any accepted prompt. A larger length means that the stream is
-corrupt."""
+"""Maximum length of a frame; every accepted prompt is shorter. A larger length means that the stream is corrupt."""
 
 HEAD_BYTES = 256
 """Number of bytes of an oversize frame that `on_oversize` gets: enough for the message's type and id."""
@@ -34,7 +33,7 @@ def encode_frame(message: IpcMessage) -> bytes:
 
 
 class FrameDecoder:
-    """Incremental decoder from chunks of bytes to messages.
+    """Decoder that converts received chunks of bytes to messages.
 
     A frame longer than `max_bytes` is oversize. The decoder passes the first HEAD_BYTES and the length of an oversize
     frame to `on_oversize`, and drops the rest. Without `on_oversize`, an oversize frame is an error.

@@ -49,7 +49,7 @@ class GenerateRequest:
     return_token_bytes: bool = False
     """Add the exact bytes to each entry of logprobs whose text is not valid UTF-8."""
     chat: dict[str, Any] | None = None
-    """Instead of a prompt: a conversation, {messages, tools, documents, add_generation_prompt, continue_final_message,
+    """Conversation in place of a prompt: {messages, tools, documents, add_generation_prompt, continue_final_message,
     template_kwargs}. The text process renders it with the chat template of the checkpoint."""
     api_key_name: str = ""
     """Name of the API key that the client used, for the metrics; empty without keys."""
@@ -366,6 +366,6 @@ def decode_message(payload: Any) -> IpcMessage:
 
 
 def _encode_sequence_delta(result: SequenceDelta) -> tuple[Any, ...]:
-    """Encode a delta without default values at its end, because nearly all deltas contain only token ids."""
+    """Encode a delta; default values at its end are omitted, because nearly all deltas contain only token ids."""
     values = _FIELD_GETTERS[SequenceDelta](result)
     return values if values[2:] != _SEQUENCE_DELTA_DEFAULTS else values[:2]

@@ -19,7 +19,7 @@ class OutputParsing:
 
     tool_choice: str = "none"
     """none: tool calls stay in the text; auto: the model decides; required: at least one tool call; function: a call of
-    the field `function`."""
+    the function in the field `function`."""
     function: str | None = None
     parallel_tool_calls: bool = True
     """False: all tool calls except the first are dropped."""
@@ -89,7 +89,7 @@ class ParsedOutput:
 
 
 def merge_events(events: Iterable[Event]) -> ParsedOutput:
-    """Merge the events of an output to the complete output."""
+    """Merge the events of an output into the complete output."""
     content, reasoning = [], []
     calls: list[tuple[ToolCallStart, list[str]]] = []
     for event in events:
