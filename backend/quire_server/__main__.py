@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the pod supervisor: `python -m quire_server`. Pods of the operator and `quire serve` run it."""
+"""Command line of the pod supervisor: `python -m quire_server`. The operator's pods and `quire serve` run this
+module."""
 
 import argparse
 import asyncio
@@ -262,7 +263,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--verbose", None, bool, "show all log lines of the server", {}),
     ),
 }
-"""By group of options: name, metavar, type (bool: a flag), help text, and other arguments of argparse."""
+"""For each group of options: name, metavar, type (bool: a flag), help text, and other arguments of argparse."""
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -92,7 +92,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return self._adapter_cache.prune(used_digests)
 
     async def _unchanged_record(self, reader: SourceReader, key: str) -> SourceRecord | None:
-        """Return the cached record if the content of the source has not changed; else None."""
+        """Return the cached record if the source's content has not changed, else None."""
         record = self._adapter_cache.record(key)
         if record is None or reader.is_immutable:
             return record
@@ -180,7 +180,7 @@ def _translate_disk_errors() -> Iterator[None]:
 
 
 async def _optional_version(reader: SourceReader, name: str) -> str | None:
-    """Return the version of a file; None if it does not exist."""
+    """Return the version of a file; None if the file does not exist."""
     try:
         return await query_version(reader, name)
     except (FileMissing, AccessDenied):

@@ -24,7 +24,7 @@ class ManagedAdapter:
     generation: int = 0
     """Number that increases with each new catalog. After an increase, the source must be checked again."""
     observed_generation: int = -1
-    """Value of `generation` at the last check of the source."""
+    """Value that `generation` had when the source was last checked."""
     latest: CachedAdapter | None = None
     """Last fetched content of the source in the catalog."""
     latest_source: Source | None = None

@@ -45,10 +45,10 @@ _CONNECTION_RETRY_S = 5.0
 _SECRET_POLL_S = 5.0
 """Seconds between checks of the Secret after a source has denied access."""
 UNLOAD_DELAY_S = 2.0
-"""Seconds for which an adapter without a name stays loaded, because requests on their way to the core use its
-digest."""
+"""Seconds for which an adapter that lost its last name stays loaded, because requests that have not reached the core
+yet use its digest."""
 READINESS_GATE_S = 120.0
-"""Maximum seconds by which adapters that load can delay the readiness of a restarted pod."""
+"""Maximum seconds for which a restarted pod waits for its adapters before it is ready."""
 
 
 class StaleCatalog(InvalidArgument):
@@ -98,7 +98,7 @@ class AdapterManager:
         return self._catalog or AdapterCatalog()
 
     def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Reject an invalid catalog. `replaces` is the digest of a catalog that can be replaced although it is newer.
+        """Reject an invalid catalog. `replaces` is the digest of a newer catalog that can be replaced nevertheless.
 
         Raises:
             ConfigError: an adapter has the name of the base model or of another model.
@@ -118,7 +118,7 @@ class AdapterManager:
             )
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Set the desired state; parameters and errors are those of `check`."""
+        """Set the desired state; the parameters and errors are the same as for `check`."""
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
@@ -142,7 +142,8 @@ class AdapterManager:
         self.on_change()
 
     def refresh(self, name: str) -> None:
-        """Read the source of an adapter again. An error is reported even if the adapter can serve its last content."""
+        """Read the source of an adapter again. If this fails, the error is reported even if the adapter can serve its
+        previous content."""
         adapter = self._adapters[name]
         adapter.latest_source = None
         adapter.set_state(AdapterState.FETCHING)
@@ -158,7 +159,7 @@ class AdapterManager:
         return adapter.state, adapter.failure if adapter.state is AdapterState.FAILED else None
 
     def is_known(self, name: str) -> bool:
-        """Return True for an adapter of the catalog, and for a removed adapter until it is unloaded."""
+        """Return True if the catalog contains the adapter, or if the adapter was removed but is not unloaded yet."""
         return name in self._adapters
 
     def resync(self) -> None:
@@ -259,8 +260,8 @@ class AdapterManager:
         return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
-        """Apply the difference to the desired state. Return the seconds until the next attempt; None: after a
-        change."""
+        """Change the actual state to the desired state. Return the seconds until the next attempt; None: the next
+        attempt follows the next change."""
         adapter.access_denied = False
         if adapter.permanent_failure:
             reactivated = await self._reactivate_previous(adapter)
@@ -298,7 +299,7 @@ class AdapterManager:
         return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
-        """Serve the previous content after its replacement has failed. Return False if this also failed."""
+        """Serve the previous content after its replacement has failed. Return False if serving it also failed."""
         try:
             if adapter.active is not None:
                 await self._activate(adapter, adapter.active)
@@ -356,7 +357,8 @@ class AdapterManager:
             adapter.fetch_task = None
 
     async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
-        """Load the adapter, then publish its name, then load its model, so that each published name has its adapter."""
+        """Load the adapter, then publish its name, then load its model. Therefore each published name has a loaded
+        adapter."""
         core, text, server = self._handles.require_all()
         pinned = self._is_pinned(content.digest)
         async with self._adapter_load_semaphore:
@@ -408,7 +410,8 @@ class AdapterManager:
             self._spawn(self._publish_names(), "publish empty catalog")
 
     async def _publish_names(self) -> None:
-        """Send the names to the text process, even an empty list; until then it reports unknown names as not ready."""
+        """Send the names to the text process, even if the list is empty. Before it gets a list, the text process
+        reports unknown names as not ready."""
         if (text := self._handles.text) is not None:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
@@ -463,7 +466,8 @@ class AdapterManager:
         return self.digests_in_use() | (text.published_digests if text is not None else set())
 
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
-        """Reconcile the other adapter names of the previous content, because their pinning can change."""
+        """Reconcile the other adapter names that have the previous content, because the replacement can change its
+        pinning."""
         if previous in (None, replacement):
             return
         self._unload_requested.set()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the adapter catalog at run time, one adapter at a time, for vLLM's routes to load and unload an adapter.
+"""Changes the adapter catalog at run time, one adapter at a time. vLLM's routes that load and unload an adapter use
+this module.
 
 This module checks the location in a request; the adapter manager loads and unloads. The changes are lost when the
 supervisor ends, because no document contains them. Called by the supervisor's control server.
@@ -31,7 +32,7 @@ from quire_spec.errors import InvalidArgument, NotFound, Unavailable, truncated_
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
-"""Maximum seconds of a load, the default timeout of OpenAI's client."""
+"""Maximum seconds of a load; OpenAI's client has the same default timeout."""
 _POLL_S = 0.02
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -125,7 +126,8 @@ class RuntimeAdapters:
         return Source(path=self._local_folder(location))
 
     def _local_folder(self, path: str) -> str:
-        """Return the real path of a folder below an allowed folder; a relative path is searched in each of these."""
+        """Return the real path of a folder below an allowed folder. A relative path is searched in each allowed
+        folder."""
         try:
             for root in self._allowed_paths:
                 folder = (root / path).resolve()

@@ -14,7 +14,7 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 2**16
 _GATEWAY_STATUSES = (502, 503, 504)
-"""Statuses of a server or gateway that cannot serve now. The request is not the cause."""
+"""Statuses with which a server or gateway reports that it cannot serve now. The cause is not the request."""
 
 
 class HttpEndpoint:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A set of many ids in little memory: 64-bit hashes in an open-addressing table.
 
-A million ids need 12 to 24 MB; a set of strings would need 120 MB. With n million ids, two different ids have the same
-hash with a probability of 3e-8 * n**2. The second id is then reported as a duplicate; it is never lost silently.
+A million ids need 12 to 24 MB; in a set of strings they need 120 MB. With n million ids, two different ids have the
+same hash with a probability of 3e-8 * n**2. The second id is then reported as a duplicate; it is never lost silently.
 """
 
 from array import array
@@ -26,7 +26,7 @@ class IdSet:
         return self._slots[self._find(_hash(item))] != 0
 
     def add(self, item: str) -> bool:
-        """Add an id; return False if the set contained it."""
+        """Add an id; return False if the set already contained it."""
         value = _hash(item)
         slot = self._find(value)
         if self._slots[slot]:
@@ -38,7 +38,7 @@ class IdSet:
         return True
 
     def _find(self, value: int) -> int:
-        """Return the slot of `value`; if the table lacks it, return the empty slot for it."""
+        """Return the slot that contains `value`, or the empty slot for it if the table does not contain it."""
         slots, mask = self._slots, len(self._slots) - 1
         slot = value & mask
         while slots[slot] and slots[slot] != value:

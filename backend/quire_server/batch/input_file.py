@@ -19,7 +19,8 @@ from quire_spec.errors import ConfigError
 MAX_LINE_BYTES = 16 * 2**20
 """Maximum bytes of a line, twice the largest body that the OpenAI front accepts by default."""
 WINDOW_LINES = 4096
-"""Number of lines that are sorted together: several hundred lines for each of ten adapters."""
+"""Number of lines that are sorted together. With ten adapters, a window contains several hundred lines for each of
+them."""
 WINDOW_BYTES = 32 * 2**20
 _CHUNK_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
@@ -92,8 +93,8 @@ class InputFile:
         return window
 
     def _read_line(self) -> tuple[bytes, int]:
-        """Return a line and its length; of a line that is too long, only the start. At the end of the file the length
-        is 0."""
+        """Return a line and its length. If the line is too long, only its start is returned. At the end of the file the
+        length is 0."""
         self._number += 1
         line = self._file.readline(MAX_LINE_BYTES + 1)
         length = len(line)

@@ -116,7 +116,7 @@ class LocalEngine:
                 self._ready.clear()
 
     async def _update_ready(self, text: TextHandle) -> None:
-        """Poll whether the text process has a core with all adapters."""
+        """Check whether the text process is connected to a core that has all adapters."""
         if self._ready.is_set():
             return
         try:

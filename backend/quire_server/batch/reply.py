@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reply of an endpoint to one request, and the rule for another attempt of the request. Pure."""
+"""The reply of an endpoint to one request, and the rule that decides whether the request is sent again. Pure."""
 
 import json
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Reply:
         return f"status {self.status}: {message}"[:_MAX_MESSAGE_CHARS]
 
     def rejects_field(self, name: str) -> bool:
-        """Return True if the server does not accept the field `name`."""
+        """Return True if the server rejected the request because it does not accept the field `name`."""
         if self.status not in (400, 422):
             return False
         document = self.json_body()

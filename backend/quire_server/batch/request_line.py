@@ -35,10 +35,10 @@ class BadLine:
     """A line that is not a request."""
 
     id: str
-    """Id from number and digest of the line, so that a corrected line has another id."""
+    """Id made of the line's number and digest, so that a corrected line has another id."""
     custom_id: str | None
     code: str
-    """Error code, as in error files of OpenAI's Batch API."""
+    """Error code, one of those in the error files of OpenAI's Batch API."""
     message: str
 
 

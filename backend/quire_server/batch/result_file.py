@@ -23,7 +23,8 @@ _HEAD = b'{"id": "' + ID_PREFIX.encode()
 
 
 class StorageFailed(Unavailable):
-    """A record could not be written. The file is valid, and the same command continues after the last record."""
+    """A record could not be written. The file is still valid; if the same command runs again, it continues after the
+    last record."""
 
 
 class ResultFile:

@@ -22,7 +22,7 @@ from quire_spec.errors import Unavailable
 MAX_LOST = 4
 """Maximum attempts of a request that end without a response; after that the request counts as the cause and fails."""
 _MAX_LOST_TOGETHER = 2
-"""After this number of lost attempts, only one lost request runs at a time, so that one request cannot fail others."""
+"""After this number of lost attempts, lost requests run one at a time, so that no request makes other requests fail."""
 SYNC_INTERVAL_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class RunnerSettings:
     priority: int = 0
     """Priority of requests without a priority; a higher number runs later. 0 sends no priority."""
     retry_s: float = 600.0
-    """Seconds for which requests are repeated while none of them succeeds."""
+    """Seconds without a successful request after which the run ends with an error."""
 
 
 class BatchRunner:

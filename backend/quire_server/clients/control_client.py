@@ -30,7 +30,7 @@ class ControlClient:
         self.name = name
         """Name of the process, for error messages."""
         self.closed = asyncio.Event()
-        """Event that is set when the connection has ended."""
+        """Event that is set when the connection ends."""
         self._writer = writer
         self._call_ids = itertools.count(1)
         self._pending_calls: dict[int, asyncio.Future[Any]] = {}

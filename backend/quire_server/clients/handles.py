@@ -37,7 +37,7 @@ class CoreHandle:
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
         self.adapters: dict[AdapterDigest, bool] = {}
-        """By digest of a loaded adapter: whether it is pinned."""
+        """Maps the digest of each loaded adapter to whether the adapter is pinned."""
         self._timed_out_loads: set[AdapterDigest] = set()
         """Digests of adapters whose load timed out; the core can still complete such a load."""
         self.started_at = str(status.get("started_at"))
@@ -69,7 +69,7 @@ class CoreHandle:
         return self.adapters.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
-        """Unload an adapter from the core. If it is required again after the lock is acquired, do nothing."""
+        """Unload an adapter from the core. If the adapter is required again when the lock is acquired, do nothing."""
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
@@ -127,7 +127,7 @@ class TextHandle:
                 self.published_digests = set(new_aliases.values())
 
     async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:
-        """Send the names of adapters that are loading and have no alias yet, if these names changed.
+        """Send the names of adapters that are loading and have no alias yet, unless the last call sent the same names.
 
         A name that got an alias can stay in the list, because the alias takes precedence.
         """
@@ -143,8 +143,8 @@ class TextHandle:
         return bool(status.get("core"))
 
     async def metrics(self, page_format: str = "") -> str:
-        """Return the process's metrics in Prometheus's text format. With "vllm_backend" they have vllm_backend's
-        names."""
+        """Return the process's metrics in Prometheus's text format. With the page format "vllm_backend", the metrics
+        have vllm_backend's names."""
         args = {"format": page_format}
         return str((await self.control.call("metrics", args, timeout_s=_METRICS_TIMEOUT_S))["text"])
 
@@ -266,7 +266,7 @@ class ProcessHandles:
 
 @contextlib.contextmanager
 def _translate_unavailable() -> Iterator[None]:
-    """Convert Unavailable, which means that the server does not respond, to ConnectionLost."""
+    """Convert Unavailable to ConnectionLost; in a handle, Unavailable means that the server does not respond."""
     try:
         yield
     except Unavailable as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_server.read_model`: reads facts about a model on a volume, and writes them as termination message.
 
-The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json, and the
-total in the weights' index or the end of the last tensor. It is compressed, because Kubernetes keeps 4096 bytes of it.
+The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json, and
+either the total size in the weights' index or the end offset of the last tensor. It is compressed, because Kubernetes
+keeps 4096 bytes of it.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length, tensor_bytes
 
 EXIT_PERMANENT_FAILURE = 2
-"""Exit code of an error that remains until the files change."""
+"""Exit code of an error that occurs again unless the files change."""
 MAX_MESSAGE_BYTES = 4096
 _MAX_JSON_BYTES = 64 * 2**20
 _OMITTED_CONFIG_KEYS = ("id2label", "label2id", "_name_or_path", "transformers_version")
@@ -85,8 +86,8 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_header(path: Path) -> Any:
-    """Return a header with one tensor, whose end offset is that of the file's last tensor. Return None if the file does
-    not exist."""
+    """Return a header with only one tensor, which ends at the end offset of the file's last tensor. Return None if the
+    file does not exist."""
     try:
         with path.open("rb") as file:
             end = tensor_bytes(json.loads(file.read(header_length(file.read(LENGTH_BYTES)))))

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_RETRY = 1
 EXIT_PERMANENT_FAILURE = 2
-"""Exit code if the source or its Secret is wrong, so that another run would fail again."""
+"""Exit code if the source or its Secret is wrong, so that another run fails, too."""
 
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
@@ -56,12 +56,12 @@ _MAX_BYTES_BY_FILE = {CONFIG_FILE: 64 * 2**20, INDEX_FILE: 64 * 2**20}
 _MAX_NAME_BYTES = 255
 """Maximum length of a file name on common file systems."""
 _MAX_RETRY_AFTER_S = 300.0
-"""Maximum Retry-After in seconds that a download waits for; the hub's rate limits last this long."""
+"""Maximum Retry-After in seconds for which a download waits, because the hub's rate limits last this long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Download a model, and its draft model if there is one; returns the exit code. The report has the commit of the
-    first."""
+    """Download a model, and its draft model if there is one; returns the exit code. The report contains the commit of
+    the main model."""
     args = _parser().parse_args(argv)
     configure_logging()
     targets = [Path(os.path.abspath(into)) for into in args.into]
@@ -118,7 +118,7 @@ async def download(
 
 
 async def _download_one_version(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Download every file, and download files again that changed after they were read."""
+    """Download every file. Files that changed after they were read are downloaded again."""
     for _ in range(MAX_SOURCE_CHANGES):
         file_names = await _download_all(downloader, reader, has_sha256)
         # The files of a commit are of one version.
@@ -132,7 +132,8 @@ async def _download_one_version(downloader: "_ModelDownloader", reader: SourceRe
 
 
 async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Download every file; return their names. `has_sha256` is True if the source has a digest for its weights file."""
+    """Download every file; return their names. `has_sha256` is True if the source declares a digest for its weights
+    file."""
     await downloader.download(CONFIG_FILE)
     file_names = [CONFIG_FILE, *[name for name in OPTIONAL_FILES if await downloader.download_optional(name)]]
     if not await downloader.download_optional(INDEX_FILE):

@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 3
 """Maximum number of consecutive attempts without progress before the download fails."""
 _MIN_PROGRESS_BYTES = 2**16
-"""Minimum bytes of an attempt, or within NO_ANSWER_TIMEOUT_S, that count as progress. A very slow source times out."""
+"""Minimum number of bytes in an attempt, or in each NO_ANSWER_TIMEOUT_S, that counts as progress. Therefore a very slow
+source times out."""
 _FIRST_RETRY_S = 0.25
 MAX_RETRY_AFTER_S = 10.0
-"""Maximum Retry-After in seconds that a download waits for, because other adapters can wait in the queue."""
+"""Maximum Retry-After in seconds for which a download waits, because other adapters can be waiting in the queue."""
 NO_ANSWER_TIMEOUT_S = 60.0
 """Seconds without data after which a read fails, so that a file system or server that hangs cannot block forever."""
 MAX_SOURCE_CHANGES = 3
@@ -49,7 +50,7 @@ class ResumableDownload:
         """`size_limit(name)` returns the maximum size of a file (None: no limit) and a fix for the error message.
 
         `on_size` is called with each file's size if the source reports it. `max_retry_after_s` is the maximum
-        Retry-After that a download waits for.
+        Retry-After for which a download waits.
         """
         self._size_limit, self._on_size, self._max_retry_after_s = size_limit, on_size, max_retry_after_s
 
@@ -142,7 +143,8 @@ class ResumableDownload:
         return await query_version(reader, name)
 
     async def changed_files(self, reader: SourceReader, recorded_versions: Mapping[str, str | None]) -> list[str]:
-        """Return the files whose current version differs from the recorded version, except files without versions.
+        """Return the files whose current version differs from the recorded version. Files without a version are
+        omitted.
 
         Files of two versions can have matching shapes, so the engine would load a mixture without an error.
         """

@@ -3,8 +3,8 @@
 
 If the sender threads are fast enough, there is one response per delta; otherwise one response contains several deltas.
 At most one thread, or the senders' queue, owns a stream at a time. Therefore responses keep their order, and exactly
-one is final. The final response frees the request, so no thread may check it for cancellation then. Independent of the
-server's API; stub_model.py calls it.
+one is final. The final response frees the request; after it, no thread may check the request for cancellation.
+Independent of the server's API; stub_model.py calls it.
 """
 
 import math
@@ -38,7 +38,7 @@ class ResponseStream:
     last_sent: list[OutputDelta] = field(init=False)
     """Last delta of each output that was sent in a response."""
     failed_locally: bool = False
-    """True if the stub ended the request, so that it must notify the text process."""
+    """True if the stub itself ended the request and must therefore notify the text process."""
     sent_at: float = -math.inf
     """Time of the last response, in monotonic seconds."""
     checked_at: float = field(init=False)
@@ -98,7 +98,8 @@ class ResponseStream:
             return self._is_acquired
 
     def _has_sendable(self) -> bool:
-        """Return True if a response can be sent; without streaming, this is True only at the end of the request."""
+        """Return True if a response can be sent. Without streaming, the only response is sent at the end of the
+        request."""
         return bool(self._pending_deltas) and (self._closed or self._is_streaming)
 
     @property

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 NUM_SENDER_THREADS = 4
 """Number of threads that send responses. A send is a blocking round trip of about 0.1 ms. On two cores, 4 threads send
-14,000 responses/s; 16 threads send hardly more."""
+14,000 responses/s, and 16 threads hardly send more."""
 CANCEL_CHECK_INTERVAL_S = 0.1
 """Seconds between cancellation checks of a request, if few requests are open."""
 MAX_CANCEL_CHECKS_PER_S = 100
@@ -46,7 +46,8 @@ runs for up to 0.6 s."""
 MIN_ERROR_DELAY_S = 0.02
 """Minimum age of a request when its error is sent. On a busy machine, release 24.10 aborts about once in some thousand
 errors if a gRPC client that requests real statuses (`triton_grpc_error`) gets an error while the server still receives
-its request. The abort ends the streams of all clients. The preload library prevents it, too, but needs a C compiler."""
+its request. The abort ends the streams of all clients. The preload library also prevents the abort, but needs a C
+compiler."""
 MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
 """Minimum seconds between a response and an error, because the server can still be writing the response."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL

@@ -3,8 +3,8 @@
 
 Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors have the meaning of NVIDIA's
 vllm_backend. Sampling parameters come from the tensor `sampling_parameters` and from request parameters; the tensor
-takes precedence. If the tensor exists, vllm_backend ignores all request parameters. Quire uses those that the tensor
-does not set.
+takes precedence. If the tensor exists, vllm_backend ignores all request parameters. Quire also uses request parameters
+that the tensor does not set.
 
 Source:
 https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
@@ -82,11 +82,10 @@ def parse_request(
 
     Args:
         request_id: id of the message to the text process.
-        model: server model that received the request; the base model, or else an adapter of that name.
-        base: name of the base model.
-        inputs: the request's tensors by name.
-        parameters: the request parameters as JSON text from the server.
-        forwarded_headers: pattern of the headers that the server adds to the parameters; other headers are ignored.
+        model: server model that received the request: the base model, or the adapter of that name. base: name of the
+        base model. inputs: the request's tensors by name. parameters: the request parameters as JSON text from the
+        server. forwarded_headers: pattern of the headers that the server adds to the parameters; other headers are
+        ignored.
 
     Raises:
         InvalidArgument: the message names the tensor or parameter, its value, and the valid values.
@@ -115,9 +114,9 @@ def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta
 
 
 def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """Merge successive deltas of a request into one for each of its outputs.
+    """Merge successive deltas of a request into one delta for each output.
 
-    An output without a delta keeps its state from `last_sent`, without new content.
+    An output without a new delta gets an empty delta with its state from `last_sent`.
     """
     by_output: list[list[OutputDelta]] = [[] for _ in last_sent]
     for delta in deltas:
@@ -165,7 +164,8 @@ def to_output_tensors(
 def error_response(error: QuireError) -> tuple[Code, str]:
     """Return code and message of an error response.
 
-    The message begins with the code, because gRPC clients get the code only on request and HTTP clients always get 400.
+    The message begins with the code. gRPC clients get the code itself only on request, and HTTP clients always get
+    status 400.
     """
     message = f"{error.code}: {error}"
     if len(message) > MAX_ERROR_CHARS:
@@ -256,7 +256,7 @@ def _parse_object(text: str, source_name: str) -> dict[str, Any]:
 
 
 def _pop_string(values: dict[str, Any], name: str) -> str | None:
-    """Remove the string parameter `name` from `values` and return it; None if absent."""
+    """Remove the string parameter `name` from `values` and return it; None if it is absent."""
     value = values.pop(name, None)
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidArgument(f"{name}: must be a string that is not empty, got {truncated_repr(value)}")
@@ -266,7 +266,7 @@ def _pop_string(values: dict[str, Any], name: str) -> str | None:
 
 
 def _pop_int(values: dict[str, Any], name: str) -> int:
-    """Remove an integer parameter from `values` and return it; 0 if absent."""
+    """Remove an integer parameter from `values` and return it; 0 if it is absent."""
     value = values.pop(name, 0)
     try:
         number = int(value) if isinstance(value, str) and len(value) < 20 else value

@@ -33,7 +33,7 @@ RECONNECT_S = 0.1
 _RECV_BYTES = 256 * 1024
 
 _WriterItem = tuple[GenerateRequest | CancelRequests | RequestRejected, bytes] | Literal["lost", "close"]
-"""Item of the writer's queue: a message with its frame, the loss of the connection, or the request to close."""
+"""Item of the writer's queue: a message with its frame, the notice of a lost connection, or the request to close."""
 
 
 class TextClient:
@@ -125,7 +125,7 @@ class TextClient:
 class _Connection:
     """One connection and its open requests.
 
-    Under the lock, either `track` or `_on_disconnect` fails a request, never both.
+    `track` and `_on_disconnect` use a lock, so that only one of them fails a request.
     """
 
     def __init__(
@@ -148,7 +148,8 @@ class _Connection:
         threading.Thread(target=self._read_loop, name="text-reader", daemon=True).start()
 
     def track(self, request_id: int) -> bool:
-        """Register an open request, which fails when this connection ends. Return False if it has already ended."""
+        """Register an open request, which fails when this connection ends. Return False if the connection has already
+        ended."""
         with self._lock:
             if not self.is_closed:
                 self._open_request_ids.add(request_id)

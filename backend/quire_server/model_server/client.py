@@ -45,7 +45,7 @@ class ModelServerClient(AsyncExitStack):
         key: str,
         grpc_certificate: Path | None = None,
     ) -> None:
-        """`grpc_certificate` is the server's own certificate chain; None: gRPC without TLS."""
+        """`grpc_certificate` is the certificate chain of the server; None: gRPC without TLS."""
         super().__init__()
         self._grpc_host_and_port, self._grpc_certificate = grpc_address, grpc_certificate
         self._url = f"http://{format_for_url(http_address[0])}:{http_address[1]}/v2"

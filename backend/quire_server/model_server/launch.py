@@ -38,8 +38,8 @@ SHM_RESERVE_BYTES = 8 * 2**20
 """Reserve in /dev/shm for large prompts, which make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
-"""Environment variable: 1 if the preload library must reject requests that crash the server, else 0. Default: the
-result of `needs_guard`."""
+"""Environment variable: 1 if the preload library must reject requests that crash the server, else 0. If it is not set,
+`needs_guard` decides."""
 _FIRST_FIXED_VERSION = (2, 59)
 """First server version that limits bodies, JSON levels and chunks itself, in release 25.07."""
 
@@ -166,7 +166,7 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
 
 
 def current_interpreter() -> Interpreter:
-    """Return the properties of this process's interpreter on which a stub depends."""
+    """Return the properties of this process's Python interpreter that matter to a stub."""
     get = sysconfig.get_config_var
     python_version = f"{sys.version_info.major}.{sys.version_info.minor}"
     soname = get("INSTSONAME") if get("Py_ENABLE_SHARED") else f"libpython{python_version}.so.1.0"
@@ -320,7 +320,8 @@ def _check_shm(num_models: int) -> None:
 
 
 def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, all_backends: bool) -> Path:
-    """Create a backend folder of links, because the server searches stubs only there and the wheel's folder has none.
+    """Create a backend folder of links. The server searches for stubs only in its backend folder, and the wheel's
+    backend folder has no stubs.
 
     With `all_backends`, the other backends of the installation are also linked.
     """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readiness that the server reports on its own ports: a file that the supervisor writes and preload.c reads.
 
-The server itself checks only that a model is loaded. It reports a model as ready only if this file also does.
+The server itself checks only that a model is loaded. It reports a model as ready only if this file also reports the
+model as ready.
 """
 
 import contextlib

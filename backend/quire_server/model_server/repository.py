@@ -47,8 +47,8 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
 def write_model(repository: Path, name: str, base: str, text_socket: Path, program: str = MODEL_PY) -> Path:
     """Write a model's folder into `repository`, replacing an older one; return the folder.
 
-    The repository API can also load a model without a folder. This is not used, because ensembles cannot call such a
-    model.
+    The repository API can also load a model without a folder. Quire does not use this, because ensembles cannot call a
+    model without a folder.
 
     Raises:
         InvalidArgument: `name` or `base` is not a model name.

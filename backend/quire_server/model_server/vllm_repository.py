@@ -22,7 +22,7 @@ ADAPTERS_FILE = "multi_lora.json"
 _MAX_SERVED_NAMES = 16
 _MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
-"""Settings of config.pbtxt that match the server in any case, or that only name a file."""
+"""Settings of config.pbtxt that need no log message: the server always matches them, or they only name a file."""
 
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
@@ -117,7 +117,7 @@ def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
 
 
 def _adapter_source(model: VllmModelFolder, location: str) -> dict[str, Any] | None:
-    """Return the source of an adapter, or None if the location is not valid.
+    """Return the source of an adapter; None if the location is not valid.
 
     vLLM resolves a relative path against the working directory. Users also write paths relative to the repository. Any
     other location with one slash is a hub id, as in vLLM.

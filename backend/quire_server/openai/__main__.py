@@ -35,8 +35,8 @@ logger = logging.getLogger("quire_server.openai")
 _GRACE_S = 5
 """Seconds for open responses to end after SIGTERM. The supervisor drains the text process before SIGTERM."""
 _KEEP_ALIVE_S = 65
-"""Seconds before an idle connection is closed. Clients and proxies close idle connections earlier, so none sends a
-request during the close."""
+"""Seconds before an idle connection is closed. Clients and proxies close idle connections earlier, so that no client
+sends a request while the front closes the connection."""
 _BACKLOG = 2048
 
 

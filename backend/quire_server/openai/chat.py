@@ -34,9 +34,9 @@ class ConversationFields(GenerationFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     documents: Any = None
-    """List of objects, for chat templates that show documents beside the conversation."""
+    """List of objects, for chat templates that add documents to the conversation."""
     add_generation_prompt: bool | None = None
-    """Whether the template begins an answer; None: the opposite of continue_final_message."""
+    """Whether the template begins an answer; None: only if continue_final_message is false."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -75,7 +75,8 @@ class ChatCompletions:
     async def prepare(
         self, request: HttpRequest, document: dict[str, Any], id_prefix: str
     ) -> tuple[Generation, ChatFields, SamplingParams]:
-        """Check a request, and return its generation before the start; raises ApiError if the request is invalid."""
+        """Check a request, and return its generation, which has not started yet; raises ApiError if the request is
+        invalid."""
         fields, sampling_values = parse_fields(document, ChatFields)
         chat = build_conversation(fields)
         parsing = output_parsing(

@@ -56,7 +56,7 @@ class Completions:
         return Response(await formatter.document(deltas))
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
-        """Return the prompt together with its text, because the response repeats the prompt."""
+        """Return the prompt with its text added, because the response repeats the text."""
         if prompt.text is not None:
             return prompt
         result = await self._client.call("detokenize", {"tokens": prompt.token_ids})
@@ -112,7 +112,8 @@ class CompletionFormatter(Formatter):
         return self._choice(choice, delta, True)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage so far. A request for only the prompt generates a token, which is not counted."""
+        """Return the usage so far. If a request asks only for its prompt, the engine generates a token that is not
+        counted."""
         usage = super().usage()
         if self._omits_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

@@ -68,7 +68,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers with the permission and the delay of a retry."""
+        """Return the headers that tell a client whether and when it can retry."""
         if self.retry_after_s is not None:
             return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
         if self.status == 500:

@@ -76,7 +76,8 @@ class Generation:
         prompts: Sequence[Prompt],
         settings: FrontSettings,
     ) -> None:
-        """`copies` is the number of equal engine requests per prompt. Raises ApiError if there are too many choices."""
+        """`copies` is the number of equal engine requests that each prompt needs. Raises ApiError if there are too many
+        choices."""
         self.id = id_prefix + (fields.request_id or http_request.request_id)[:128]
         self.created = int(time.time())
         self.model = settings.model_names[0] if fields.model is None else fields.model
@@ -128,7 +129,8 @@ class Generation:
                 yield [(choices[request_index * num_outputs + delta.index], delta) for request_index, delta in deltas]
 
     def usage(self) -> dict[str, Any]:
-        """Return the number of tokens so far. A prompt with several equal engine requests is counted once."""
+        """Return the number of tokens so far. If a prompt has several equal engine requests, its tokens are counted
+        once."""
         num_input = sum(self._num_input_tokens[:: self.copies])
         num_output = sum(choice.num_tokens for choice in self.choices)
         return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET routes: the models that requests can name, health, version and metrics."""
+"""The GET routes for health, version, metrics, and the models that requests can name."""
 
 import time
 from importlib.metadata import version

@@ -27,7 +27,7 @@ class FrontSettings:
     admin_key_file: Path | None = None
     """File with the key for loading and unloading adapters; None: adapters cannot be changed."""
     shared_prefix_cache: bool = False
-    """Whether requests of different keys use each other's cached prompts."""
+    """Whether requests with different keys can use the same cached prompts."""
     live: bool = False
     """Whether the live page is served."""
     uses_generation_config: bool = True

@@ -3,8 +3,8 @@
 
 Level-triggered: after each change of a process or an adapter, `run` compares the loaded models with the desired models.
 A model is loaded by its name only, and the server sees only links to folders with unused names. If a model fails, the
-other models do not wait, and it is tried again only after a restart of the server or by the admin port. An ensemble
-can fail because an adapter's model is missing, so it is tried again after each change.
+other models do not wait for it. It is loaded again only after a restart of the server or through the admin port. An
+ensemble can fail because an adapter's model is missing, so the ensemble is loaded again after each change.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class OtherModels:
         self._server: ServerHandle | None = None
         self._statuses: dict[str, OtherModelStatus] = {}
         self._ensembles: dict[str, frozenset[str]] = {}
-        """By ensemble: names of the models that it calls."""
+        """Maps each ensemble to the names of the models that it calls."""
         self._desired: set[str] = set()
         self._gating: set[str] = set()
         self._gate_deadline = 0.0
@@ -94,8 +94,8 @@ class OtherModels:
         return sorted(self._gating) if asyncio.get_running_loop().time() < self._gate_deadline else []
 
     def readiness(self, own: Mapping[str, bool]) -> dict[str, bool]:
-        """Return by model whether it can respond. `own` contains this for Quire's models. An ensemble can respond if
-        all models that it calls can."""
+        """Return by model whether it can respond. `own` contains the same information for Quire's models. An ensemble
+        can respond if all models that it calls can."""
         loaded = {name: status.state is OtherModelState.READY for name, status in self._statuses.items()}
         return {
             name: is_loaded and all(own.get(part, loaded.get(part, True)) for part in self._ensembles.get(name, ()))

@@ -51,7 +51,8 @@ class SupervisorSettings:
     model_repository: Path | None = None
     """Folder of --model-repository, with further models for the server; None if there is none."""
     own_model_folder: Path | None = None
-    """Folder of the model of --vllm-repository, which Quire serves itself, if model_repository contains it."""
+    """Folder of the --vllm-repository model, which Quire serves itself; set if model_repository contains this
+    folder."""
     model_env: frozenset[str] = frozenset()
     """Names of environment variables that the code of the further models gets, beside variables of libraries."""
     server_args: tuple[str, ...] = ()

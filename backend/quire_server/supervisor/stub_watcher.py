@@ -58,7 +58,7 @@ class StubWatcher:
         self._other_repository = other_repository
         self._on_death = on_death
         self._ignored_pids: set[int] = set()
-        """Processes that are not stubs of the server; a scan skips them."""
+        """Ids of processes that are not stubs of the server; a scan skips these processes."""
         self._stubs: dict[int, tuple[int, StubProcess]] = {}
         """By process id: pidfd and stub."""
         self._killed_pids: set[int] = set()
@@ -168,7 +168,8 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
 
 
 def _read_model_name(pid: int, other_repository: Path | None) -> str | None:
-    """Return the model of a stub; empty for a stub without a model; None if the process is not a stub or not yet."""
+    """Return the model of a stub; empty if it has no model; None if the process is not a stub or has not become one
+    yet."""
     try:
         argv = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -108,7 +108,7 @@ class Supervisor:
         return reporting.concat_pages(text, server, reporting.supervisor_metrics(self.status()))
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Apply a new catalog; parameters and errors are those of `AdapterManager.check`."""
+        """Apply a new catalog; the parameters and errors are the same as for `AdapterManager.check`."""
         self._adapter_manager.set_catalog(catalog, replaces)
 
     def _served_models(self) -> list[str]:
@@ -226,7 +226,7 @@ class Supervisor:
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
 
     def _check_required_adapters(self) -> None:
-        """Raise StartupFailed if an adapter that the start requires has failed."""
+        """Raise StartupFailed if an adapter has failed and the start requires all adapters."""
         if self._settings.require_adapters:
             failed = [adapter for adapter in self._adapter_manager.statuses() if adapter.state is AdapterState.FAILED]
             if failed:

@@ -27,7 +27,7 @@ class ApiKeys:
     def __init__(
         self, folder: Path, shares_prefix_cache: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """With `shares_prefix_cache`, requests of different keys can use each other's cached prompts."""
+        """With `shares_prefix_cache`, requests with different keys can use the same cached prompts."""
         self._folder = folder
         self._shares_prefix_cache = shares_prefix_cache
         self._clock = clock

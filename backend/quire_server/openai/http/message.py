@@ -19,7 +19,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 BODY_TIMEOUT_S = 60.0
 """Maximum seconds in which a client must send the body of its request."""
 _MAX_DISCARDED_BODIES = 8
-"""A body that is too large is read up to this multiple of the limit, and discarded."""
+"""If a body is too large, the server reads up to this multiple of the limit and discards the data."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """Pattern of the header traceparent, from the W3C's Trace Context; other values are not logged."""
@@ -51,7 +51,7 @@ class HttpRequest:
     path_arg: str = ""
     """Last part of the path, on a route that accepts any value there."""
     salt_cache: Callable[[str | None], str | None] = _keep
-    """Function that returns the salt of the prefix cache for the salt in the request."""
+    """Function that converts the salt in the request to the salt of the prefix cache."""
     watcher: "asyncio.Task[None] | None" = None
     """Task that waits for the client's disconnect, after the body was read."""
 

@@ -25,7 +25,8 @@ CLOSE_IDLE_AFTER_S = 5.0
 """Seconds after which idle connections of a stopping pod are closed. In a pod, SIGTERM follows later
 (pod_template.PROPAGATION_S)."""
 _CLOSING_CHECK_TICKS = 10
-"""Number of ticks between checks for the closing file: uvicorn updates the headers of responses every tenth tick."""
+"""Number of ticks between checks for the closing file, because uvicorn also updates the headers of responses every
+tenth tick."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/responses: the Responses API of OpenAI without its store, on top of chat completions.
+"""POST /v1/responses: OpenAI's Responses API, implemented with chat completions and without stored responses.
 
 A response is returned complete or as server-sent events, and is not stored.
 """
