@@ -117,13 +117,13 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument(
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the API key"
     )
-    server.add_argument("--priority", type=int, metavar="N", help="priority of requests that have none")
+    server.add_argument("--priority", type=int, metavar="N", help="priority of requests that set no priority")
     server.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="time limit of one request")
     local = parser.add_argument_group("on this machine")
     local.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
     local.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the adapter catalog")
     local.add_argument("--served-name", metavar="NAME", help="model name of the base model")
-    local.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for sockets of this batch alone")
+    local.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for the sockets of only this batch")
     local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for adapters; kept across runs")
     local.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
     local.add_argument("--pvc", dest="pvcs", action="append", default=[], metavar="CLAIM=DIR")

@@ -388,7 +388,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         action="append",
         metavar="JSON",
-        help="spec.model.source, as JSON; give it and --into again for a draft model",
+        help="spec.model.source as JSON; for a draft model, repeat this option and --into",
     )
     parser.add_argument(
         "--into",

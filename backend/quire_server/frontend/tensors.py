@@ -82,10 +82,11 @@ def parse_request(
 
     Args:
         request_id: id of the message to the text process.
-        model: server model that received the request: the base model, or the adapter of that name. base: name of the
-        base model. inputs: the request's tensors by name. parameters: the request parameters as JSON text from the
-        server. forwarded_headers: pattern of the headers that the server adds to the parameters; other headers are
-        ignored.
+        model: server model that received the request: the base model, or the adapter of that name.
+        base: name of the base model.
+        inputs: the request's tensors by name.
+        parameters: the request parameters as JSON text from the server.
+        forwarded_headers: pattern of the headers that the server adds to the parameters; other headers are ignored.
 
     Raises:
         InvalidArgument: the message names the tensor or parameter, its value, and the valid values.

@@ -69,8 +69,8 @@ class ManagedProcess:
             name: name for status and logs.
             start: creates the child process.
             session: runs once per child, calls `mark_ready` when the process serves, and is cancelled when the child
-                ends. If the session returns, the child is killed, and the returned string is the reason. on_change:
-            called on each change of state.
+                ends. If the session returns, the child is killed, and the returned string is the reason.
+            on_change: called on each change of state.
         """
         self.name = name
         self.child: ChildProcess | None = None

@@ -38,8 +38,8 @@ class MoEConfig:
         Args:
             config: reader of config.json.
             uses_experts: see Architecture.uses_experts.
-            defaults: see Architecture.defaults. The architecture uses only keys that `defaults` contains. num_layers:
-            number of layers of the model.
+            defaults: see Architecture.defaults. The architecture uses only keys that `defaults` contains.
+            num_layers: number of layers of the model.
 
         Returns:
             None if no layer has experts.
