@@ -41,8 +41,8 @@ class SourceOptions:
 
 
 def concurrency_key(source: Source) -> str:
-    """Return the host or volume of a source. Reads from one host share a limit, because a host can block all its
-    reads."""
+    """Return the host or volume of a source. All reads from one host share a limit, because a host that hangs blocks
+    all of them."""
     match source:
         case Source(s3=S3Source() as s3):
             return s3.endpoint or "s3"
@@ -90,7 +90,7 @@ class SourceFactory(AsyncExitStack):
         raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's mounted Secret; raises ConfigError as `open_reader`."""
+        """Return a number that changes with the source's mounted Secret; raises ConfigError like `open_reader`."""
         return 0 if source.secret_ref is None else self._mounted_secrets.version(source.secret_ref)
 
     def _pvc_reader(self, pvc: PvcSource) -> SourceReader:

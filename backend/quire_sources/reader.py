@@ -30,7 +30,7 @@ class OpenFile:
     size: int | None
     """Size of the whole file in bytes; None if the source does not report the size."""
     version: str | None
-    """Version, which changes with the content; None if the source has no versions, so that no download resumes."""
+    """Version, which changes with the content. None if the source has no versions; downloads from it cannot resume."""
     chunks: AsyncIterator[bytes]
 
 
@@ -76,7 +76,7 @@ async def read_range(reader: SourceReader, name: str, start: int, max_bytes: int
     """Return up to `max_bytes` bytes of a file from offset `start`; None if the source has no such file.
 
     Raises:
-        NotFound, Unavailable: `SourceReader.open` raised this error, or 60 s have passed (Unavailable).
+        NotFound, Unavailable: the errors of `SourceReader.open`; Unavailable also if the read takes longer than 60 s.
     """
     data, skip = bytearray(), 0
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signed URLs of S3-compatible buckets, and the errors of buckets.
 
-Only the signing of obstore is used. Its reader would send a session token to any host to which a bucket redirects.
+Only obstore's signing is used, because obstore's reader would send a session token to any host to which a bucket
+redirects.
 """
 
 import os
@@ -21,10 +22,11 @@ from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 
 SIGNED_URL_LIFETIME = timedelta(minutes=15)
-"""Lifetime of a signed URL on the bucket's clock, equal to the largest clock difference that AWS accepts."""
+"""Lifetime of a signed URL, measured by the bucket's clock. It is equal to the largest clock difference that AWS
+accepts."""
 _DEFAULT_REGION = "us-east-1"
 _ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
-"""Placeholders for public buckets; the signature is removed from the URL."""
+"""Placeholder credentials for public buckets; the signature made with them is removed from the URL."""
 _AMBIENT_CREDENTIAL_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
