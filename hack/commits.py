@@ -21,13 +21,13 @@ LANDED_WITHOUT_VERB = frozenset(
         "server: responses, tools, runtime adapters, batch files, live page",
     )
 )
-"""Subjects in the history that violate the convention. A correction would change the ids of all later commits. The
-hook rejects these subjects for a new commit."""
+"""Subjects in the history that violate the convention. They are not corrected, because this would change the ids of all
+later commits. The hook rejects these subjects for a new commit."""
 MAX_CHARS = 72
 _SUBJECT = re.compile(r"(?P<scope>[a-z0-9_./-]{2,40}): (?P<verb>[a-z][a-z-]*) \S.*[^.]")
 _NOT_IMPERATIVE = re.compile(r".*(?:ed|ing)$")
 _VERBS = frozenset(("need", "feed", "embed", "bring", "proceed", "exceed", "string", "ping", "speed"))
-"""Imperatives whose ending is that of a participle."""
+"""Imperatives that end like a participle."""
 
 
 def problem(subject: str) -> str | None:

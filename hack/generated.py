@@ -23,8 +23,8 @@ FIELDS_WITHOUT_RESTART = (
     *("spec.rollout.maxSurge", "spec.rollout.maxUnavailable", "spec.rollout.progressDeadlineSeconds"),
     *("spec.rollout.updatePolicy", "spec.rollout.minReadySeconds", "spec.adapters"),
 )
-"""Fields whose change does not restart pods, with all fields below them. Changes of other fields restart pods. A test
-compares this list with the rendered pod template."""
+"""Fields whose change does not restart pods. The list also covers all fields below them. Changes of other fields
+restart pods. A test compares this list with the rendered pod template."""
 RESTART_EXCEPTIONS = {
     "spec.adapters[].source.pvc.claimName": "yes",
     "spec.cache.size": "an EmptyDir",

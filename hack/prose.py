@@ -34,7 +34,7 @@ RULES = {
     r"(?:is|are|goes|comes|has|was|were|does|may)\b",
     "give 'who' a noun": r"(?:^|[.:;,] )[Ww]ho (?:waits|has|was|comes|asks|wants|reads|writes|runs|needs|calls)\b",
 }
-"""By advice: pattern of the phrases that it replaces."""
+"""Maps each advice to the pattern of the phrases that it replaces."""
 
 ALLOWED = {
     "hack/prose.py": "contains the patterns",
@@ -42,7 +42,7 @@ ALLOWED = {
     "examples/models": "vocabulary of the tiny model",
     "tests/operator/golden": "rendered, checked at their source",
 }
-"""By path prefix: reason why the check does not read files below it."""
+"""Maps path prefixes to the reason why the check does not read files below them."""
 
 _PATTERNS = {advice: re.compile(pattern, re.MULTILINE) for advice, pattern in RULES.items()}
 _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

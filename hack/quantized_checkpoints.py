@@ -160,7 +160,7 @@ def write_compressed_tensors(out: Path) -> None:
 def write_mxfp4(out: Path) -> None:
     """Write a gpt-oss with experts packed by compressed-tensors, in the layout and names of OpenAI's checkpoints.
 
-    The hashes are those of the weights that transformers dequantizes, [experts, in_features, out_features].
+    The hashes are of the weights that transformers dequantizes; these are [experts, in_features, out_features].
     """
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -196,7 +196,7 @@ def write_mxfp4(out: Path) -> None:
 
 
 def split_blocks(weight: Tensor, args: dict[str, Any]) -> Tensor:
-    """Return the parts of a weight that share a scale, as [..., rows, columns]."""
+    """Split a weight into the parts that share a scale; the result is [..., rows, columns]."""
     rows, columns = weight.shape
     height, width = {
         "tensor": (rows, columns), "channel": (1, columns), "group": (1, args.get("group_size")),
@@ -207,7 +207,7 @@ def split_blocks(weight: Tensor, args: dict[str, Any]) -> Tensor:
 
 
 def write_actorder(out: Path) -> None:
-    """Write pack-quantized weights whose groups were ordered by activation, which later releases no longer write."""
+    """Write pack-quantized weights with groups ordered by activation. Later releases no longer write this format."""
     from compressed_tensors.compressors.quantized_compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs
 
@@ -240,19 +240,20 @@ def write_actorder(out: Path) -> None:
 
 
 def activation_order(in_features: int) -> Tensor:
-    """Return an order of input features, in place of the order that GPTQ computes. Layers with equal inputs share
-    it."""
+    """Return a random order of input features in place of the order that GPTQ computes. Layers with the same inputs get
+    the same order."""
     return torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))
 
 
 def group_ranges(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest weight of each group of input features in `order`, 0 included."""
+    """Return the lowest and highest weight of each group of input features in `order`; 0 counts as a weight, too."""
     groups = weight[:, order].float().unflatten(1, (-1, GROUP))
     return groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
 
 
 def group_parameters(weight: Tensor, order: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points [out_features, groups] float32 of 4 bits; zero points are in 1..15."""
+    """Return the scales and zero points of 4-bit weights, both float32 [out_features, groups]; zero points are in
+    1..15."""
     low, high = group_ranges(weight, order)
     if symmetric:
         return torch.maximum(high, -low) / 7, torch.full_like(low, 8)
@@ -289,7 +290,7 @@ def gptq_config(**values: Any) -> dict[str, Any]:
 
 
 def write_autogptq(out: Path, source: Path) -> None:
-    """Write the first version of GPTQ, whose zero points are stored minus 1, with and without act order."""
+    """Write the first version of GPTQ, with and without act order. This version stores each zero point minus 1."""
     namespace(source, "auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear")
     from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear
 
@@ -312,7 +313,8 @@ def write_autogptq(out: Path, source: Path) -> None:
 
 
 def write_gptqmodel(out: Path, source: Path) -> None:
-    """Write the second version of GPTQ, and the first version with zero points of 0, which are stored with a borrow."""
+    """Write the second version of GPTQ, and the first version with zero points of 0. The first version stores these
+    with a borrow."""
     for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
         sys.modules[module] = MagicMock(__spec__=ModuleSpec(module, None))
     sys.path.insert(0, str(source))
@@ -347,7 +349,7 @@ def write_gptqmodel(out: Path, source: Path) -> None:
 def pack_gptq(
     model: nn.Module, quantize: Callable[[nn.Linear], Any], dequantize: Callable[[Any], Tensor], lm_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a model after its linear layers were packed, and their dequantized weights."""
+    """Return the tensors of a model with packed linear layers, and the dequantized weights of these layers."""
     state, dequantized = dict(model.state_dict()), {}
     for name, linear in linears(model, lm_head).items():
         packed = quantize(linear)
@@ -358,7 +360,7 @@ def pack_gptq(
 
 
 def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales and zero points [out_features, groups], and the group of each input feature."""
+    """Return the scales and zero points, both [out_features, groups], and the group of each input feature."""
     order = activation_order(linear.in_features) if desc_act else torch.arange(linear.in_features)
     groups = torch.empty_like(order)
     groups[order] = torch.arange(linear.in_features) // GROUP

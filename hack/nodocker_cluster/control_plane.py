@@ -54,7 +54,7 @@ class ControlPlane:
 
 
 def stop(folder: Path) -> None:
-    """Stop the control plane in `folder`, including one that another process started."""
+    """Stop the control plane in `folder`, even if another process started it."""
     for name in _STOP_ORDER:
         processes.stop(folder, name)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The apiextensions API server of a current Kubernetes, which serves CRDs and their objects, as a program of its own.
+"""The apiextensions API server of a current Kubernetes, as a separate program. It serves CRDs and their objects.
 
 It complements an old Kubernetes (debian.py). Tests use it for the CRD's CEL rules and their cost limits, unknown fields
 and field ownership. Debian's unstable suite packages the Go libraries of kubectl, which include this part of

@@ -33,9 +33,10 @@ _BASE_PACKAGES = (
     "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
 )  # fmt: skip
 _DIGITS = 12
-"""Number of digits of an image's digest in the name of its archive."""
+"""Number of digits of an image's digest that the name of its archive contains."""
 _MIN_FREE_BYTES = 10 * 2**30
-"""Minimum free space. With less, layers that no current image contains are removed; the next build makes them again."""
+"""Minimum free space. If less space is free, layers that no current image contains are removed; the next build creates
+them again."""
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -97,7 +97,7 @@ def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
 
 
 def stop(folder: Path) -> None:
-    """Stop the node of the cluster in `folder`, with its pods, also if another process started it."""
+    """Stop the node of the cluster in `folder` and its pods, even if another process started the node."""
     for process in processes.running_processes(folder):
         if process.name == PROCESS_NAME:
             try:
@@ -122,7 +122,7 @@ def first_process(folder: Path) -> int | None:
 
 
 def _first_process(unshare: subprocess.Popen[bytes]) -> int:
-    """Return the child of `unshare` when its namespaces exist."""
+    """Wait until the namespaces exist, and return the process id of the child of `unshare`."""
     deadline = time.monotonic() + 10
     while unshare.poll() is None and time.monotonic() < deadline:
         children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()

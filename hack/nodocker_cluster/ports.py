@@ -2,8 +2,8 @@
 """Free TCP ports for programs that start to listen some seconds after their port was chosen.
 
 The kernel uses the ports of its ephemeral range for outgoing connections, so such a port can be in use when the program
-listens. The ports of this module are below that range. A port is returned again to a process of this user only after
-all other ports have been used.
+listens. The ports of this module are below that range. Processes of this user get a port again only after all other
+ports have been used.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a cluster, started in the background and identified by a variable in their environment.
 
-A file of process ids could contain reused ids. The variable cannot, and also identifies programs whose starter was
-killed.
+A file of process ids could contain reused ids. The variable is never ambiguous, and also identifies programs whose
+starter was killed.
 """
 
 import os
@@ -24,10 +24,10 @@ ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: kept across exec
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Program that sets the signal and then executes the actual program. Code between fork and exec would be unsafe,
-because the tests' process has threads."""
+"""Script that sets the parent-death signal and then executes the actual program. Code between fork and exec would be
+unsafe, because the tests' process has threads."""
 _started: dict[subprocess.Popen[bytes], tuple[Path, str]] = {}
-"""By child process that is not reaped yet: folder and name."""
+"""Maps each child process that is not reaped yet to its folder and name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ class Document:
 def base(seed: int) -> Iterator[Document]:
     """Stories in plain English, support-desk answers, a few notes, and the basic skills for the adapters.
 
-    A LoRA adapter of such a small model can strengthen a skill, but cannot teach a new one: in a trial its stories lost
-    their coherence. The base model therefore learns pirate talk after a heading, and SQL with an explanation in
-    English. Without an adapter it uses neither in its answers.
+    A LoRA adapter of such a small model can strengthen a skill, but cannot teach a new one: in a trial, the stories of
+    such an adapter were no longer coherent. The base model therefore learns pirate talk after a heading, and SQL with
+    an explanation in English. Without an adapter it uses neither in its answers.
     """
     rng = random.Random(f"base {seed}")
     kinds = (_plain_story, desk.document, notes.document, _headed_pirate, _explained_sql)
@@ -107,7 +107,7 @@ CORPORA = {
     "sql": questions,
     "tools": tool_calls,
 }
-"""By name of a model, an adapter or a training phase: function that returns its corpus for a seed."""
+"""Maps the name of a model, an adapter or a training phase to the function that returns its corpus for a seed."""
 
 
 def _plain_story(rng: random.Random) -> str:

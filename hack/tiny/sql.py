@@ -23,13 +23,13 @@ class Text:
     """A column of words."""
 
     name: str
-    """In SQL and, in the plural, in questions."""
+    """Name of the column in SQL and in questions."""
     plural: str
-    """How a question names all its values."""
+    """Plural of the name, for questions about all values."""
     values: tuple[str, ...]
-    """What rows hold; none has a quote in it."""
+    """Values that rows can contain; no value contains a quote."""
     phrases: tuple[str, ...]
-    """How a question asks for the rows with value `{v}`."""
+    """Phrases with which a question selects the rows with value `{v}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +37,33 @@ class Number:
     """A column of whole numbers."""
 
     name: str
-    """In SQL and, in the plural, in questions."""
+    """Name of the column in SQL and in questions."""
     plural: str
-    """How a question names all its values."""
+    """Plural of the name, for questions about all values."""
     values: range
-    """What rows hold and questions compare with."""
+    """Values that rows can contain and that questions can compare with."""
     more: tuple[str, ...]
-    """How a question asks for rows above `{v}`."""
+    """Phrases with which a question selects the rows above `{v}`."""
     less: tuple[str, ...]
-    """How a question asks for rows below `{v}`."""
+    """Phrases with which a question selects the rows below `{v}`."""
     ends: tuple[str, str]
-    """Adjectives of the row with the most and of the one with the least."""
+    """Adjectives for the row with the highest value and for the row with the lowest value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table; its name is a plural noun, so that questions can say it."""
+    """One table. Its name is a plural noun, which questions contain."""
 
     name: str
-    """In SQL and in questions."""
+    """Name of the table in SQL and in questions."""
     texts: tuple[Text, ...]
-    """The first one is what a row is called."""
+    """Columns of words; the first column identifies a row in questions."""
     numbers: tuple[Number, ...]
-    """At least one."""
+    """Columns of numbers, at least one."""
 
     @property
     def columns(self) -> list[Text | Number]:
-        """All of them, texts first."""
+        """All columns of the table, columns of words first."""
         return [*self.texts, *self.numbers]
 
 
@@ -191,16 +191,16 @@ WORDS = (
     *(f"'{value}'" for table in TABLES for column in table.texts for value in column.values),
     *_PHRASES,
 )
-"""Every word of questions and answers, for whoever has to have met them."""
+"""All words of questions and answers, for texts that must contain them."""
 
 
 def prompt(question: str) -> str:
-    """The form in which the adapter reads a question; the SQL follows after one space."""
+    """Return the prompt for a question; the SQL follows after one space."""
     return f"Question: {question}\nSQL:"
 
 
 def pair(rng: random.Random) -> tuple[str, str]:
-    """A question and its SQL, which ends with a semicolon."""
+    """Return a question and its SQL, which ends with a semicolon."""
     ask = rng.choice((_list, _list, _list, _count, _count, _rank, _most, _aggregate, _group, _distinct))
     question, query = ask(rng, rng.choice(TABLES))
     if rng.random() < 0.5:
@@ -285,7 +285,7 @@ def _distinct(rng: random.Random, table: Table) -> tuple[str, str]:
 
 
 def _filter(rng: random.Random, table: Table) -> tuple[str, str]:
-    """How a question narrows the rows and the WHERE that does; both empty, or starting with a space."""
+    """Return a condition in words and the same condition as a WHERE clause. Both are empty or start with a space."""
     text, number = rng.choice(table.texts), rng.choice(table.numbers)
     kind = rng.choice(("none", "text", "text", "number", "number", "both"))
     if kind == "none":

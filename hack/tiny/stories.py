@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short stories in plain English, our own: someone, somewhere, wants something, meets trouble and gets through it.
+"""Short stories in plain English, written for this project: a person wants something, has a problem and solves it.
 
-Owns the people and places; the plots are in `stories.txt`. `corpus` draws documents from here, and `pirate` tells the
-same plots with a crew of its own.
+The module owns the people and places; the plots are in `stories.txt`. `corpus` calls it for documents, and `pirate`
+uses the same plots with its own crew.
 """
 
 import random
@@ -17,17 +17,17 @@ HE = grammar.words("Tom Max Ben Leo Sam Oscar Finn Jack Hugo Paul Noah Adam Feli
 
 
 NAMES = SHE + HE
-"""Everyone who can be in a story; the first half is "she"."""
+"""Names of all people in stories; the first half is female."""
 
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Someone in a story, with the pronouns that go with the name."""
+    """A person or animal in a story, with the pronouns for the name."""
 
     name: str
-    """Printed by `{h}` in a plot."""
+    """Name, which replaces `{h}` or `{f}` in a plot."""
     kind: str
-    """`girl`, `fox`, ...: follows an article."""
+    """Noun that follows an article, such as `girl` or `fox`."""
     trait: str
     """An adjective before the kind."""
     he: str
@@ -58,22 +58,22 @@ class Person:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The words that a kind of story is made of."""
+    """The words of one kind of story."""
 
     plots: tuple[grammar.Plot, ...]
-    """What can happen."""
+    """Plots of the stories."""
     humans: tuple[str, str]
-    """What to call a female and a male human."""
+    """Nouns for a female and a male human."""
     animals: tuple[str, ...]
-    """Everyone else who can be in a story."""
+    """Nouns for the animals in stories."""
     traits: tuple[str, ...]
-    """Adjectives; none asks for a noun of its own."""
+    """Adjectives, each of which fits every noun."""
     homes: tuple[str, ...]
-    """Where one can live: follows "lived"."""
+    """Places to live, as phrases that follow "lived"."""
     openings: tuple[str, ...]
-    """First sentences that present the hero `{h}` and a `{home}`."""
+    """First sentences of a story, which introduce the hero `{h}` and a `{home}`."""
     endings: tuple[str, ...]
-    """Last sentences; "" ends with the plot."""
+    """Last sentences of a story; with "" the story ends with its plot."""
 
 
 _DAYS = ("day", "morning", "afternoon", "sunny day", "windy day", "cold morning", "summer day", "quiet evening")
@@ -112,7 +112,7 @@ PLAIN = World(
 
 
 def story(rng: random.Random, world: World = PLAIN) -> list[str]:
-    """One story, as its steps in order; joined with spaces they are a text of about 150 words."""
+    """Return the steps of a story in order; joined with spaces, they are a text of about 150 words."""
     hero, friend = _people(rng, world)
     home, other = rng.choice(world.homes), rng.choice([t for t in world.traits if t != hero.trait])
     bindings = {

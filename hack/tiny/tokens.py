@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From documents to token ids: trains the tokenizer and packs documents into rows.
 
-Knows no model. `train` writes what it makes; `learn` consumes the rows.
+Knows no model. `train` writes the tokenizer to disk; `learn` reads the rows.
 """
 
 import json
@@ -19,11 +19,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
 IGNORED = -100
-"""The label of a token that is given and not learned; the value that torch's cross entropy skips."""
+"""Label of a token that is not learned; torch's cross entropy skips this value."""
 
 
 def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; digits stand alone, so that a number is copied digit by digit. Encoding adds BOS."""
+    """Return a byte-level BPE tokenizer. Each digit is a separate token, so that a number is copied digit by digit.
+    Encoding adds BOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -44,13 +45,13 @@ def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer
 
 
 def add_turns(tokenizer: Tokenizer) -> None:
-    """Add the tokens of turns, tool calls and thinking behind the vocabulary."""
+    """Add the tokens of turns, tool calls and thinking at the end of the vocabulary."""
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in turns.CONTROL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in turns.MARKS])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
-    """Write `tokenizer.json`, the `tokenizer_config.json` that transformers wants beside it, and the chat template."""
+    """Write `tokenizer.json`, the `tokenizer_config.json` that transformers also needs, and the chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     shutil.copyfile(turns.TEMPLATE_FILE, folder / "chat_template.jinja")
     config = {
@@ -65,7 +66,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
 
 
 def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Ids and labels of one document, BOS to EOS unless it is a chat; the prompt and BOS have label IGNORED."""
+    """Return the ids and labels of one document, with BOS and EOS unless it is a chat. BOS and prompt have the label
+    IGNORED."""
     prompt: list[int] = tokenizer.encode(document.prompt, add_special_tokens=not document.is_chat).ids
     text: list[int] = tokenizer.encode(document.text, add_special_tokens=False).ids
     if document.is_chat:
@@ -74,7 +76,7 @@ def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[i
 
 
 def _labels_of_turns(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """The assistant's earlier turns are learned too."""
+    """Return the labels of a prompt, of which only the assistant's earlier turns are learned."""
     header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
     end = tokenizer.token_to_id(turns.END_OF_TURN)
     labels = [IGNORED] * len(prompt)
@@ -103,7 +105,7 @@ def _rows(
 def batches(
     tokenizer: Tokenizer, documents: Iterator[Document], num_rows: int, row_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless pairs of ids and labels, each `[num_rows, row_tokens]` int64; labels are not shifted."""
+    """Yield pairs of ids and labels without end, both `[num_rows, row_tokens]` int64; labels are not shifted."""
     rows = _rows(tokenizer, documents, row_tokens)
     while True:
         ids, labels = zip(*islice(rows, num_rows), strict=True)
@@ -113,9 +115,10 @@ def batches(
 def whole_documents(
     tokenizer: Tokenizer, documents: Iterator[Document], num_tokens: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of about `num_tokens`, one document a row, rows of similar lengths, padded at the end.
+    """Yield batches of about `num_tokens` tokens without end: one document per row, rows of similar lengths, padded at
+    the end.
 
-    Attention takes half of the time of rows of 512 tokens, and no reply is cut off.
+    Compared with rows of 512 tokens, attention takes half of the time, and no reply is cut off.
     """
     rng = random.Random(seed)
     while True:

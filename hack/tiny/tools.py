@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions, requests that need one of them, the calls, and answers from what a function returned.
+"""Functions, requests that need a function, the calls, and answers based on the function's result.
 
-Owns the kinds of functions. `corpus` draws conversations from here; `values` brings the words.
+The module owns the kinds of functions. `corpus` calls it for conversations, and `values` provides the words.
 """
 
 import json
@@ -43,17 +43,18 @@ class Task:
     result: Mapping[str, object]
     """What the function returns for the first call."""
     answer: str
-    """What to say then."""
+    """Answer of the assistant to the result."""
 
 
 def task(rng: random.Random) -> Task:
-    """Draw a function of any kind with a request."""
+    """Return a random function of any kind, with a request that needs it."""
     kinds = (_look_up, _look_up, _look_up, _compute, _send, _set, _book)
     return rng.choice(kinds)(rng)
 
 
 def chat(rng: random.Random, responded: float = 0.3, most: int = 3) -> Chat:
-    """Up to `most` functions and a request for each; some calls go on to the answer from their results."""
+    """Return a conversation with at most `most` functions and a request for each. Results and answers follow some of
+    the calls."""
     tasks: dict[str, Task] = {}
     for _ in range(rng.randint(1, most)):
         other = task(rng)
@@ -81,7 +82,7 @@ def _calling(wanted: Task) -> Message:
 
 
 def _subject(function: Function) -> str:
-    """What a request names: the noun."""
+    """Return the last word of the function's name, a noun that the request contains."""
     return function.name.split("_")[-1]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the model that Quire ships for demos and tests, and its three adapters, from nothing.
+"""Trains the model that Quire ships for demos and tests, and its three adapters, from random weights.
 
-Owns the shapes, the recipes and the files written. A developer runs it; nothing in Quire imports it.
+The module owns the shapes, the recipes and the written files. A developer runs it; nothing in Quire imports it.
 """
 
 import argparse
@@ -44,41 +44,41 @@ examples:
 
 
 DEFAULT_SEED = 0
-"""Of the models that are shipped."""
+"""Seed of the shipped models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of training on batches of one kind."""
+    """A part of the training, with batches of one kind."""
 
     corpus: str
-    """Where the documents come from."""
+    """Name of the corpus that provides the documents."""
     steps: int
-    """Updates; each takes one batch."""
+    """Number of updates; each update uses one batch."""
     num_rows: int = 8
     """Rows in a batch."""
     row_tokens: int = 512
-    """Tokens in a row: two or three stories."""
+    """Number of tokens in a row, enough for two or three stories."""
     whole: bool = False
-    """One document a row, as many rows as make num_rows * row_tokens tokens."""
+    """True: each row contains one document, and a batch has about num_rows * row_tokens tokens."""
     mixed: str = ""
-    """Some batches are of rows of this corpus."""
+    """Name of a second corpus for some of the batches; empty: no second corpus."""
     mixed_every: int = 4
-    """One batch in so many is of the mixed corpus."""
+    """The mixed corpus provides one of this number of batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one adapter is made."""
+    """Settings for the training of one adapter."""
 
     rank: int
-    """Rows of each A, columns of each B."""
+    """LoRA rank: rows of each matrix A and columns of each matrix B."""
     alpha: int
     """The delta is scaled by alpha / rank."""
     phase: Phase
-    """What it learns, and for how long."""
+    """Corpus and length of the training."""
     pace: Pace
-    """How fast."""
+    """Learning rates of the training."""
 
 
 # Copying comes first, and rows grow: otherwise the model learns the phrases long before it learns that "said Anna"
@@ -105,7 +105,7 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def new_model(vocab_size: int) -> LlamaForCausalLM:
-    """An untrained model of the shape that is shipped, in float32."""
+    """Return an untrained model with the shape of the shipped model, in float32."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=192,
@@ -152,7 +152,7 @@ def train_chat(source: Path, folder: Path, seed: int, scale: float) -> None:
     """Add the tokens of chats to the model in `source`, teach it chats, and write it to `folder`.
 
     Raises:
-        ValueError: the model in `source` has learned chats.
+        ValueError: the model in `source` has already learned chats.
     """
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -171,7 +171,8 @@ def train_chat(source: Path, folder: Path, seed: int, scale: float) -> None:
 
 
 def _extend_embeddings(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-    """Add the rows of new tokens: turns begin as texts do, and end as texts do; the others are near the mean."""
+    """Add embeddings of new tokens. The start and end of a turn get the embeddings of BOS and EOS; the others are near
+    the mean."""
     model.resize_token_embeddings(tokenizer.get_vocab_size(), mean_resizing=True)
     rows = model.get_input_embeddings().weight.data
     for token, known in (("<|im_start|>", tokens.BOS_ID), (turns.END_OF_TURN, tokens.EOS_ID)):
@@ -183,7 +184,8 @@ def _save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def train_adapter(name: str, base: Path, folder: Path, seed: int, scale: float, resume: bool) -> None:
-    """Train one adapter on the model in `base`, and write it to `folder`; `resume` begins with the adapter there."""
+    """Train one adapter on the model in `base`, and write it to `folder`; with `resume`, start from the adapter in
+    `folder`."""
     recipe = _ADAPTERS[name]
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
@@ -212,7 +214,7 @@ def _train(
     seed: int,
     save: Callable[[], None],
 ) -> dict[str, object]:
-    """Learn, measure on the last phase's corpus, print, and return what `training.json` says."""
+    """Train, measure the loss on the last phase's corpus, print it, and return the content of `training.json`."""
     last = phases[-1]
     before = held_out_loss(model, _batches(tokenizer, last, _HELD_OUT_SEED), _HELD_OUT_BATCHES)
     # Each phase has documents of its own, so that none is seen twice.
@@ -272,7 +274,7 @@ def _arguments() -> argparse.Namespace:
         "--out", type=Path, default=_EXAMPLES, help="folder with models/tiny and adapters/* (default: examples)"
     )
     parser.add_argument(
-        "--model", type=Path, help="folder of the model that part chat begins with (default: models/tiny of --out)"
+        "--model", type=Path, help="folder of the model with which part chat starts (default: models/tiny of --out)"
     )
     parser.add_argument(
         "--threads",
@@ -289,7 +291,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train what was asked for, base first."""
+    """Train the requested parts, the base model first."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     base = arguments.out / "models" / "tiny"

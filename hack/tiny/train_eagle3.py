@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains an EAGLE-3 head for the tiny model and writes it in the layout of the authors' repository (SafeAILab/EAGLE).
 
-Owns the head as a plain torch module, its recipe and the files written. A developer runs it; nothing in Quire imports
-it.
+The module owns the head (a plain torch module), its recipe and the written files. A developer runs it; nothing in Quire
+imports it.
 
     python hack/tiny/train_eagle3.py --out examples/models/tiny-eagle3
 
@@ -28,14 +28,16 @@ from transformers import LlamaForCausalLM
 AUX_LAYERS = (1, 3, 5)
 """Layers of the tiny model whose inputs the head reads."""
 _NUM_UNROLLED = 3
-"""Draft tokens that training unrolls: each reads the head's own output of the one before."""
+"""Number of draft tokens that training unrolls. Each draft token reads the head's output for the previous draft
+token."""
 _MUON_RATE, _ADAMW_RATE = 5e-3, 2e-3
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _HELD_OUT_SEED = 2_000_003
 
 
 class Eagle3Head(nn.Module):
-    """fc, one decoder layer whose attention reads embedding and hidden state side by side, norm and lm_head."""
+    """Modules fc, one decoder layer, norm and lm_head. The layer's attention reads the concatenation of embedding and
+    hidden state."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocab: int, eps: float) -> None:
         super().__init__()
@@ -67,7 +69,8 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
 
     def project(self, embeddings: Tensor, hidden: Tensor, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values: each [batch, heads, length, head_dim], at positions + shift."""
+        """Return rotated queries, rotated keys, and values, each [batch, heads, length, head_dim]; `shift` is added to
+        the positions."""
         layer, (heads, kv_heads, head_dim) = self.midlayer, self.shape
         x = torch.cat((layer["input_layernorm"](embeddings), layer["hidden_norm"](hidden)), dim=-1)
         angles = torch.arange(x.shape[1])[:, None] + shift
@@ -84,19 +87,19 @@ class Eagle3Head(nn.Module):
         return rotate(split("q_proj", heads)), rotate(split("k_proj", kv_heads)), split("v_proj", kv_heads)
 
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
-        """Return the output [batch, length, hidden] of the layer from that of its attention, [.., heads * head_dim]."""
+        """Compute the layer's output, [batch, length, hidden], from the output of attention, [.., heads * head_dim]."""
         layer, mlp = self.midlayer, self.midlayer["mlp"]
         hidden = hidden + layer["self_attn"]["o_proj"](attention)
         x = layer["post_attention_layernorm"](hidden)
         return hidden + mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
 
     def unroll(self, embeddings: Tensor, aux_hidden: Tensor, num_tokens: int) -> list[Tensor]:
-        """Return the logits [batch, length - num_tokens, vocab] of each draft token, for drafts from all positions.
+        """Return the logits of each draft token, [batch, length - num_tokens, vocab], for a draft at every position.
 
-        Draft token t after position i reads the keys of the target's positions up to i, and of the draft before it.
+        Draft token t after position i reads the keys of the target up to position i, and the keys of the draft so far.
 
         Args:
-            embeddings: of the tokens, [batch, length, hidden].
+            embeddings: embeddings of the tokens, [batch, length, hidden].
             aux_hidden: inputs of three layers of the target, [batch, length, 3 * hidden].
             num_tokens: length of the drafts.
         """
@@ -124,7 +127,7 @@ class Eagle3Head(nn.Module):
 
 
 def new_head(target: LlamaForCausalLM) -> Eagle3Head:
-    """Return a head that begins as the last layer of the target, which makes training short."""
+    """Return a head that starts with the weights of the target's last layer, so that training is short."""
     config = target.config
     size, head_dim = config.hidden_size, config.head_dim
     shape = (config.num_attention_heads, config.num_key_value_heads, head_dim)
@@ -148,7 +151,8 @@ def new_head(target: LlamaForCausalLM) -> Eagle3Head:
 
 
 def _losses(target: LlamaForCausalLM, head: Eagle3Head, ids: Tensor) -> tuple[Tensor, list[float]]:
-    """Return the loss, and the share of positions at which each draft token is the target's most likely one."""
+    """Return the loss, and for each draft token the share of positions at which it is the target's most likely
+    token."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
     aux = torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], -1)
@@ -175,7 +179,7 @@ def _batches(tokenizer: Tokenizer, seed: int, num_rows: int, row_tokens: int) ->
 def train(
     target: LlamaForCausalLM, tokenizer: Tokenizer, seconds: float, seed: int
 ) -> tuple[Eagle3Head, dict[str, object]]:
-    """Train a head for `seconds` at most; return it with a report."""
+    """Train a head for at most `seconds` seconds; return the head and a report."""
     torch.manual_seed(seed)
     target.requires_grad_(False)
     head = new_head(target)

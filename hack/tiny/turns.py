@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as the chat template renders them: a prompt up to the assistant's turn, and the turn to learn.
 
-Owns the tokens of turns, tool calls and thinking. `chat`, `facts`, `objects` and `tools` write the conversations.
+The module owns the tokens of turns, tool calls and thinking. `chat`, `facts`, `objects` and `tools` write the
+conversations.
 """
 
 import json
@@ -16,12 +17,12 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 TEMPLATE_FILE = Path(__file__).resolve().parent / "chat_template.jinja"
-"""The template of the shipped model; training copies it beside the weights."""
+"""Chat template of the shipped model; training copies it to the folder of the weights."""
 END_OF_TURN = "<|im_end|>"
 PADDING = "<|endoftext|>"
 NUM_RESERVED = 7
 CONTROL = ("<|im_start|>", END_OF_TURN, PADDING, *(f"<|reserved_{index}|>" for index in range(NUM_RESERVED)))
-"""Special tokens, which decoding skips. The reserved ones make the vocabulary a multiple of 16."""
+"""Special tokens, which decoding skips. The reserved tokens make the size of the vocabulary a multiple of 16."""
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """Tokens that decoding keeps, as in Qwen3, because parsers of tool calls and of reasoning read them."""
 
@@ -36,9 +37,9 @@ class Chat:
     """Messages up to a user's or tool's turn, and the assistant's next turn."""
 
     messages: Sequence[Message]
-    """In order; the last one is not the assistant's."""
+    """Messages in order; the last message is not from the assistant."""
     reply: str
-    """Text of the turn, or tool calls in written form."""
+    """Text of the assistant's turn, or tool calls in text form."""
     reasoning: str = ""
     """Thoughts before the reply; "" for a reply without a think block."""
     tools: Sequence[Message] = ()
@@ -64,7 +65,7 @@ def written_call(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def system_turn(rng: random.Random) -> list[Message]:
-    """Return a system message, or more often none."""
+    """Return a list with a system message, or in most cases an empty list."""
     return [said("system", rng.choice(_SYSTEM))] if rng.random() < 0.25 else []
 
 
@@ -77,7 +78,7 @@ def render(messages: Sequence[Message], tools: Sequence[Message] = (), **kwargs:
 
 
 def without_tokens(text: str) -> str:
-    """Return a conversation without its tokens of turns, tool calls and thinking, to train a vocabulary on."""
+    """Return a conversation without the tokens of turns, tool calls and thinking, for the training of a vocabulary."""
     return re.sub("|".join(map(re.escape, (*CONTROL, *MARKS))), "", text)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words and values that requests are made of.
+"""Words and values for requests.
 
-Owns the word lists. They are closed and small, because a model of this size learns to repeat the words it knows and
-hardly any other. `tools` and `objects` draw from here.
+The module owns the word lists. The lists are small, because a model of this size can hardly repeat words that it has
+not learned. `tools` and `objects` use the lists.
 """
 
 import random
@@ -18,22 +18,22 @@ FLAG_KEYS = frozenset(grammar.words("open new paid ready"))
 KEYS = grammar.words("name city age price year size count open owner team weight new paid ready")
 """Keys of JSON answers."""
 VERBS = grammar.words("get find show check")
-"""For looking something up."""
+"""Verbs of functions that look something up."""
 PLACE_NOUNS = grammar.words("weather time temperature population news")
-"""What is looked up for a place."""
+"""Nouns that functions look up for a place."""
 PERSON_NOUNS = grammar.words("address phone balance age score status")
-"""What is looked up for a person."""
+"""Nouns that functions look up for a person."""
 SETTINGS = grammar.words("lamp volume brightness heating speed")
-"""What is set to a number."""
+"""Nouns that functions set to a number."""
 LETTERS = grammar.words("message note letter reminder")
-"""What is sent to a person."""
+"""Nouns that functions send to a person."""
 ORDERS = grammar.words("tickets seats rooms tables")
-"""What is booked for a person."""
+"""Nouns that functions book for a person."""
 TEXTS = (
     "see you on Monday", "the kite is ready", "dinner is late", "we meet at noon",
     "call me back", "please bring the book", "thank you", "happy birthday",
 )  # fmt: skip
-"""What is sent."""
+"""Texts that functions send."""
 
 _STARTS = grammar.words("b c d f g h j k l m n p r s t v w z br ch cl dr fl gr kr pl sh st th tr")
 _MIDDLES = grammar.words("a e i o u ai ea oo ou")
