@@ -63,7 +63,8 @@ class SourceReader(Protocol):
     def open(
         self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
     ) -> AbstractAsyncContextManager[OpenFile]:
-        """Read a file from offset `start` if it still has `version` (None: any version), else from its beginning.
+        """Read a file from offset `start` if it still has `version` (None: any version); otherwise read it from its
+        beginning.
 
         `chunks` contains at least `num_bytes` bytes from `start`, unless the file is shorter; None reads to the end.
 

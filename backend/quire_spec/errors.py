@@ -44,7 +44,7 @@ class ConfigError(InvalidArgument):
 
 
 class NotFound(QuireError):
-    """No object has that name."""
+    """There is no object with the requested name."""
 
     code = Code.NOT_FOUND
 

@@ -37,8 +37,8 @@ adapters on other hosts."""
 _MAX_TOTAL_FETCHES = 32
 _MAX_ADAPTER_LOADS = 4
 _MAX_MODEL_LOADS = 6
-"""Maximum concurrent loads of server models. The server starts a process for each; more would only compete for the
-CPU."""
+"""Maximum concurrent loads of server models. The server starts a process for each load, and more processes only compete
+for the CPU."""
 _FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 300.0
 _CONNECTION_RETRY_S = 5.0

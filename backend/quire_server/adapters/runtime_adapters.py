@@ -53,7 +53,7 @@ class RuntimeAdapters:
 
         Raises:
             InvalidArgument: name, location or adapter is invalid, or the adapter exists and `in_place` is false.
-            NotFound, Unavailable: the source has no adapter, or does not respond.
+            NotFound, Unavailable: the source has no adapter (NotFound), or does not respond (Unavailable).
         """
         name, source = str(args["name"]), self._source(args["location"])
         check_model_name(name, "lora_name")

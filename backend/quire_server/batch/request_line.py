@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One line of an input file: a request, or the error of an invalid line. Pure; independent of files and servers.
 
-The format is that of OpenAI's Batch API: {"custom_id", "method": "POST", "url", "body"}.
+A line has the format of OpenAI's Batch API: {"custom_id", "method": "POST", "url", "body"}.
 """
 
 import json

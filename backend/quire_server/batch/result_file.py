@@ -3,7 +3,7 @@
 
 One write appends a record. If the process ends during a write, the file ends with an incomplete line, which the next
 start removes. If the disk is full, the incomplete line is removed at once. The file therefore contains only complete
-records. There is no journal beside it.
+records. No separate journal is needed.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ class AdapterCache:
         return self._folder / "adapters" / digest
 
     def record(self, key: str) -> SourceRecord | None:
-        """Return the record of the source's last content if the cache contains this content; else None."""
+        """Return the record of the source's last content; None if the cache does not contain this content."""
         try:
             record = from_json(SourceRecord, json.loads(self._record_path(key).read_text()))
         except (OSError, ValueError, ConfigError):

@@ -131,8 +131,8 @@ class ResumableDownload:
             raise InvalidArgument(f"{reader.display_name(name)}: has at least {size} bytes, the limit is {limit}{hint}")
 
     async def version(self, reader: SourceReader, name: str) -> str | None:
-        """Return a file's current version. Failed queries are repeated, because an error would discard downloaded
-        bytes."""
+        """Return a file's current version. Failed queries are repeated, because downloaded bytes are discarded after an
+        error."""
         for attempt in range(1, _MAX_ATTEMPTS):
             try:
                 return await query_version(reader, name)
@@ -146,7 +146,7 @@ class ResumableDownload:
         """Return the files whose current version differs from the recorded version. Files without a version are
         omitted.
 
-        Files of two versions can have matching shapes, so the engine would load a mixture without an error.
+        The engine can load a mixture of two versions without an error, because their shapes can match.
         """
         current_versions = {
             name: await self.version(reader, name) for name, version in recorded_versions.items() if version is not None

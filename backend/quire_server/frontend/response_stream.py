@@ -2,9 +2,9 @@
 """Open request of a stub: buffers deltas from the text process until a sender thread sends them as one response.
 
 If the sender threads are fast enough, there is one response per delta; otherwise one response contains several deltas.
-At most one thread, or the senders' queue, owns a stream at a time. Therefore responses keep their order, and exactly
-one is final. The final response frees the request; after it, no thread may check the request for cancellation.
-Independent of the server's API; stub_model.py calls it.
+A stream has at most one owner at a time: a thread or the senders' queue. Therefore responses keep their order, and
+exactly one response is final. The final response frees the request; after it, no thread may check the request for
+cancellation. Independent of the server's API; stub_model.py calls it.
 """
 
 import math

@@ -4,9 +4,10 @@
 Every server model of Quire, base and adapter, runs this program in a stub process. It is the only module that uses the
 server's Python API. `execute` never blocks and never raises: a failed request gets its own error response.
 
-Threads of a stub: the server's own, writer and reader of text_client.py, NUM_SENDER_THREADS that send responses, one
-that checks idle requests for cancellation, one that delays early errors, and one that ends the stub with its server.
-This module must not import large packages, because a pod has one stub for the base and one for each exposed adapter.
+Threads of a stub: the server's threads, the writer and the reader of text_client.py, and NUM_SENDER_THREADS threads
+that send responses. One more thread checks idle requests for cancellation, one delays early errors, and one ends the
+stub with its server. This module must not import large packages, because a pod has one stub for the base and one for
+each exposed adapter.
 """
 
 import itertools

@@ -131,7 +131,7 @@ def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDel
 def to_output_tensors(
     deltas: Sequence[OutputDelta], options: OutputOptions, last_sent: Sequence[OutputDelta]
 ) -> dict[str, Array]:
-    """Return the output tensors of one response by name. Each tensor has one element per output of the request.
+    """Return the output tensors of a response, by name. Each tensor has one element per output of the request.
 
     `deltas` is the result of `merge_by_output`, and `last_sent` is its result for the previous response. `output_ids`
     contains the concatenated tokens of all outputs; num_output_tokens contains the lengths.

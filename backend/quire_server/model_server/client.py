@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of the server's repository API and probes on loopback. The supervisor calls it; it is independent of adapters.
 
-Models are loaded over gRPC. Over HTTP, the thread of the connection would load the model. The server uses one thread
-for most HTTP connections, so that their streams would stall during the load.
+Models are loaded over gRPC. Over HTTP, the thread of the connection loads the model. The server uses one thread for
+most HTTP connections, so their streams would stall during the load.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class ModelServerClient(AsyncExitStack):
         """Connect to gRPC with TLS; the server must listen already. Without TLS, do nothing.
 
         Raises:
-            Unavailable: the server does not respond with its certificate.
+            Unavailable: the server does not send its certificate.
         """
         if self._grpc_certificate is None or self._grpc_client is not None:
             return

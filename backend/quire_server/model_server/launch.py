@@ -51,7 +51,7 @@ _MODEL_VARIABLES = re.compile(
     r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
-"""Pattern of environment variables that the code of other models gets: variables of libraries, which contain no
+"""Pattern of environment variables that the code of other models gets. These belong to libraries and contain no
 secrets."""
 
 
@@ -102,8 +102,8 @@ class ServerOptions:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
-    """Whether the server reports GPU metrics. Without a GPU this must be False; the server would log errors about
-    missing NVIDIA libraries."""
+    """Whether the server reports GPU metrics. Without a GPU this must be False, because the server logs errors about
+    missing NVIDIA libraries if it is True."""
     readiness_file: Path | None = None
     """File with the names of ready models (readiness_file.py); None: loaded models are ready."""
     exit_timeout_s: int = 30

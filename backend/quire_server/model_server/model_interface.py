@@ -2,8 +2,8 @@
 """Model interface as data: its tensors and the parameters of a model's config.
 
 repository.py renders the interface for the server; frontend/tensors.py and stub_model.py use it. Names, types and
-shapes are those of NVIDIA's vllm_backend (auto_complete_config), with two differences. text_input is optional, because
-input_ids can replace it. Ids are INT64, because in an INT32 tensor the server silently wraps larger numbers.
+shapes are the same as in NVIDIA's vllm_backend (auto_complete_config), with two differences. text_input is optional,
+because input_ids can replace it. Ids are INT64, because in an INT32 tensor the server silently wraps larger numbers.
 
 Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common part of the formats of completions and chat completions: order of events, envelope, usage."""
+"""Code that formats completions and chat completions alike: order of events, envelope, usage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator

@@ -64,7 +64,7 @@ Deltas = AsyncGenerator[list[tuple[Choice, OutputDelta]], None]
 
 
 class Generation:
-    """A generation request, from its fields to the deltas of its choices."""
+    """A generation request: its fields, its engine requests, and the deltas of its choices."""
 
     def __init__(
         self,

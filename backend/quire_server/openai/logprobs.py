@@ -11,7 +11,7 @@ from typing import Any
 MIN_LOGPROB = -9999.0
 
 Position = Mapping[str, Mapping[str, Any]]
-"""By token id: {logprob, rank, decoded_token}; the sampled token is first."""
+"""Maps token ids to {logprob, rank, decoded_token}; the sampled token is first."""
 
 
 def completion_logprobs(

@@ -45,8 +45,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields of the OpenAI API and of vLLM that this server does not support, with values that have no effect and are
-accepted."""
+"""Fields of the OpenAI API and vLLM that this server does not support. Each has values that are accepted because they
+have no effect."""
 
 MAX_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 1024
@@ -67,7 +67,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """Fields that completions and chat completions share, beside the sampling parameters."""
+    """Fields that completions and chat completions share, in addition to the sampling parameters."""
 
     model: str | None = None
     """Name of the base model or of an adapter; None: the base model."""

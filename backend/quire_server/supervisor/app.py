@@ -148,8 +148,8 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 def _check_ports(settings: SupervisorSettings) -> None:
     """Reject a duplicate port, and a port that is in use.
 
-    For a duplicate port, the server would print its whole usage. It reports a used HTTP port late, and silently shares
-    a used gRPC port.
+    The server itself prints its whole usage if a port is duplicate. It reports a used HTTP port late, and silently
+    shares a used gRPC port.
     """
     flag_by_port: dict[int, str] = {}
     for flag, port in settings.ports.items():

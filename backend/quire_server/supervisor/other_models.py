@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of --model-repository, which the server runs beside Quire's models: loading, unloading and their states.
+"""Loads and unloads the models of --model-repository, which the server runs in addition to Quire's models, and tracks
+their states.
 
 Level-triggered: after each change of a process or an adapter, `run` compares the loaded models with the desired models.
 A model is loaded by its name only, and the server sees only links to folders with unused names. If a model fails, the
@@ -26,7 +27,7 @@ from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError
 logger = logging.getLogger(__name__)
 
 _MAX_LOADS = 6
-"""Maximum concurrent loads. The server starts a process for each load; more would only compete for the CPU."""
+"""Maximum concurrent loads. The server starts a process for each load, and more processes only compete for the CPU."""
 _FAILURES = (InvalidArgument, NotFound)
 
 

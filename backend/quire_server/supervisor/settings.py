@@ -54,7 +54,8 @@ class SupervisorSettings:
     """Folder of the --vllm-repository model, which Quire serves itself; set if model_repository contains this
     folder."""
     model_env: frozenset[str] = frozenset()
-    """Names of environment variables that the code of the further models gets, beside variables of libraries."""
+    """Names of environment variables that the code of the further models gets, in addition to variables of
+    libraries."""
     server_args: tuple[str, ...] = ()
     """Arguments for the server, which parse_server_arguments has accepted."""
     require_adapters: bool = False

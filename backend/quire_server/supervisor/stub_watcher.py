@@ -60,7 +60,7 @@ class StubWatcher:
         self._ignored_pids: set[int] = set()
         """Ids of processes that are not stubs of the server; a scan skips these processes."""
         self._stubs: dict[int, tuple[int, StubProcess]] = {}
-        """By process id: pidfd and stub."""
+        """Maps the process id of each stub to its pidfd and description."""
         self._killed_pids: set[int] = set()
         """Process ids of stubs that `kill_unloaded` killed; their deaths are not reported."""
         self._loop = asyncio.get_running_loop()

@@ -132,7 +132,8 @@ def range_headers(
 
 
 def response_version(response: aiohttp.ClientResponse) -> str | None:
-    """Return a strong ETag, or else Last-Modified. Weak ETags are ignored: they can be equal for different bytes."""
+    """Return the ETag if it is strong; otherwise return Last-Modified. Weak ETags are ignored: they can be equal for
+    different bytes."""
     etag = response.headers.get("ETag")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
 

@@ -20,7 +20,8 @@ def error_from_status(source: str, status: int, headers: Mapping[str, str], code
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Return the delay in seconds of a Retry-After header, at most a day; None if it is neither seconds nor a date.
+    """Return the delay of a Retry-After header in seconds, at most a day; None if the header contains no number and no
+    date.
 
     Source: RFC 9110, section 10.2.3.
     """

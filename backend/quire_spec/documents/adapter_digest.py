@@ -41,8 +41,9 @@ def file_sha256(path: Path) -> bytes:
 def adapter_digest(folder: Path) -> AdapterDigest:
     """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
-    The files are `ADAPTER_FILES`, in order, then the chat template if it exists. The hash covers for each file: length
-    and UTF-8 bytes of its name, length of its content, SHA-256 of its content. Each length has 8 bytes, little-endian.
+    The files are `ADAPTER_FILES`, in order, then the chat template if it exists. For each file, the hash covers the
+    length and UTF-8 bytes of its name, and the length and SHA-256 of its content. Each length has 8 bytes,
+    little-endian.
 
     Raises:
         OSError: a file is missing or cannot be read.

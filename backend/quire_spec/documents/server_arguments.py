@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "rate-limit": (r"(off|execution_count)", "off or execution_count"),
     "rate-limit-resource": (r"[A-Za-z0-9_.-]{1,63}:[1-9][0-9]{0,5}(:[0-9]{1,3})?", "NAME:COUNT or NAME:COUNT:DEVICE"),
 }
-"""By argument name: the pattern of its value, and a description of valid values for error messages."""
+"""For each argument name: the pattern of values, and a description of valid values for error messages."""
 
 HEADER_PATTERNS = ("http-header-forward-pattern", "grpc-header-forward-pattern")
 _FILES = ("grpc-server-cert", "grpc-server-key")

@@ -80,8 +80,8 @@ class EngineConfig:
     with the other ranks. Settings in bytes apply to each rank."""
 
     async_scheduling: bool | None = None
-    """Schedule and launch a step while the previous step computes, so that the device does not wait for the host. A
-    request that ends with a stop token then computes one unused token. None: enabled on a GPU without
+    """Schedule and launch a step while the previous step computes, so that the device does not wait for the host. With
+    async scheduling, a request that ends with a stop token computes one unused token. None: enabled on a GPU without
     speculative_config."""
 
     enable_lora: bool = False
@@ -150,7 +150,7 @@ class EngineConfig:
 
     @property
     def uses_async_scheduling(self) -> bool:
-        """True if a step is launched while the previous one computes."""
+        """True if a step is launched while the previous step computes."""
         if self.speculative_config is not None:
             return False
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling

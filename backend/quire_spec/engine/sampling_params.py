@@ -53,7 +53,7 @@ class SamplingParams:
     """Sample from this number of most likely tokens; 0 or -1 selects all tokens."""
 
     min_p: float = field(default=0.0, metadata=in_range(0.0, 1.0))
-    """Exclude tokens whose probability is less than min_p times that of the most likely token."""
+    """Exclude tokens whose probability is less than min_p times the probability of the most likely token."""
 
     presence_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
     """Subtracted from the logit of each token that occurs in the output; negative values favour repetition."""
@@ -93,8 +93,8 @@ class SamplingParams:
     """Generate further tokens after an end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of most likely tokens whose log probabilities are returned at each position, beside the sampled token.
-    -1: all tokens. The maximum is the engine's max_logprobs."""
+    """Number of most likely tokens whose log probabilities are returned at each position, in addition to the sampled
+    token. -1: all tokens. The maximum is the engine's max_logprobs."""
 
     logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
     """If logprobs is set, log probabilities are returned for these token ids instead of the most likely tokens."""
@@ -180,7 +180,7 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of tokens with log probabilities at each position, beside the sampled token; None: no log
+        """Number of tokens with log probabilities at each position, in addition to the sampled token; None: no log
         probabilities."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 

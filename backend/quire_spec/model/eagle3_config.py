@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an EAGLE-3 head from its config.json, in the layout of SafeAILab/EAGLE or of speculators."""
+"""Configuration of an EAGLE-3 head from its config.json, which has the layout of SafeAILab/EAGLE or speculators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -112,7 +112,8 @@ class KVLayout:
     def without_freed(self, entries: Sequence[Block]) -> list[Block]:
         """Return the entries with each freed block replaced by a block of the same sequence, if it has one.
 
-        Attention ignores the contents, but it may read them, and NaN of another sequence would spread.
+        Attention ignores the contents of these blocks but may read them, so that NaN values of another sequence would
+        spread.
         """
         size = self.num_groups
         return [entries[i - i % size] if i % size >= self.num_full_groups else entries[i] for i in range(len(entries))]

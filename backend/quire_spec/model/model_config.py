@@ -39,7 +39,7 @@ class ModelConfig:
     models."""
     max_position_embeddings: int
     num_learned_positions: int
-    """Number of rows of the table of learned positions; 0 if positions are rotary."""
+    """Number of rows in the table of learned positions; 0 if positions are rotary."""
     ropes: tuple[RopeConfig, ...]
     """Rotary settings of each layer; empty if positions are learned."""
     sliding_windows: tuple[int | None, ...]
@@ -269,7 +269,7 @@ def _ropes(
 
 
 def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:
-    """Return the number at `key` if `defaults` of the architecture contains `key`, else None."""
+    """Return the number at `key`; None if `defaults` of the architecture does not contain `key`."""
     return config.get_float(key) if key in architecture_info.defaults and key in config else None
 
 

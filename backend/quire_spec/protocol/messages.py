@@ -90,7 +90,7 @@ class OutputDelta:
     """For each new token: token id -> {logprob, rank, decoded_token}, in vLLM's form."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
-    """Number of output tokens so far, including those of this delta."""
+    """Number of output tokens so far, including the tokens of this delta."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
@@ -120,7 +120,7 @@ class OutputDelta:
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Merge successive deltas of one output into one."""
+    """Merge successive deltas of one output into one delta."""
     last = deltas[-1]
     if len(deltas) == 1:
         return last
@@ -164,8 +164,8 @@ class SequenceRequest:
     begin_after_token_ids: list[int] = field(default_factory=list)
     """Output tokens after which the grammar begins; empty: the grammar begins with the output."""
     reasoning_marks: list[list[int]] = field(default_factory=list)
-    """Token ids of the begin mark and of the end mark of the reasoning, for params.thinking_token_budget. The begin
-    mark is empty if the output begins inside the reasoning. Without a budget the list is empty."""
+    """Token ids of the marks at the begin and end of the reasoning, for params.thinking_token_budget. The begin mark is
+    empty if the output begins inside the reasoning. Without a budget the list is empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class AccessControl:
             raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with the admin key", "authorization")
 
     def _check_without_keys(self, request: HttpRequest) -> None:
-        """Reject requests of web pages, which could otherwise use the browser of a user on this machine."""
+        """Reject requests of web pages, because a page in the browser of a user on this machine could send them."""
         content_type = request.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if request.method == "POST" and content_type != b"application/json":
             raise ApiError(415, "content-type: must be application/json", "content-type")

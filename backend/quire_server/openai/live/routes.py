@@ -48,7 +48,7 @@ class Live:
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams of events. These streams are endless, so the server would wait for them."""
+        """End all streams of events. The streams are endless, and the server waits for open streams before it stops."""
         self._closed.set()
 
     async def page(self, request: HttpRequest) -> Reply:
