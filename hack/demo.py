@@ -61,7 +61,7 @@ class TableRow:
 
 
 def default_or_free_ports() -> Ports:
-    """Return the usual ports if they are free, otherwise others."""
+    """Return the usual ports if they are free, otherwise other free ports."""
     return Ports(*(port if is_free(port) else free_ports(1)[0] for port in (8000, 8001, 8002, 8003, 8004)))
 
 

@@ -2,8 +2,8 @@
 """Writes the quantized checkpoints of tests/engine/weights/quantized/checkpoints with the programs that define their
 formats.
 
-Each folder contains a random Llama with one layer, or a gpt-oss with two, that one writer quantized; `writer.txt` names
-the writer. `dequantized.json` contains the SHA-256 of each weight after dequantization by the writer's own code. Run
+Each folder contains a random Llama with one layer, or a gpt-oss with two layers. One writer, named in `writer.txt`,
+quantized it. `dequantized.json` contains the SHA-256 of each weight after dequantization by the writer's own code. Run
 the script once for each writer, in an environment with transformers:
 
     python hack/quantized_checkpoints.py compressed-tensors OUT   # pip install compressed-tensors==0.20.0
@@ -370,7 +370,7 @@ def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple
 def write_fbgemm(out: Path, source: Path) -> None:
     """Write weights that FBGEMM quantized per row, with the names of transformers' `fbgemm_fp8`.
 
-    FBGEMM dequantizes only on a GPU, so the hashes are those of the product that its documentation defines.
+    FBGEMM dequantizes only on a GPU, so the hashes are of the product that its documentation defines.
     """
     names = ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gemm")
     namespace(source, *names)

@@ -244,7 +244,7 @@ def _crd_apiserver_flags(folder: Path, port: int, etcd: str, kubeconfig: Path) -
 
 
 def _write_audit_policy(folder: Path) -> Path:
-    """Log the requests of service accounts, without bodies, to compare granted permissions with used ones."""
+    """Log the requests of service accounts without bodies, to compare granted permissions with used permissions."""
     logged = {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]}
     # Kubernetes' own controllers are service accounts too, and busy.
     ignored = {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]}

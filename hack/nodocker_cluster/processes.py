@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a cluster, started in the background and identified by a variable in their environment.
 
-A file of process ids could contain reused ids. The variable is never ambiguous, and also identifies programs whose
-starter was killed.
+A file of process ids is not used, because it could contain reused ids. The variable is never ambiguous, and also
+identifies programs whose starter was killed.
 """
 
 import os

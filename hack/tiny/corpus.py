@@ -40,7 +40,7 @@ def base(seed: int) -> Iterator[Document]:
 
     A LoRA adapter of such a small model can strengthen a skill, but cannot teach a new one: in a trial, the stories of
     such an adapter were no longer coherent. The base model therefore learns pirate talk after a heading, and SQL with
-    an explanation in English. Without an adapter it uses neither in its answers.
+    an explanation in English. Without an adapter it does not use pirate talk and SQL in its answers.
     """
     rng = random.Random(f"base {seed}")
     kinds = (_plain_story, desk.document, notes.document, _headed_pirate, _explained_sql)

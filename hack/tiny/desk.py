@@ -20,5 +20,5 @@ def written(question: str, answer: str) -> str:
 
 
 def document(rng: random.Random) -> str:
-    """Return one exchange in its text form."""
+    """Return a question and its answer in their text form."""
     return written(*exchange(rng))

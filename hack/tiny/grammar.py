@@ -30,7 +30,7 @@ class Plot:
     """Wordings of each step, in the order of the steps."""
 
     def tell(self, rng: random.Random, bindings: Mapping[str, object]) -> list[str]:
-        """Return one wording of each step, in order, with the plot's words and `bindings` in place of names."""
+        """Return one wording of each step, in order; the plot's words and `bindings` replace the names in it."""
         filled = dict(bindings)
         for names, choices in self.words:
             filled.update(zip(names, rng.sample(choices, len(names)), strict=True))

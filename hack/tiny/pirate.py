@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thick pirate talk: stories and support answers as an old sailor would give them.
+"""Thick pirate talk: stories and support answers in the words of an old sailor.
 
 The module owns the crew, the dictionary and the oaths. `stories.txt` and `pirate.txt` contain the plots; `corpus` calls
 the module for the documents of the pirate adapter.

@@ -70,7 +70,7 @@ def system_turn(rng: random.Random) -> list[Message]:
 
 
 def render(messages: Sequence[Message], tools: Sequence[Message] = (), **kwargs: object) -> str:
-    """Render a conversation as transformers does."""
+    """Render a conversation in the same way as transformers."""
     rendered, _ = render_jinja_template(
         [list(messages)], tools=list(tools) or None, chat_template=_template(), **kwargs
     )
