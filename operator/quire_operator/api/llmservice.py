@@ -388,7 +388,7 @@ class LLMService:
 
     @property
     def draft_source(self) -> Source | None:
-        """Source of the draft model or of its heads. On the hub without a token, it gets the token of the model."""
+        """Source of the draft model or of its heads. A hub source without a token gets the token of the model."""
         speculative = self.spec.engine.speculativeConfig
         if speculative is None or speculative.model is None:
             return None

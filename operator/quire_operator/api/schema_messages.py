@@ -32,7 +32,7 @@ _BOUND_MESSAGES = {
 
 
 PathsByName = Mapping[str, Sequence[FieldPath]]
-"""Paths of the fields with each normalized name (`normalize_name`)."""
+"""Paths of fields by their normalized name (`normalize_name`)."""
 
 _VLLM_ALIASES = {
     "maxloras": "maxloaded",
@@ -40,10 +40,10 @@ _VLLM_ALIASES = {
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
 }
-"""By the normalized name of a vLLM engine argument: normalized name of the corresponding field."""
+"""Normalized name of the field that corresponds to each vLLM engine argument, by the argument's normalized name."""
 
 _MAX_SUGGESTED_PATHS = 3
-"""Maximum number of paths with the suggested field name; a name with more paths is too common for a suggestion."""
+"""Maximum number of paths of a suggested field name; a name with more paths is too common for a suggestion."""
 _MAX_UNKNOWN_FIELDS = 50
 """Maximum number of unknown fields of an object that are reported one by one. Each suggestion takes 0.1 ms."""
 
@@ -127,7 +127,7 @@ def closest_match(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def field_paths(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
-    """Yield the path of every field of `schema`, which is at `path`, except fields of list entries."""
+    """Yield the path of every field of the schema at `path`, except fields of list entries."""
     for name, field in schema.get("properties", {}).items():
         yield (*path, name)
         yield from field_paths(field, (*path, name))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML manifests with the line number of each field.
 
-The reader follows kubectl in two points that differ in PyYAML: a duplicate key is an error, and dates and keys are
-strings. Independent of LLMService. Called by the commands and crd.py.
+Like kubectl and unlike PyYAML, the reader rejects duplicate keys and reads dates and keys as strings. Independent of
+LLMService. Called by the commands and crd.py.
 """
 
 import math
@@ -76,7 +76,7 @@ class Manifest:
         return Path.cwd() if self.file == "-" else Path(self.file).resolve().parent
 
     def location(self, path: FieldPath) -> str:
-        """Return file:line of the field; if the file lacks it, of its nearest parent."""
+        """Return file:line of the field, or of its nearest parent if the file does not contain the field."""
         while path not in self.lines and path:
             path = path[:-1]
         return f"{self.file}:{self.lines.get(path, 1)}"

@@ -95,12 +95,17 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("-f", "--file", help="the LLMService to run here; paths in it are relative to its folder")
     where.add_argument("--url", help="instead of -f: a server with the OpenAI API, such as http://localhost:8004")
-    parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one on each line")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help="results, appended as they end"
+        "-i", "--input", type=Path, required=True, metavar="FILE", help="file with one request on each line"
     )
     parser.add_argument(
-        "--error-file", type=Path, metavar="FILE", help="failed lines (default: OUTPUT without suffix + .errors.jsonl)"
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="file to which each result is appended"
+    )
+    parser.add_argument(
+        "--error-file",
+        type=Path,
+        metavar="FILE",
+        help="file for failed lines (default: OUTPUT without suffix + .errors.jsonl)",
     )
     parser.add_argument(
         "--max-inflight",
@@ -112,7 +117,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--retry-timeout",
         type=_parse_seconds,
         metavar="SECONDS",
-        help="stop if no request succeeds for this time (default: 600)",
+        help="seconds without a successful request after which the run stops (default: 600)",
     )
     server = parser.add_argument_group("with --url")
     server.add_argument(
@@ -367,7 +372,8 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "--admin-key-file",
         type=_parse_file,
         metavar="FILE",
-        help="file with the key for the status and for changes of adapters (default: no key, only from this machine)",
+        help="file with the key that clients must send to read the status and to change adapters (default: no key, and "
+        "only clients on this machine are accepted)",
     )
     parser.add_argument(
         "--allow-runtime-lora-updating",

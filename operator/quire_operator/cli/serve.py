@@ -35,9 +35,9 @@ GPU_DEVICE_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Device nodes of NVIDIA's driver, and of the Windows driver under WSL. If one exists, the machine has a GPU."""
 
 REQUIRED_PACKAGES = {"torch": "engine", "tokenizers": "engine", "aiohttp": "server", "quire_server": "server"}
-"""By package that the supervisor or the engine imports: the extra of quire-llm that installs it."""
+"""Packages that the supervisor or the engine imports, each with the extra of quire-llm that installs it."""
 OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai", "msgspec": "openai"}
-"""By package that the OpenAI front imports: the extra of quire-llm that installs it."""
+"""Packages that the OpenAI front imports, each with the extra of quire-llm that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,8 @@ def _hub_token_refs(service: LLMService) -> dict[FieldPath, SecretRef]:
 
 
 def _hub_token_env(local_sources: LocalSources, service: LLMService) -> dict[str, str]:
-    """Return the hub token of the model's Secret as HF_TOKEN, so that the token is in no argument and no file."""
+    """Return the environment variable HF_TOKEN with the hub token of the model's Secret, so that arguments and files do
+    not contain the token."""
     ref = next(iter(_hub_token_refs(service).values()), None)
     if ref is None or local_sources.secrets_dir is None:
         return {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Periodic comparison of the object cache with the API server. It finds watches that stopped without an error.
 
-The comparison lists metadata only. Started by the controller. A lasting difference ends the operator. A deleted
-LLMService that is still cached is only evicted.
+The comparison lists metadata only. Started by the controller. A lasting difference ends the operator. If the cache
+still contains a deleted LLMService, it is evicted, and the operator continues.
 """
 
 import asyncio

@@ -231,7 +231,8 @@ class Controller:
         return self.stale_watch() or self.stuck_service()
 
     def stale_watch(self) -> str:
-        """Return the watch that gets no response from the API server, and for how long; empty if there is none.
+        """Return a text with the name of a stale watch and the seconds since its last response; empty if no watch is
+        stale.
 
         An error is also a response: the watch is retried, and a restart would not help.
         """

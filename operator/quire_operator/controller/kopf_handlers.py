@@ -96,7 +96,7 @@ async def close_operator(memo: kopf.Memo, **_: Any) -> None:
 
 @kopf.on.login(backoff=_LOGIN_RETRY_S)
 async def log_in(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Return an HTTP session for kopf, after the API server serves LLMServices.
+    """Wait until the API server serves LLMServices, and return an HTTP session for kopf.
 
     kopf calls this handler again if the API server rejects the credentials: the token of a pod changes every hour.
     """

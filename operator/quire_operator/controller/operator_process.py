@@ -40,7 +40,8 @@ class OperatorOptions:
     cluster_config: ClusterConfig | None = None
     """Address and credentials of the API server; None: the result of ClusterConfig.from_environment."""
     settings: ControllerSettings = field(default_factory=ControllerSettings)
-    """Settings of the controller. Their operator_peer is ignored and computed from the cluster config."""
+    """Settings of the controller. The field operator_peer is ignored, because it is computed from the cluster
+    config."""
     host: str = ANY_ADDRESS
     port: int = field(default_factory=lambda: int(os.environ.get(PORT_VARIABLE, DEFAULT_PORT)))
     """Port of readiness and metrics; 0: any free port."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reconciler: one pass over one service: read, plan, apply, prune, poll the pods, write the status.
 
-Level-based: a pass starts from the current state, not from events. It can stop at any point, and the next one continues
-from the state it left. It writes nothing if nothing differs. The controller's workers call it.
+Level-based: a pass starts from the current state, not from events. A pass can stop at any point, and the next pass
+continues from the state at that point. A pass writes nothing if nothing differs. The controller's workers call it.
 """
 
 import asyncio

@@ -64,14 +64,14 @@ class StatusWriter:
                 logger.warning("could not write event reason=%s error=%s", event.reason, error)
 
     async def is_newest(self, desired: ParsedService) -> bool:
-        """Whether the API server has no later generation; reads the service and updates the cache."""
+        """Whether `desired` is the latest generation at the API server; reads the service and updates the cache."""
         return await self._fetch(desired) == (desired.uid, desired.generation)
 
     async def check_newest(self, desired: ParsedService) -> None:
         """Check the generation before a write, because a pass over a stale service would undo newer objects.
 
         Raises:
-            StaleService: the API server has a later generation, another service of this name, or no such service. The
+            StaleService: at the API server, the service has a later generation, was replaced, or does not exist. The
                 cache is updated.
         """
         uid, generation = await self._fetch(desired)

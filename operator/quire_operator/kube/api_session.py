@@ -33,7 +33,8 @@ _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
 """Methods of requests that can be sent again. Patches are applies or have preconditions; deletes have a uid."""
 _RETRY_DELAYS_S = (0.2, 1.0)
 _MAX_RETRY_AFTER_S = 2.0
-"""Maximum Retry-After that a request waits for. With a longer one the request fails, and the work queue retries it."""
+"""Maximum Retry-After that a request waits for. With a longer Retry-After the request fails, and the work queue retries
+it."""
 
 Body = dict[str, Any]
 
@@ -84,8 +85,8 @@ class ApiSession:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> Body:
-        """Send a request and return the parsed response. If a retry is safe, a missing response or a server error
-        causes one."""
+        """Send a request and return the parsed response. After a missing response or a server error, the request is
+        sent again if that is safe."""
         data = None if body is None else orjson.dumps(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         for delay_s in (*_RETRY_DELAYS_S, None):

@@ -27,7 +27,7 @@ SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_REREAD_S = 60
 """Seconds after which a token file is read again; the kubelet writes a new token long before the old one expires."""
 _EXPIRY_MARGIN_S = 60
-"""Seconds before its expiry at which the token of a plugin is replaced."""
+"""A plugin's token is replaced this number of seconds before it expires."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,8 @@ class ClusterConfig:
 
     @classmethod
     def from_environment(cls, kubeconfig: str | None = None, context: str | None = None) -> "ClusterConfig":
-        """Read the first that exists: `kubeconfig`, the file in KUBECONFIG, this pod's ServiceAccount, ~/.kube/config.
+        """Read the first of these sources that exists: `kubeconfig`, the file in KUBECONFIG, this pod's ServiceAccount,
+        ~/.kube/config.
 
         Raises:
             ConfigError: none of these exists, or the first that exists is invalid.

@@ -57,7 +57,7 @@ class Discovery:
 
 
 async def is_served(client: ApiClient, resource: Resource) -> bool:
-    """Whether the API server serves a kind now, and both discovery paths that clients use list it.
+    """Whether the API server serves a kind now, and lists it at both discovery paths that clients use.
 
     Raises:
         ApiError: the API server does not respond.

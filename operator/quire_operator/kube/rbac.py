@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RBAC rules of the operator. Tests check that the chart grants exactly these rules, and that the operator uses all.
+"""RBAC rules of the operator. Tests check that the chart grants exactly these rules, and that the operator uses all of
+them.
 
 Server-side apply needs the verb patch for an existing object, and also create for a new object.
 """

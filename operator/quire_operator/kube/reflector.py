@@ -2,7 +2,7 @@
 """Reflector: keeps a copy of all objects of one kind current across lost connections and API server restarts.
 
 A reflector lists, then watches. After a lost connection it continues from the last resourceVersion; if that is
-compacted (410), it lists again. It closes a watch without data for too long: an API server sends a bookmark every
+compacted (410), it lists again. It closes a watch that gets no data for too long: an API server sends a bookmark every
 minute, a dead connection sends nothing. The controller runs a reflector for each child kind and namespace.
 
 kopf does not watch child kinds, for four reasons (measured with 1.45.2). kopf needs 0.7 ms of CPU for an event, the

@@ -7,7 +7,8 @@ from quire_operator.kube.resources import Resource
 
 
 class WatchHeartbeat:
-    """Times of the last data and the last response of one watch: of a kind, in one namespace or in all namespaces."""
+    """Times of the last data and the last response of one watch; it watches one kind, in one namespace or in all
+    namespaces."""
 
     def __init__(self, resource: Resource, namespace: str | None = None) -> None:
         """`namespace` is None for all namespaces."""

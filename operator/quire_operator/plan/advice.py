@@ -21,14 +21,15 @@ from quire_spec.model import capabilities
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 MIN_FULL_LENGTH_REQUESTS = 4
-"""Number of requests of maxModelLen tokens that must fit into the KV cache. A plan with fewer gets LowConcurrency."""
+"""Number of requests of maxModelLen tokens that must fit into the KV cache. A plan with space for fewer requests gets
+LowConcurrency."""
 _LARGE_LORA_DIVISOR = 4
 """The advice suggests fewer adapter slots if the slots use more than 1/4 of the KV cache's size."""
 _RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
     "swapSpace",
 )  # fmt: skip
-"""Optional fields of spec.engine whose values can prevent that a model fits."""
+"""Optional fields of spec.engine whose values can prevent a model from fitting."""
 
 
 def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, str]:

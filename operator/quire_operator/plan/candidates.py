@@ -60,7 +60,7 @@ def generate_candidates(inputs: PlannerInputs) -> Iterator[Candidate]:
 
 
 def best_candidate(inputs: PlannerInputs, candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate with the highest `sort_key` of those that fit; None if none fits."""
+    """Return the fitting candidate with the highest `sort_key`; None if no candidate fits."""
     return max((w for w in candidates if w.max_model_len), key=lambda w: sort_key(inputs, w), default=None)
 
 
@@ -121,7 +121,7 @@ def _utilization(inputs: PlannerInputs, tp: int) -> int:
 def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: int, seqs: int, per_token: int) -> int:
     """Return the bytes for the KV cache on each GPU, or for each process on a CPU.
 
-    If the spec sets a size: return it if it fits, else the missing bytes as a negative number.
+    If the spec sets a size, the result is this size if it fits, else the missing bytes as a negative number.
     """
     pinned = None if inputs.engine.kvCacheMemory is None else to_bytes(inputs.engine.kvCacheMemory)
     if inputs.gpu is not None:

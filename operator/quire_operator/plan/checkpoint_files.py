@@ -21,7 +21,8 @@ from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 T = TypeVar("T")
 Parser: TypeAlias = Callable[[object, object, object], T]
-"""`CheckpointInfo.from_files`, or the same for a draft model: takes config.json, and the index or the header."""
+"""Function that takes config.json, and the index or the header: `CheckpointInfo.from_files`, or its equivalent for a
+draft model."""
 
 MAX_JSON_BYTES = 64 * 2**20
 """Maximum size of config.json or an index; the largest indexes have about 10 MB."""
@@ -49,7 +50,7 @@ async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
 
 
 async def read_checkpoint(reader: SourceReader, parse: Parser[T]) -> T:
-    """Read what a plan needs of the model, and return the result of `parse`.
+    """Read the files of the model that a plan needs, and return the result of `parse` for them.
 
     Raises:
         ConfigError: config.json does not exist, or a file has invalid content.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan needs of a draft model, an EAGLE-3 head or Medusa heads: their memory, and whether they fit the model.
+"""Facts about a draft model, an EAGLE-3 head or Medusa heads that a plan needs: their memory, and whether they fit the
+model.
 
 Pure; checkpoint_files.py reads the files.
 """
@@ -29,7 +30,7 @@ class DraftInfo:
     num_elements: int
     """Weights of the heads; 0 for a draft model."""
     kv_shape: ModelConfig | None
-    """Shape of the KV cache; None: there is none."""
+    """Shape of the KV cache; None if there is no KV cache."""
 
     @classmethod
     def from_files(
@@ -40,7 +41,7 @@ class DraftInfo:
         index: object = None,
         header: object = None,
     ) -> Self:
-        """Return the facts from the parsed files, as `CheckpointInfo.from_files`, for a model of shape `target`.
+        """Return the facts from the parsed files, like `CheckpointInfo.from_files`; `target` is the shape of the model.
 
         Raises:
             ConfigError: a file is invalid, or the weights do not fit the model; the message names the key.
@@ -74,5 +75,5 @@ class DraftInfo:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the files; those of heads are estimated with 2 bytes for each weight."""
+        """Bytes of the files; for heads, they are estimated with 2 bytes for each weight."""
         return self.checkpoint.weights_bytes if self.checkpoint is not None else 2 * self.num_elements

@@ -181,7 +181,7 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "NVIDIA-H200": (143771, (9, 0)),
     "NVIDIA-B200": (183359, (10, 0)),
 }
-"""By product label: memory label (MiB) and compute capability, sorted by memory. Labels of nodes take precedence."""
+"""Memory label (MiB) and compute capability by product label, sorted by memory. Labels of nodes take precedence."""
 
 
 def node_labels(node_list: Any) -> list[dict[str, str]]:

@@ -189,7 +189,8 @@ def kv_layout(inputs: PlannerInputs) -> KVLayout:
 
 
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
-    """Return the KV bytes of one token on each of `tp` devices, or on the first, which has those of a draft model."""
+    """Return the KV bytes of one token on each of `tp` devices. With a draft model, they are those of the first device,
+    which also stores the draft model's."""
     scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
     element, draft = kv_element_bytes(inputs), inputs.draft
     num_layers = kv_layout(inputs).total_layers

@@ -129,7 +129,7 @@ class Plan:
     image: PlannedValue[str]
     """Image of the pods. The plan contains the image, so that an upgrade of the operator does not change it."""
     modelBytes: int
-    """Size of the weights' files, in whole MiB, with those of a draft model."""
+    """Size of the weights' files, including those of a draft model, in whole MiB."""
     kvTokens: int
     fit: FitReason
     advice: str

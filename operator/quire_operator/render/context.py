@@ -21,7 +21,7 @@ class RenderContext:
     available_kinds: frozenset[str] = frozenset()
     """Kinds of OPTIONAL_KINDS that the API server supports."""
     credentials: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By name of each Secret that sources reference: values of the keys that the sources use."""
+    """Values of the keys that sources use, by name of the referenced Secret."""
     operator_peer: Mapping[str, Any] | None = None
     """The operator as a NetworkPolicy peer; None: the policy allows no access to the admin port."""
     owner_uid: str | None = None

@@ -168,7 +168,7 @@ def _to_float(text: str | None) -> float | None:
 
 
 def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
-    """Return the fields that the plan sets. The plan contains the values that the spec sets unchanged."""
+    """Return the fields that the plan sets. Values that the spec sets are unchanged in the plan."""
     if plan is None:
         return {}
     kv, utilization = plan.kvCacheMemory, plan.gpuMemoryUtilization

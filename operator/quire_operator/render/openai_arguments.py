@@ -11,7 +11,7 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.render import object_names
 
 TLS_FILES = {"certfile": "tls.crt", "keyfile": "tls.key"}
-"""By suffix of the option's name: key in a Secret of type kubernetes.io/tls."""
+"""Key in a Secret of type kubernetes.io/tls, by suffix of the option's name."""
 
 
 def openai_arguments(

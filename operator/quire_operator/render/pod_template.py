@@ -25,7 +25,7 @@ from quire_spec.net.addresses import ANY_ADDRESS
 
 SERVER_CONTAINER = object_names.SERVER
 PROPAGATION_S = 10
-"""Seconds before SIGTERM, in which Kubernetes removes the pod from endpoints. The server then rejects new
+"""Seconds of delay before SIGTERM, during which Kubernetes removes the pod from endpoints. The server then rejects new
 connections."""
 STOP_S = 35
 """Seconds after the drain: 5 s for keep-alive connections of clients, and at most 10 s for each of three processes."""

@@ -30,11 +30,11 @@ _MERGE_KEYS: Mapping[str, str] = {
     "volumeMounts": "mountPath",
     "volumes": "name",
 }
-"""By name of each list field that is merged: its merge key."""
+"""Merge key of each list field that is merged, by name of the field."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""By name of each list field with entries of several types: keys that all types have. A patch with another type
-replaces the entry."""
+"""Keys that all types of entries have, by name of the list field; only for list fields with entries of several types. A
+patch with another type replaces the entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:

@@ -29,10 +29,12 @@ ExistingObject = Mapping[str, Any] | CachedObject | None
 """Existing object with the name of a manifest: a cached object, the body of a Secret, or None."""
 
 FreshnessCheck = Callable[[ParsedService], Awaitable[None]]
-"""Function that raises StaleService if the API server has a later generation of the service, or no such service."""
+"""Function that raises StaleService if the service has a later generation at the API server, or does not exist
+there."""
 
 APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
-"""Annotation with the digest of the applied manifest. With it, a later release finds that it renders fewer fields."""
+"""Annotation with the digest of the applied manifest. From this digest, a later release detects that it renders fewer
+fields."""
 
 _ORDERED_KINDS = (
     (
@@ -178,7 +180,8 @@ class Applier:
     ) -> list[tuple[Manifest, ExistingObject]]:
         """Return each manifest with its existing object.
 
-        A manifest of an optional kind that the operator is not allowed to read becomes a rejection of `result`.
+        If the operator is not allowed to read an optional kind, a manifest of this kind is added to the rejections of
+        `result`.
 
         Raises the errors of `_lookup`, but only after all lookups. All objects of a deleted service are then removed in
         one pass. Otherwise each pass would remove one object, with a growing delay between passes.
@@ -278,7 +281,8 @@ class Applier:
         return body
 
     async def _write_secret(self, key: ServiceKey, manifest: Manifest, existing: Mapping[str, Any] | None) -> None:
-        """Write a Secret. A new admin key is created and not applied, because it must not replace an existing key."""
+        """Write a Secret. A Secret with a new admin key is created instead of applied, because the key must not replace
+        an existing key."""
         name = manifest["metadata"]["name"]
         is_superseded = existing is None or self._secrets.is_key_superseded(key, existing)
         is_new_key = is_superseded and name == object_names.admin_secret(key[1])

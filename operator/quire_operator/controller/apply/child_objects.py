@@ -23,7 +23,7 @@ Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
 """Path of spec.podTemplate in a Deployment."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
-"""Kinds that every service has by default (Auto). The status contains no warning if the cluster lacks them."""
+"""Kinds that every service has by default (Auto). If the cluster lacks these kinds, the status contains no warning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ _ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", 
 def is_up_to_date(desired: Any, live: Any, field: str = "", atomic: bool = False) -> bool:
     """Whether `live` contains all values of `desired`.
 
-    `field` is the name of the field with these values. If `atomic`, a list must have no entries that `desired` lacks.
+    `field` is the name of the field with these values. If `atomic`, a list with entries that `desired` does not contain
+    is a difference.
     """
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):

@@ -52,7 +52,7 @@ _JOB_POLL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A source of a service, and what reading it needs."""
+    """A source of a service, and the values that are needed to read it."""
 
     service: LLMService
     uid: str
@@ -60,7 +60,7 @@ class _Request:
     image: str
     """Image of a Job that reads a claim."""
     path: FieldPath
-    """Of the source, in the resource."""
+    """Path of the source in the resource."""
 
     @property
     def source(self) -> Source:
@@ -87,12 +87,12 @@ class CheckpointStore:
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[SourceKey, CheckpointInfo | DraftInfo] = OrderedDict()
         self._backoff: dict[SourceKey, tuple[float, ConfigError | Unavailable]] = {}
-        """By source that is backing off: the time of the next read, and the error of the last read."""
+        """Time of the next read and error of the last read, for each source that is backing off."""
         self._waiting_services: dict[SourceKey, set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
     async def get(self, service: LLMService, uid: str, secrets: SecretValues, image: str) -> CheckpointInfo:
-        """Return the facts of a service's model; a Job that reads a claim runs `image`.
+        """Return the facts of a service's model; `image` is the image of a Job that reads a claim.
 
         Raises:
             NotReadYet: a Job reads the claim; the service is requeued when the Job ends.
@@ -107,7 +107,8 @@ class CheckpointStore:
     async def get_draft(
         self, service: LLMService, uid: str, secrets: SecretValues, image: str, model: CheckpointInfo
     ) -> DraftInfo | None:
-        """Return the facts of a service's draft model, None if it has none; arguments and errors as `get`."""
+        """Return the facts of a service's draft model; None if it has no draft model. Arguments and errors are those of
+        `get`."""
         speculative = service.spec.engine.speculativeConfig
         if speculative is None or speculative.model is None:
             return None
@@ -117,7 +118,8 @@ class CheckpointStore:
         return draft
 
     async def _get(self, request: _Request, variant: tuple[str, ...], parse: Parser[Any]) -> Any:
-        """Return the facts of a source that `parse` returns; `variant` is what they depend on besides."""
+        """Return the result of `parse` for a source; `variant` contains the other values on which the result
+        depends."""
         source, service = request.source, request.service
         namespace = service.namespace or ""
         source_key = (namespace, json.dumps(drop_nulls(to_json(source)), sort_keys=True), *variant)

@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
-"""Timeout for all requests to one pod together. A new adapter must reach every responsive pod within 5 s, and it can
-wait for the previous pass."""
+"""Timeout for all requests to one pod together. A new adapter must reach every responsive pod within 5 s, which include
+a wait for the previous pass."""
 UNRESPONSIVE_TIMEOUT_S = 1.0
 """Timeout for a pod that did not respond to the last visit."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
@@ -79,7 +79,7 @@ class PodAdminClient:
         self._visit_semaphore = asyncio.Semaphore(max_pods)
         self._unresponsive_semaphore = asyncio.Semaphore(_MAX_UNRESPONSIVE_VISITS)
         self._unresponsive_since: dict[str, float] = {}
-        """By pod that did not respond to the last visit: the time of its last visit with TOTAL_TIMEOUT_S."""
+        """For each pod that did not respond to the last visit: the time of its last visit with TOTAL_TIMEOUT_S."""
         # trust_env stays off: there is no proxy between the operator and its pods.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -94,9 +94,9 @@ class PodAdminClient:
         its progress (GET /progress).
 
         All pods with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to
-        it (PUT /adapters), and its status is read again. If the pod's catalog is newer, this requires `replace_newer`:
-        the caller then knows that `catalog` is the newest. None pushes no catalog. A visit takes at most 4 s, and
-        mostly 1 s for unresponsive pods. Errors of a pod are not raised.
+        it (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only with
+        `replace_newer`: the caller then knows that `catalog` is the newest. None pushes no catalog. A visit takes at
+        most 4 s, for unresponsive pods usually 1 s. Errors of a pod are not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._refresh_pod(pod, push, admin_key) for pod in pods)))

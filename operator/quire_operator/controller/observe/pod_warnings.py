@@ -24,8 +24,8 @@ _MAX_PODS_PER_PASS = 4
 """Maximum pods per service for which one pass lists events. Pods of one service usually wait for the same reason."""
 _MAX_CACHED_PODS = 10_000
 _SUMMARY_PREFIXES = ("Unable to attach or mount volumes",)
-"""Prefixes of events that only summarize a cause from another event. The kubelet sends them after two minutes, with
-their parts in changing order."""
+"""Message prefixes of events to skip, because another event already states their cause. The kubelet sends these events
+after two minutes; the order of the parts of their messages changes."""
 
 
 class PodWarnings:
@@ -34,7 +34,7 @@ class PodWarnings:
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
         self._warnings: dict[str, tuple[float, str]] = {}
-        """By uid of a pod: the time of the next list of its events, and the last warning."""
+        """Time of the next list of a pod's events, and the last warning, by uid of the pod."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
         """Return the same pods. If a pod's containers do not start, its `waiting` is the kubelet's warning."""

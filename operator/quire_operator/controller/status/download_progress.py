@@ -92,7 +92,8 @@ def _status_fields(progress: DownloadProgress, now: datetime) -> dict[str, Any]:
 
 
 def _percent(cache: Mapping[str, Any]) -> int:
-    """Return the percentage in the status. If there is none, return a low number, so that the first one is written."""
+    """Return the percentage in the status. If the status contains no percentage, return a low number, so that the first
+    percentage is written."""
     percent = _parse_number(str(cache.get("progress", "")).removesuffix("%"))
     return -MIN_PERCENT_STEP if percent is None else percent
 

@@ -176,7 +176,7 @@ def _explain_result(service: LLMService, result: DownloadReason, message: str) -
 
 
 def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result: DownloadResult | None) -> str:
-    """Return the cause for which a download has not started, as text."""
+    """Return the reason why a download has not started."""
     if observed.claim and is_terminating(observed.claim):
         return (
             f"claim {observed.claim['metadata']['name']} is being deleted, and exists until its last pod ends; then "
@@ -232,7 +232,7 @@ def _describe_source(source: Source) -> str:
 
 
 def _secret_hint(path: FieldPath, source: Source) -> str:
-    """Return a fix that names the Secret, or the field for a Secret if the source has none."""
+    """Return a fix that names the Secret; if the source has no Secret, the fix names the field for it."""
     for source_field, secret_field in (
         ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
     ):  # fmt: skip

@@ -91,8 +91,8 @@ class ObservedState:
     """All observations of a service in one pass."""
 
     deployment: Body | None = None
-    """Deployment of the service, from the response to this pass's apply or from a later event. With an older version,
-    the status would report a rollout as complete before its start."""
+    """Deployment of the service, from the response to this pass's apply or from a later event. With an older version of
+    the Deployment, the status would report a rollout as complete before its start."""
     pods: tuple[PodState, ...] = ()
     """Server pods of the service."""
     job: Body | None = None
@@ -102,7 +102,8 @@ class ObservedState:
     claim: Body | None = None
     """PersistentVolumeClaim with the model."""
     applied_generation: int = 0
-    """Last generation whose objects were all applied. If it is less than the spec's, the apply is incomplete."""
+    """Last generation whose objects were all applied. If it is less than the generation of the spec, the apply is
+    incomplete."""
     unavailable_kinds: tuple[str, ...] = ()
     """Kinds of objects that the spec requests but the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
