@@ -33,9 +33,9 @@ class CelRule:
 
     expression: str
     requirement: str
-    """The requirement: the message of the rule before `; `. Its first word is normally the field to blame."""
+    """The requirement: the part of the rule's message before `; `. Its first word is normally the field to blame."""
     fix: str
-    """The fix: the message of the rule after `; `."""
+    """The fix: the part of the rule's message after `; `."""
 
     @classmethod
     def from_crd(cls, entry: Mapping[str, str]) -> "CelRule":

@@ -54,7 +54,7 @@ class ValidationResult:
 
 
 def find_crd_file() -> Path:
-    """Return the path of the CRD: in the package in an installed wheel, in crds/ in a source tree.
+    """Return the path of the CRD, which is in the package of an installed wheel, or in crds/ of a source tree.
 
     Raises:
         Internal: the CRD is neither in the package nor in crds/.

@@ -36,7 +36,8 @@ class LocalSources:
         return None
 
     def localize(self, source: Source) -> Source:
-        """Return the source for the server's catalog, with absolute paths. Without --secrets-dir it has no Secret.
+        """Return the source for the server's catalog, with absolute paths. Without --secrets-dir, the source has no
+        Secret.
 
         The hub token then comes from this machine's own login (HF_TOKEN, `hf auth login`).
         """
@@ -47,7 +48,8 @@ class LocalSources:
         return source
 
     def iter_problems(self, source: Source, source_path: FieldPath, files: Sequence[str]) -> Iterator[Problem]:
-        """Yield the problems that prevent this machine from reading the source. Its folder must contain `files`."""
+        """Yield the problems that prevent this machine from reading the source. The folder of the source must contain
+        `files`."""
         yield from self._iter_secret_problems(source, source_path)
         if source.pvc is not None and source.pvc.claimName not in self.volumes:
             yield Problem(

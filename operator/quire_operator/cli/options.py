@@ -233,9 +233,13 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire plan` and `quire render` that define the model and the GPU."""
-    parser.add_argument("--gpu", metavar="PRODUCT", help="GPU product, overrides spec.gpu.product")
-    parser.add_argument("--count", type=int, choices=(1, 2, 4, 8), help="GPUs of a replica, overrides spec.gpu.count")
-    parser.add_argument("--nodes", metavar="FILE", help="output of kubectl get nodes -o json; - for standard input")
+    parser.add_argument("--gpu", metavar="PRODUCT", help="GPU product; overrides spec.gpu.product")
+    parser.add_argument(
+        "--count", type=int, choices=(1, 2, 4, 8), help="number of GPUs of a replica; overrides spec.gpu.count"
+    )
+    parser.add_argument(
+        "--nodes", metavar="FILE", help="file with the output of kubectl get nodes -o json; - for standard input"
+    )
     parser.add_argument(
         "--model-config",
         type=Path,
@@ -260,7 +264,7 @@ def add_folder_options(parser: argparse._ActionsContainer) -> None:
         "--secrets-dir",
         type=Path,
         metavar="DIR",
-        help="folder with Secrets as files DIR/SECRET/KEY (default: only HF_TOKEN)",
+        help="folder with Secrets as files DIR/SECRET/KEY (default: no Secrets, only HF_TOKEN)",
     )
 
 
@@ -317,7 +321,7 @@ def add_expose_option(parser: argparse.ArgumentParser) -> None:
         "--expose",
         choices=("http", "grpc", "http,grpc", "none"),
         metavar="PROTOCOLS",
-        help="protocols of the server that clients can reach: http, grpc, http,grpc or none; other ports listen on "
+        help="protocols on which clients can reach the server: http, grpc, http,grpc or none; other ports listen on "
         "loopback (default: spec.runtime.expose, else both)",
     )
 

@@ -51,12 +51,12 @@ class ReconcileResult:
 
     requeue_after_s: float
     backoff: bool = False
-    """True: the next pass has a growing delay."""
+    """True if the delay of the next pass grows with each such result."""
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """State of a service between passes. A restart of the operator loses it without harm."""
+    """State of a service between passes. The loss of this state at a restart of the operator is harmless."""
 
     desired: ParsedService | None = None
     last_inputs: Any = None

@@ -60,7 +60,7 @@ class WorkQueue(Generic[K]):
         self._push(key, due)
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Make a key due after `delay_s` seconds; it replaces an earlier due time. A later add() can shorten the
+        """Make a key due after `delay_s` seconds, in place of an earlier due time. A later add() can shorten the
         delay."""
         self._due_at.pop(key, None)
         self.add(key, delay_s)

@@ -46,7 +46,7 @@ class ApiClient(ApiSession):
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
         self.unsupported_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
-        """By kind: fields that were omitted from manifests, because the API server does not support them."""
+        """Fields that were omitted from manifests, because the API server does not support them, by kind."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """Return one object; raises ObjectNotFound."""

@@ -49,7 +49,7 @@ class GpuInfo:
 
     @property
     def visible_bytes(self) -> int:
-        """Estimate of the memory that CUDA reports: memory_mib minus 640 MiB or 1.1 %.
+        """Estimate of the memory that CUDA reports: memory_mib minus the larger of 640 MiB and 1.1 %.
 
         Label (MiB) and CUDA's value (GiB): L4 23034, 22.03; A10G 23028, 22.06; A100 40960, 39.4 to 39.6; A100 81920,
         79.14 to 79.25; H100 81559, 79.1; H200 143771, 139.7 to 139.8. The estimate is less than each of these values.

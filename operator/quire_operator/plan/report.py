@@ -73,7 +73,7 @@ def render_lines(
 
 
 def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
-    """Return a bar of `width` columns with a segment for each row, whose length is proportional to the row's size.
+    """Return a bar of `width` columns; each row has a segment, whose length is proportional to the row's size.
 
     The segment of a row with a size above 0 has at least one column.
     """

@@ -38,7 +38,7 @@ a wait for the previous pass."""
 UNRESPONSIVE_TIMEOUT_S = 1.0
 """Timeout for a pod that did not respond to the last visit."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
-"""Interval in which an unresponsive pod gets TOTAL_TIMEOUT_S again, because it can be slow instead of dead."""
+"""Interval after which an unresponsive pod gets TOTAL_TIMEOUT_S again, because the pod can be slow instead of dead."""
 MAX_RESPONSE_BYTES = 16 * 2**20
 """Maximum size of a response. The status of 4,096 failed adapters has about 4 MB."""
 _MAX_ERROR = 300

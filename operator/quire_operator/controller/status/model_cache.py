@@ -121,7 +121,7 @@ def _evaluate_job_download(
 def _evaluate_pod_downloads(
     service: LLMService, pods: list[PodState], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """Evaluate pods that each download the model before they start."""
+    """Evaluate the downloads if each pod downloads the model before it starts."""
     failed_pods = [
         (pod, result)
         for pod in pods
