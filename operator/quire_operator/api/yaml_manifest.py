@@ -20,8 +20,8 @@ from quire_spec.errors import ConfigError
 _NodesByKey = dict[str, tuple[yaml.Node, yaml.Node]]
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a document, ten times that of the largest LLMService. Without it, YAML aliases could
-expand a small file without bound."""
+"""Maximum number of values in a document, ten times that of the largest LLMService. Without this limit, YAML aliases
+could expand a small file without bound."""
 
 MAX_DEPTH = 100
 """Maximum nesting of objects and lists, three times that of a pod template. The limit exists because validation is

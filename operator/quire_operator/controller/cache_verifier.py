@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic comparison of the object cache with the API server. It finds watches that stopped without an error.
+"""Periodic comparison of the object cache with the API server. The comparison finds watches that stopped without an
+error.
 
 The comparison lists metadata only. Started by the controller. A lasting difference ends the operator. If the cache
 still contains a deleted LLMService, it is evicted, and the operator continues.

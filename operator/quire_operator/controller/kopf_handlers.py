@@ -5,9 +5,9 @@ kopf owns the process and its only event loop. `quire operate` calls run_operato
 `kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py. No other
 module raises errors that derive from kopf's errors.
 
-kopf watches only LLMServices, through on.event. It adds no finalizer, so the deletion of a service never waits for the
-operator. It writes no annotations, and handlers have no state. Quire's own reflector watches child kinds; see
-kube/reflector.py for the reasons. Only `quire operate` imports kopf, which takes 15 MB.
+kopf watches only LLMServices, through on.event. The operator adds no finalizer, so the deletion of a service never
+waits for the operator. The handlers write no annotations and have no state. Quire's own reflector watches child kinds;
+see kube/reflector.py for the reasons. Only `quire operate` imports kopf, which takes 15 MB.
 
 kopf calls handlers only after a change, so handlers cannot distinguish an idle watch from a dead watch. Therefore the
 login handler gives kopf an HTTP session with a trace: each response to a watch request is a heartbeat. kopf restarts a

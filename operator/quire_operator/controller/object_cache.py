@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object cache: the last known state of all LLMServices and of all objects with the operator's label.
 
-Reflectors, kopf's events and responses to writes fill the cache. It stores an object as compact JSON and parses it on
-use; as Python objects the children of 1,000 services would take 60 MB. Fields that no pass reads are dropped. The
-largest of them is metadata.managedFields, half of most objects.
+Reflectors, kopf's events and responses to writes fill the cache. The cache stores an object as compact JSON and parses
+it on use, because the children of 1,000 services would take 60 MB as Python objects. Fields that no pass reads are
+dropped. The largest of them is metadata.managedFields, half of most objects.
 """
 
 import hashlib

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Template revision: the pod template as it was rendered, stored with the Deployment. Pure.
 
-A new release of the operator can render pods differently. It keeps the stored template until the spec, the model or the
-GPU changes, so that an upgrade restarts no pods. An annotation of about 2 KB contains the compressed template. The live
-template cannot be used: it contains the API server's defaults, and manual changes that the operator must undo.
+A new release of the operator can render pods differently. The operator keeps the stored template until the spec, the
+model or the GPU changes, so that an upgrade restarts no pods. An annotation of about 2 KB contains the compressed
+template. The live template cannot be used: it contains the API server's defaults, and manual changes that the operator
+must undo.
 """
 
 import hashlib

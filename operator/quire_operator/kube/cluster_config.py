@@ -3,7 +3,7 @@
 
 A kubeconfig can contain a client certificate, token, token file, password or exec plugin. Kubernetes 1.26 removed
 auth-provider plugins. kubernetes.config of the official client is not used: it runs plugins without a timeout in the
-calling thread and hides their errors. It also adds 46 MB of memory and 126 MB to the image.
+calling thread and hides their errors. The official client also adds 46 MB of memory and 126 MB to the image.
 """
 
 import asyncio

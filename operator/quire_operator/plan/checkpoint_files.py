@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of the files that a plan needs: config.json, and the index or the header of the weights.
 
-It reads a few kilobytes with range requests and does not download the weights. Called by `quire plan` and the
+The reader reads a few kilobytes with range requests and does not download the weights. Called by `quire plan` and the
 operator.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the planner, and their hash. A stored plan is valid while the hash of its inputs is the same.
 
-The hash covers values that a user or a cluster sets. It covers no value that a release of Quire sets, because an
+The hash covers values that a user or a cluster sets. The hash covers no value that a release of Quire sets, because an
 upgrade of the operator must not restart pods. Unset fields are not part of the hash, so a new optional field does not
 change existing hashes.
 """

@@ -75,7 +75,7 @@ class DeviceMemory:
     reserve: int
     """Memory for CUDA graphs, the server and fragmentation; only on a GPU."""
     draft: int = 0
-    """Weights of the draft model or of its heads. Their KV cache is a part of kv."""
+    """Weights of the draft model or of its heads; kv includes their KV cache."""
 
     @property
     def total(self) -> int:

@@ -67,8 +67,8 @@ def credentials_secret(service: LLMService, context: RenderContext) -> Manifest 
 
 
 def service_account(service: LLMService) -> Manifest:
-    """Return the ServiceAccount of the pods. It has no Kubernetes permissions; a cloud can give it access to
-    buckets."""
+    """Return the ServiceAccount of the pods. The ServiceAccount has no Kubernetes permissions; a cloud can give it
+    access to buckets."""
     return new_manifest("v1", "ServiceAccount", service, service.name, automountServiceAccountToken=False)
 
 

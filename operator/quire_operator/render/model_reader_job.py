@@ -16,12 +16,12 @@ READER_COMPONENT = "model-reader"
 """Value of the component label of the Job and its pod."""
 _MAX_RETRIES = 2
 _DEADLINE_S = 600
-"""Deadline of the Job in seconds, enough to pull an image of several gigabytes. Without it, a Job for a missing claim
-would wait forever."""
+"""Deadline of the Job in seconds, enough to pull an image of several gigabytes. Without this deadline, a Job for a
+missing claim would wait forever."""
 
 
 def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
-    """Return the Job. It has the image of the server pods and runs on the same nodes."""
+    """Return the Job. The Job has the image of the server pods and runs on the same nodes."""
     gpu = service.spec.gpu
     folder = f"{object_names.CLAIMS_DIR}/{source.claimName}"
     pod_spec = {

@@ -47,7 +47,8 @@ def disruption_budget(service: LLMService) -> Manifest | None:
 
 
 def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
-    """Return the HorizontalPodAutoscaler. It scales the LLMService, because only the operator writes the Deployment."""
+    """Return the HorizontalPodAutoscaler. The autoscaler scales the LLMService, because only the operator writes the
+    Deployment."""
     requests = scaling.requestsPerReplica or plan.maxNumSeqs.value
     spec = {
         "scaleTargetRef": service_reference(service.name),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applier: applies the manifests of a service that differ from the existing objects, and prunes obsolete objects.
 
-It never changes an object with another owner. If such an object has the name of a manifest, the applier writes nothing.
-Called by the reconciler; independent of plans and status.
+The applier never changes an object with another owner. If such an object has the name of a manifest, the applier writes
+nothing. Called by the reconciler; independent of plans and status.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child objects: selects the manifests to apply now from all rendered manifests of a service. Pure.
 
-It omits kinds that the API server does not serve, and objects that wait for a download. It keeps the pod template of a
-Deployment whose pods must not restart. Called by the reconciler.
+The selection omits kinds that the API server does not serve, and objects that wait for a download. The selected
+Deployment keeps its pod template if its pods must not restart. Called by the reconciler.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secret store: the admin key of a service's pods, which is created once, and the Secrets that its sources reference.
 
-Secrets are read by name and cached for some minutes. They are never listed, and never written to logs, status or
+Secrets are read by name and cached for some minutes. Secrets are never listed, and never written to logs, status or
 events.
 """
 

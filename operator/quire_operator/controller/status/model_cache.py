@@ -71,7 +71,7 @@ def job_succeeded(job: Body | None, claim: Body | None) -> bool:
 
 
 def predates_claim(job: Body | None, claim: Body | None) -> bool:
-    """Whether a Job is older than the claim. It then downloaded to a deleted claim of the same name."""
+    """Whether a Job is older than the claim. Such a Job downloaded to a deleted claim of the same name."""
     if job is None or claim is None:
         return False
     job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole .status of a service, from its desired and observed state. Pure: the clock is an argument.
 
-The condition Ready summarizes the other conditions. It is True only if every pod has this generation and every adapter,
-and is ready according to the kubelet and to its own status.
+The condition Ready summarizes the other conditions. Ready is True only if every pod has this generation and every
+adapter, and is ready according to the kubelet and to its own status.
 """
 
 from collections.abc import Iterable, Mapping
