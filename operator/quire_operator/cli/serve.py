@@ -204,7 +204,8 @@ def openai_port(service: LLMService, options: ServeOptions) -> int | None:
 
 
 def require_packages(serves_openai: bool = False) -> None:
-    """Check that the packages of the supervisor are installed, and with `serves_openai` those of the OpenAI front.
+    """Check that the packages of the supervisor are installed; with `serves_openai`, also check the packages of the
+    OpenAI front.
 
     Raises:
         ConfigError: packages are missing; the message contains the command that installs them.

@@ -42,7 +42,7 @@ _OPTIONAL_SYNC_S = 10.0
 _OUTAGE_RETRY_S = 30.0
 """Maximum seconds before a retry while the API server is unavailable. No event reports the end of an outage."""
 _STUCK_AFTER_S = 900.0
-"""Seconds for which a service can wait or be worked on; after that the work queue counts as stuck."""
+"""Maximum seconds for which a service can wait or be worked on before the work queue counts as stuck."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class ObjectCache:
 
 
 def _trim(resource: Resource, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object without the fields that no pass reads."""
+    """Return the object without fields that passes do not use."""
     meta = {key: item for key, item in body["metadata"].items() if key != "managedFields"}
     trimmed = {**body, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": meta}
     # API servers before 1.24 create a token Secret for each account and add it here.

@@ -60,7 +60,8 @@ class StateObserver:
         )
 
     def _current_download_job(self, desired: ParsedService, claim: Body | None) -> Body | None:
-        """Return the download Job of the spec's model: a Job that succeeded, or else the newest Job."""
+        """Return the Job that downloads the model of the spec; if there are several, a Job that succeeded, or else the
+        newest Job."""
 
         def sort_key(job: Body) -> tuple[bool, str, str]:
             return job_succeeded(job, claim), job["metadata"]["creationTimestamp"], job["metadata"]["name"]

@@ -97,8 +97,7 @@ class ClusterConfig:
         """Read the first of these sources that exists: `kubeconfig`, the file in KUBECONFIG, this pod's ServiceAccount,
         ~/.kube/config.
 
-        Raises:
-            ConfigError: none of these exists, or the first that exists is invalid.
+        Raises: ConfigError: none of these sources exists, or the first existing source is invalid.
         """
         kubeconfig_path = kubeconfig or os.environ.get("KUBECONFIG", "").partition(os.pathsep)[0]
         if kubeconfig_path:

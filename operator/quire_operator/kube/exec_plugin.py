@@ -39,7 +39,7 @@ class ExecPlugin:
     api_version: str
     """apiVersion of the ExecCredential that the plugin reads and prints."""
     env: Mapping[str, str]
-    """Environment variables of the plugin beside those of the operator."""
+    """Environment variables of the plugin in addition to the operator's variables."""
     install_hint: str
     """Text of the kubeconfig about the installation of the plugin; often empty."""
 

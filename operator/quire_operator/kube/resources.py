@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API resources: their paths at the API server, and the list of those that the operator reads and writes."""
+"""API resources: their paths at the API server, and the list of resources that the operator reads and writes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

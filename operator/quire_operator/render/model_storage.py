@@ -103,8 +103,8 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
     nothing.
 
     The container serves its progress on the health port. The server container uses this port only after all init
-    containers have ended. Environment variables and files that spec.podTemplate gives to the server container, such as
-    those of a proxy, are also given to this container.
+    containers have ended. If spec.podTemplate gives environment variables and files to the server container, for
+    example for a proxy, this container also gets them.
     """
     arguments = [
         argument

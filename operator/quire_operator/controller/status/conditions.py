@@ -114,7 +114,8 @@ def to_conditions(
 
 
 def to_single_line(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Join `text` to one line of at most `limit` characters, without indented lines such as those of a table."""
+    """Join the lines of `text` to one line of at most `limit` characters; indented lines, such as lines of a table, are
+    omitted."""
     first, *remaining = text.strip().splitlines() or [""]
     return _truncate("; ".join([first, *(line for line in remaining if line.strip() and not line[0].isspace())]), limit)
 
