@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine loop: the thread that runs the engine. Requests and calls arrive in a queue; results leave through a callback.
+"""Engine loop: the loop that runs the engine in the compute thread. Requests and calls arrive in a queue; results leave
+through a callback.
 
 Only this thread uses the engine. It does no socket or file I/O: the thread of the event loop encodes and sends results,
 and other threads read adapters. The thread blocks while there is nothing to run. The core server owns the engine loop.

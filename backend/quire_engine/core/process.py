@@ -5,6 +5,7 @@ quire_engine.core`.
     text process --SequenceRequest, AbortSequences--> CoreServer --queue--> EngineLoop -> Engine
                  <-----------StepResult-------------             <---------
 
+A sequence with a grammar first waits in the GrammarQueue, between CoreServer and the queue, until it is compiled.
 The main thread serves the sockets, and another thread runs the engine. The process listens only when the engine is
 ready.
 """

@@ -2,7 +2,7 @@
 """Supervision of the pod's processes (core, text, server, openai): their sessions, and the reaction to each death.
 
     core dies     text ends the open requests; core restarts, adapters are loaded again
-    text dies     stubs and front end the open requests; text restarts, aliases are sent again
+    text dies     stubs and OpenAI front fail their open requests; text restarts, aliases are sent again
     server dies   connections end; server restarts, adapter models are loaded again
     openai dies   its connections end; it restarts
     stub dies     without open requests: its model is loaded again. With open requests: the server is killed and

@@ -81,7 +81,9 @@ def engine_arguments(
     chat_template: str | None = None,
     draft: ModelLocation | None = None,
 ) -> dict[str, Any]:
-    """Return the content of engine.json. The plan sets fields that the spec omits.
+    """Return the content of engine.json.
+
+    The values of the plan win; where the spec sets a field, the plan has the same value.
 
     `chat_template` is the file with the template of spec.openai.chatTemplate; None if the spec sets no template.
     `draft` is the location of spec.engine.speculativeConfig.model.
