@@ -141,7 +141,9 @@ def test_quantized_linear(scheme: str, out_features: int, in_features: int, num_
     bias, residual = _random(out_features), _random(num_tokens, out_features)
     packed, reference = _pack(scheme, weight, torch.bfloat16), _pack(scheme, weight, torch.float32)
     assert packed.is_panel_packed and not reference.is_panel_packed
-    assert packed.num_bytes <= reference.num_bytes + 4 * out_features
+    # A scale of mxfp4 has one byte in the reference, and two or four in panels.
+    scale_bytes = 3 * out_features * in_features // 32 if scheme.startswith("mxfp4") else 0
+    assert packed.num_bytes <= reference.num_bytes + 4 * out_features + scale_bytes
     wanted = linear(x.float(), reference, None).double()
     # The order of the sums differs. In w8a8 a product near .5 can be rounded to either side, and the reference of
     # 4 bits does not quantize activations.
@@ -407,6 +409,7 @@ def test_damaged_library_does_not_crash(tmp_path: Path) -> None:
 
 
 @requires_native_kernels
+@pytest.mark.timeout(500)
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire_kernels.cpu_native"]
     environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path)}
@@ -414,7 +417,7 @@ def test_concurrent_processes_build_once(tmp_path: Path) -> None:
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    outputs = [process.communicate(timeout=120) for process in together]
+    outputs = [process.communicate(timeout=400) for process in together]
     # One build for each instruction set.
     assert sum(err.count("compiling") for _, err in outputs) == 2
     assert all(set(out.split()) == set(map(str, tmp_path.glob("*.so"))) for out, _ in outputs)

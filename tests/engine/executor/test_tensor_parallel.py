@@ -133,8 +133,11 @@ def test_ranks_generate_the_tokens_of_one_rank(folders, name, size, ahead, repla
     assert outputs[0] == expected[0]
     assert outputs[1] == pytest.approx(expected[1], abs=1e-4)
     stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.num_swapped_in_blocks > 0
-    assert engine.memory.num_blocks == NUM_BLOCKS and engine.memory.tensor_parallel_size == size
+    assert stats.num_preemptions > 0
+    # In gemma2, layers with a window have blocks of their own. They are not swapped, and here no prefix stays cached.
+    num_groups = 2 if name == "gemma2" else 1
+    assert num_groups == 2 or (stats.prefix_cache_hits > 0 and stats.num_swapped_in_blocks > 0)
+    assert engine.memory.num_blocks == num_groups * NUM_BLOCKS and engine.memory.tensor_parallel_size == size
     assert engine.memory.weights_bytes < 0.75 * alone.memory.weights_bytes
     captured = engine._runner._local_runner._graphs
     assert (captured is not None) == replayed
