@@ -5,10 +5,10 @@ The same sources have two builds. The AVX-512 build is for processors with AVX-5
 is for all other processors with AVX2, FMA and F16C.
 
 The kernels are optional: without such a processor or a C++ compiler, or with QUIRE_NATIVE=0, `load_library` returns
-None and torch computes instead. The sources under csrc/ include only standard headers, so a build takes about five
-seconds on two cores. The library is stored in QUIRE_NATIVE_CACHE, by default in the user's cache folder; a new build
-removes libraries of other versions that have not been loaded for a month. For images without a compiler, `python -m
-quire_kernels.cpu_native` makes both builds in advance.
+None and torch computes instead. The sources under csrc/ include only standard headers. On two cores, the AVX-512 build
+takes about five seconds, and the AVX2 build about thirty. The library is stored in QUIRE_NATIVE_CACHE, by default in
+the user's cache folder; a new build removes libraries of other versions that have not been loaded for a month. For
+images without a compiler, `python -m quire_kernels.cpu_native` makes both builds in advance.
 """
 
 import ctypes
