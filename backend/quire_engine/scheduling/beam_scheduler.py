@@ -7,8 +7,8 @@ blocks. A beam that was chosen several times forks: the forks share all blocks, 
 write to it.
 
 A preempted group loses the blocks of all its beams. The beams resume one after the other, like other sequences, and
-share the blocks of the prompt again. The scheduler calls this module; it decides which sequences exist, not which ones
-run.
+share the blocks of the prompt again. The scheduler calls this module. The module decides which sequences exist, and the
+scheduler which of them run.
 """
 
 from collections import defaultdict

@@ -32,7 +32,7 @@ class CheckWorker:
         self._compiler: GrammarCompiler | None = None
 
     def answer(self, constraint: dict[str, Any]) -> dict[str, Any]:
-        """Return the grammar text of a constraint that compiles, or an error."""
+        """Compile a constraint. Return its grammar text, or an error if it does not compile."""
         try:
             if "lark" in constraint:
                 text = compose_grammar_text(ComposedConstraint(**constraint))

@@ -2,9 +2,9 @@
 """Prometheus metrics of the text process.
 
 Metrics with the meaning of a vLLM metric have its name, so that dashboards, autoscalers and endpoint pickers for vLLM
-work. All other names begin with quire_. Metrics are counted in this process, because the engine core has no requests,
-names and latencies. The core sends its own counters with every step (SchedulerStats). The request manager calls this
-module at most once per request and step.
+work. All other names begin with quire_. Metrics are counted in this process, because the engine core does not know
+requests, model names and latencies. The core sends its own counters with every step (SchedulerStats). The request
+manager calls this module at most once per request and step.
 """
 
 from collections.abc import Iterable, Iterator

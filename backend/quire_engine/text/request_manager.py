@@ -47,7 +47,7 @@ class FrontendSink(Protocol):
     """The frontend that sent a request."""
 
     def send(self, delta: OutputDelta) -> None:
-        """Send an output delta; must not call the request manager."""
+        """Send an output delta. Implementations must not call the request manager."""
 
 
 class RequestManager:

@@ -476,7 +476,7 @@ class AdapterManager:
                 adapter.changed.set()
 
     def _is_pinned(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter name with this content is pinned."""
+        """Return whether any pinned adapter name refers to this content."""
         holders = [
             adapter
             for adapter in self._desired_adapters()

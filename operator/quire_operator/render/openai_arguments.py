@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `python -m quire_server` for the OpenAI API, and the file of the chat template, from spec.openai.
+"""Convert spec.openai: return the OpenAI options of `python -m quire_server`, and the path of the chat template.
 
 Called by pod_template.py, objects.py and cli/serve.py, so that a cluster and `quire serve` use the same options.
 """
