@@ -26,6 +26,8 @@ demo: demo-env ## demo: a real server, the tiny model, three adapters, requests 
 	@$(BIN)/python hack/demo.py
 
 test: dev-env ## all tests that this machine can run, and a line for each skipped one
+	@# Before the first server starts, which would wait for the compiler (30 s on processors with AVX2 only).
+	@$(BIN)/python -c 'from quire_kernels.cpu_native import load_library; load_library()'
 	@$(BIN)/python -m pytest -q --durations=10 $(SIDE_BY_SIDE)
 
 test-fast: dev-env ## the tests that start no server (seconds)
