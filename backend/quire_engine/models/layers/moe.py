@@ -90,7 +90,8 @@ class MoE(Module):
         prefix = f"{prefix.removesuffix('mlp.')}{self.PATH}."
         yield from self.router_tensors(prefix)
         assert isinstance(self.experts.gate_up, Tensor) and isinstance(self.experts.down, Tensor)
-        if self.experts.gate_up.is_meta and self._quantized_parts is None:
+        reads_checkpoint = self._factory.checkpoint is not None and self.experts.gate_up.is_meta
+        if reads_checkpoint and self._quantized_parts is None:
             self._quantized_parts = self._find_quantized_parts(prefix)
             if self._quantized_parts is None:
                 shapes = self.experts.gate_up.shape, self.experts.down.shape
