@@ -27,6 +27,7 @@ from quire_kernels import LinearWeight, pack_weight_fp8, pack_weight_int4, pack_
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.capabilities import QUANTIZATIONS
+from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.quantization import QuantizationScheme, WeightScheme
 
@@ -145,13 +146,18 @@ def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
     """Run the steps that an engine runs at start, without and with adapters, on each type of KV cache."""
     e4m3 = [torch.float8_e4m3fn] if capability >= _MIN_CAPABILITY_FOR_E4M3 else []
     for dtype in (_DTYPE, *e4m3):
-        kv_cache = KVCache(model.shape, 1, _CONFIG.block_size, dtype, _DEVICE)
+        kv_cache = _create_cache(model.shape, dtype)
         for spans in _steps(model.shape):
             _run_step(model, kv_cache, [replace(span, adapter_slot=None) for span in spans])
     create_slots(model, _CONFIG, _DTYPE, _DEVICE)
-    kv_cache = KVCache(model.shape, 1, _CONFIG.block_size, _DTYPE, _DEVICE)
+    kv_cache = _create_cache(model.shape, _DTYPE)
     for spans in _steps(model.shape):
         _run_step(model, kv_cache, spans)
+
+
+def _create_cache(shape: ModelConfig, dtype: torch.dtype) -> KVCache:
+    layout = KVLayout.from_model(shape, shape.max_position_embeddings)
+    return KVCache(shape, 1, _CONFIG.block_size, dtype, _DEVICE, layout=layout)
 
 
 def _steps(shape: ModelConfig) -> Iterator[list[ScheduledSpan]]:
@@ -164,7 +170,10 @@ def _steps(shape: ModelConfig) -> Iterator[list[ScheduledSpan]]:
 
 
 def _run_step(model: CausalLM, kv_cache: KVCache, spans: list[ScheduledSpan]) -> None:
-    step_input = build_step_input(spans, kv_cache.block_size, model.shape.long_rope_threshold)
+    num_groups = kv_cache.layout.num_groups
+    for span in spans:
+        span.sequence.block_table = span.sequence.block_table[: -(-span.end // kv_cache.block_size)] * num_groups
+    step_input = build_step_input(spans, kv_cache.block_size, model.shape.long_rope_threshold, num_groups=num_groups)
     batch = build_forward_batch(step_input, kv_cache, _DEVICE)
     hidden = model(batch, kv_cache)
     assert hidden is not None
