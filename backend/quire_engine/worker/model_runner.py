@@ -158,7 +158,6 @@ class DeviceModelRunner(ModelRunner):
         step_input, order = self._build_input(plan)
         spans = [plan.spans[i] for i in order]
         with self._broadcast_step(step_input):
-            logits: Tensor | None
             if isinstance(step_input, GraphStepInput):
                 logits = self._graph_logits(step_input, spans)
             else:
