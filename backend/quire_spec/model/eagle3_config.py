@@ -50,6 +50,12 @@ class Eagle3Config:
         as_llama["tie_word_embeddings"] = False
         ignored = ("layer_types", "eagle_config")
         layer = ModelConfig.from_config({k: v for k, v in layer_config.items() if k not in ignored} | as_llama)
+        num_layers = layer_config.get("num_hidden_layers", 1)
+        if num_layers != 1:
+            raise ConfigError(
+                f"config.json: num_hidden_layers is {num_layers!r}, but an EAGLE-3 head has 1 layer; give the head, "
+                "not a whole model"
+            )
         reader = HFConfigReader(config, {})
         for key in _UNSUPPORTED_FLAGS:
             if reader.get_bool(key, False):
