@@ -22,7 +22,7 @@ from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
 from quire_engine.step.input import build_step_input
 from quire_engine.step.plan import ScheduledSpan
-from quire_engine.worker.warmup import compile_steps, dummy_span
+from quire_engine.worker.warmup import compile_steps, dummy_span, set_block_tables
 from quire_kernels import LinearWeight, pack_weight_fp8, pack_weight_int4, pack_weight_int8
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
@@ -171,8 +171,7 @@ def _steps(shape: ModelConfig) -> Iterator[list[ScheduledSpan]]:
 
 def _run_step(model: CausalLM, kv_cache: KVCache, spans: list[ScheduledSpan]) -> None:
     num_groups = kv_cache.layout.num_groups
-    for span in spans:
-        span.sequence.block_table = span.sequence.block_table[: -(-span.end // kv_cache.block_size)] * num_groups
+    set_block_tables(spans, kv_cache.block_size, num_groups)
     step_input = build_step_input(spans, kv_cache.block_size, model.shape.long_rope_threshold, num_groups=num_groups)
     batch = build_forward_batch(step_input, kv_cache, _DEVICE)
     hidden = model(batch, kv_cache)

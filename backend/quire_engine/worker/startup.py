@@ -32,7 +32,7 @@ from quire_engine.worker.device import available_memory_bytes, resolve_cache_dty
 from quire_engine.worker.drafting.drafter import Drafter
 from quire_engine.worker.memory_budget import MemoryBudget, naming_setting_on_oom, num_kv_blocks, step_too_large_error
 from quire_engine.worker.runner_memory import RunnerMemory
-from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps
+from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps, set_block_tables
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
@@ -147,8 +147,7 @@ class RunnerStartup:
         for spans in steps:
             plan = StepPlan(spans, copies=copies)
             threshold, num_groups = self._model.shape.long_rope_threshold, self._layout.num_groups
-            for span in spans:
-                span.sequence.block_table *= num_groups
+            set_block_tables(spans, kv_cache.block_size, num_groups)
             step_input = build_step_input(spans, kv_cache.block_size, threshold, plan, num_groups)
             self._run_step(step_input, spans, kv_cache)
 

@@ -80,8 +80,15 @@ def dummy_span(
 ) -> ScheduledSpan:
     """Return a span that samples; the block table of its sequence contains only block 0."""
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
-    sequence.block_table = [BlockId(0)] * -(-(start + length) // block_size)
-    return ScheduledSpan(sequence, start, length, adapter_slot)
+    span = ScheduledSpan(sequence, start, length, adapter_slot)
+    set_block_tables([span], block_size, 1)
+    return span
+
+
+def set_block_tables(spans: list[ScheduledSpan], block_size: int, num_groups: int) -> None:
+    """Give the sequences of dummy spans block tables for `num_groups` groups of layers, see KVLayout."""
+    for span in spans:
+        span.sequence.block_table = [BlockId(0)] * (-(-span.end // block_size) * num_groups)
 
 
 def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
