@@ -11,14 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
-    """Return the layout for a model; the engine core and all ranks get the same result.
-
-    With a draft model, every block contains all layers, because the draft model uses the same block table and may have
-    no window.
-    """
-    if config.speculative_config is not None and config.speculative_config.model:
-        return KVLayout.uniform(shape.num_layers)
-    return KVLayout.from_model(shape, config.max_model_len or shape.max_position_embeddings)
+    """Return the layout for a model; it is the same in the engine core and on all ranks."""
+    return KVLayout.from_model(shape, config.max_model_len or shape.max_position_embeddings, config.has_drafter)
 
 
 def num_host_blocks(config: EngineConfig, layout: KVLayout, block_bytes: int) -> int:

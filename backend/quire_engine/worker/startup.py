@@ -72,8 +72,7 @@ class RunnerStartup:
         self._run_step = run_step
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
-        has_drafter = config.speculative_config is not None and config.speculative_config.model is not None
-        should_capture = graph_capture.should_capture(factory.device) and not has_drafter
+        should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
         self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None

@@ -149,6 +149,11 @@ class EngineConfig:
         return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
 
     @property
+    def has_drafter(self) -> bool:
+        """True if a draft model or heads propose drafts."""
+        return self.speculative_config is not None and self.speculative_config.model is not None
+
+    @property
     def uses_async_scheduling(self) -> bool:
         """True if a step is launched while the previous step computes."""
         if self.speculative_config is not None:

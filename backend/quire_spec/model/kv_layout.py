@@ -46,11 +46,14 @@ class KVLayout:
         return cls(num_layers, (0,) * num_layers, tuple(range(num_layers)), window=window)
 
     @classmethod
-    def from_model(cls, shape: ModelConfig, max_model_len: int) -> Self:
+    def from_model(cls, shape: ModelConfig, max_model_len: int, has_drafter: bool = False) -> Self:
         """Return the layout of a model whose sequences have at most `max_model_len` tokens.
 
         A layer whose window is at least as long as that counts as a layer without a window.
         """
+        if has_drafter:
+            # The cache of the draft model has the same block tables, and its layers may have no window.
+            return cls.uniform(shape.num_layers)
         windows = [window for window in shape.sliding_windows if window is not None and window < max_model_len]
         num_windowed, num_full = len(windows), shape.num_layers - len(windows)
         if not (num_windowed and num_full):

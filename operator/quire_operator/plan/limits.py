@@ -184,9 +184,7 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 def kv_layout(inputs: PlannerInputs) -> KVLayout:
     """Return which layers share KV blocks, if the longest context is planned."""
-    if inputs.draft is not None:
-        return KVLayout.uniform(inputs.model.shape.num_layers)
-    return KVLayout.from_model(inputs.model.shape, max_context(inputs))
+    return KVLayout.from_model(inputs.model.shape, max_context(inputs), has_drafter=inputs.draft is not None)
 
 
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
