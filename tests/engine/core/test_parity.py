@@ -322,7 +322,7 @@ def test_more_sequences_run_if_layers_with_a_window_have_their_own_blocks(cases,
         while engine.has_work:
             num_running.append(engine.step().stats.num_running)
         most_running.append(sum(num_running) / len(num_running))
-        monkeypatch.setattr(KVLayout, "from_model", lambda shape, _: KVLayout.uniform(shape.num_layers))
+        monkeypatch.setattr(KVLayout, "from_model", lambda shape, *_: KVLayout.uniform(shape.num_layers))
     assert most_running[0] > 1.2 * most_running[1], most_running
 
 
