@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of model reader Jobs, `python -m quire_server.read_model`. Rendered Jobs contain this module name."""
+"""Command line of model reader Jobs, `python -m quire_server.read_model`. The Jobs that the operator renders contain
+this module name."""
 
 import sys
 

@@ -84,7 +84,8 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's Secret. Raises InvalidArgument if the source is wrong."""
+        """Return a number that changes when the content of the source's Secret changes. Raises InvalidArgument if the
+        source is wrong."""
         return self._sources.secret_version(source)
 
     def prune_cache(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:

@@ -62,7 +62,8 @@ class ManagedAdapter:
         return AdapterStatus(self.name, self.state, self.since, content.digest if content else None, model, self.error)
 
     def describe_error(self, error: QuireError) -> str:
-        """Return an error message for the author of the catalog, with the adapter's name in place of its folder."""
+        """Return an error message for the author of the catalog; it contains the adapter's name in place of its
+        folder."""
         folder = self.latest and str(self.latest.folder)
         text = str(error).replace(folder, self.name) if folder else str(error)
         return f"{text} (still serving {self.active.digest})" if self.active and self.active != self.latest else text

@@ -2,8 +2,8 @@
 """Reconciles the adapters of a pod with the catalog: one task per adapter.
 
 Level-triggered: a task compares the actual state (in the process handles) with the desired state and applies the
-difference. It repeats this after every change of the catalog and every restart of a process. A restart therefore needs
-no separate code, and a broken adapter does not delay other adapters. The manager is independent of protocols.
+difference. The task repeats this after every change of the catalog and every restart of a process. A restart therefore
+needs no separate code, and a broken adapter does not delay other adapters. The manager is independent of protocols.
 
     Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or after min(Retry-After, 5 min)
     Loading    core, alias in text, server model
@@ -45,23 +45,23 @@ _CONNECTION_RETRY_S = 5.0
 _SECRET_POLL_S = 5.0
 """Seconds between checks of the Secret after a source has denied access."""
 UNLOAD_DELAY_S = 2.0
-"""Seconds for which an adapter that lost its last name stays loaded, because requests that have not reached the core
-yet use its digest."""
+"""Seconds for which an adapter stays loaded after it lost its last name. Requests with its digest can still be on their
+way to the core."""
 READINESS_GATE_S = 120.0
 """Maximum seconds for which a restarted pod waits for its adapters before it is ready."""
 
 
 class StaleCatalog(InvalidArgument):
-    """The catalog has a lower generation than the current catalog, and REPLACES_HEADER does not name the current
-    one."""
+    """The catalog has a lower generation than the current catalog, and REPLACES_HEADER does not contain the digest of
+    the current catalog."""
 
 
 class _Superseded(Exception):
-    """The catalog changed before a source was read."""
+    """The catalog changed before the source of an adapter was read, so the attempt starts again."""
 
 
 class AdapterManager:
-    """Manages all adapters of a pod. It must be created in a running event loop."""
+    """Manages all adapters of a pod. An AdapterManager must be created in a running event loop."""
 
     def __init__(self, served_name: str, fetcher: AdapterFetcher, handles: ProcessHandles) -> None:
         self._served_name = served_name
@@ -98,7 +98,8 @@ class AdapterManager:
         return self._catalog or AdapterCatalog()
 
     def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Reject an invalid catalog. `replaces` is the digest of a newer catalog that can be replaced nevertheless.
+        """Reject an invalid catalog. If the current catalog has the digest `replaces`, it can be replaced by an older
+        one.
 
         Raises:
             ConfigError: an adapter has the name of the base model or of another model.
@@ -142,8 +143,8 @@ class AdapterManager:
         self.on_change()
 
     def refresh(self, name: str) -> None:
-        """Read the source of an adapter again. If this fails, the error is reported even if the adapter can serve its
-        previous content."""
+        """Read the source of an adapter again. If the source cannot be read, the error is reported even if the adapter
+        can serve its previous content."""
         adapter = self._adapters[name]
         adapter.latest_source = None
         adapter.set_state(AdapterState.FETCHING)
@@ -163,7 +164,7 @@ class AdapterManager:
         return name in self._adapters
 
     def resync(self) -> None:
-        """Reconcile every adapter, after a process has started or ended."""
+        """Reconcile every adapter; called after a process has started or ended."""
         for adapter in self._adapters.values():
             adapter.changed.set()
         self._publish_if_empty()
@@ -171,7 +172,7 @@ class AdapterManager:
             self._spawn(self._publish_loading(), "publish loading adapters")
 
     def gate_readiness(self) -> None:
-        """Delay the readiness of the pod by all unsettled adapters, for at most READINESS_GATE_S."""
+        """Delay the readiness of the pod until all adapters are settled, for at most READINESS_GATE_S."""
         self._gating_names = {adapter.name for adapter in self._desired_adapters()}
         self._gate_deadline = asyncio.get_running_loop().time() + READINESS_GATE_S
 
@@ -260,8 +261,8 @@ class AdapterManager:
         return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
-        """Change the actual state to the desired state. Return the seconds until the next attempt; None: the next
-        attempt follows the next change."""
+        """Change the actual state to the desired state. Return the seconds until the next attempt; None if the next
+        attempt must wait for a change."""
         adapter.access_denied = False
         if adapter.permanent_failure:
             reactivated = await self._reactivate_previous(adapter)
@@ -299,7 +300,8 @@ class AdapterManager:
         return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
-        """Serve the previous content after its replacement has failed. Return False if serving it also failed."""
+        """Serve the previous content after its replacement has failed. Return False if the previous content cannot be
+        served either."""
         try:
             if adapter.active is not None:
                 await self._activate(adapter, adapter.active)
@@ -410,8 +412,8 @@ class AdapterManager:
             self._spawn(self._publish_names(), "publish empty catalog")
 
     async def _publish_names(self) -> None:
-        """Send the names to the text process, even if the list is empty. Before it gets a list, the text process
-        reports unknown names as not ready."""
+        """Send the names to the text process, even if the list is empty. Until the text process gets a list, it reports
+        unknown names as not ready."""
         if (text := self._handles.text) is not None:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
@@ -466,7 +468,7 @@ class AdapterManager:
         return self.digests_in_use() | (text.published_digests if text is not None else set())
 
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
-        """Reconcile the other adapter names that have the previous content, because the replacement can change its
+        """Reconcile the other adapter names that use the previous content: without this name, the content can lose its
         pinning."""
         if previous in (None, replacement):
             return

@@ -3,7 +3,7 @@
 this module.
 
 This module checks the location in a request; the adapter manager loads and unloads. The changes are lost when the
-supervisor ends, because no document contains them. Called by the supervisor's control server.
+supervisor ends, because they are not stored in any file. Called by the supervisor's control server.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class RuntimeAdapters:
 
         Raises:
             InvalidArgument: name, location or adapter is invalid, or the adapter exists and `in_place` is false.
-            NotFound, Unavailable: the source has no adapter (NotFound), or does not respond (Unavailable).
+            NotFound, Unavailable: NotFound if the source has no adapter; Unavailable if it does not respond.
         """
         name, source = str(args["name"]), self._source(args["location"])
         check_model_name(name, "lora_name")
@@ -110,7 +110,8 @@ class RuntimeAdapters:
         self._manager.set_catalog(AdapterCatalog.from_json(changed.to_json()))
 
     def _source(self, location: object) -> Source:
-        """Return the source of a location: a source of the catalog, a folder, an URL, or a hub id."""
+        """Convert a location to a source. A location is a source in the catalog's form, a folder, a URL, or a hub
+        id."""
         if isinstance(location, dict):
             source = from_json(Source, location, "lora_path")
             source.validate("lora_path")
@@ -126,7 +127,7 @@ class RuntimeAdapters:
         return Source(path=self._local_folder(location))
 
     def _local_folder(self, path: str) -> str:
-        """Return the real path of a folder below an allowed folder. A relative path is searched in each allowed
+        """Return the real path of a folder below an allowed folder. A relative path is looked up in each allowed
         folder."""
         try:
             for root in self._allowed_paths:

@@ -89,7 +89,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _open_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, RunnerSettings]]:
-    """Yield the endpoint of the command line, and the settings of the runner."""
+    """Yield the endpoint that the command line selects, and the settings of the runner."""
     if args.url is None:
         # Needs packages that a client of a server does not.
         from quire_server.batch.local import open_local_endpoint

@@ -14,7 +14,7 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 2**16
 _GATEWAY_STATUSES = (502, 503, 504)
-"""Statuses with which a server or gateway reports that it cannot serve now. The cause is not the request."""
+"""Statuses with which a server or gateway reports that it cannot serve requests now; the request is not the cause."""
 
 
 class HttpEndpoint:

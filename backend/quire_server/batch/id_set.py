@@ -13,7 +13,7 @@ _MAX_LOAD = 2 / 3
 
 
 class IdSet:
-    """The ids of a file."""
+    """Set of the ids in a file."""
 
     def __init__(self) -> None:
         self._slots = array("Q", bytes(8 * _FIRST_SIZE))

@@ -19,8 +19,8 @@ from quire_spec.errors import ConfigError
 MAX_LINE_BYTES = 16 * 2**20
 """Maximum bytes of a line, twice the largest body that the OpenAI front accepts by default."""
 WINDOW_LINES = 4096
-"""Number of lines that are sorted together. With ten adapters, a window contains several hundred lines for each of
-them."""
+"""Number of lines that are sorted together. With ten adapters, a window contains several hundred lines for each
+adapter."""
 WINDOW_BYTES = 32 * 2**20
 _CHUNK_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
@@ -40,7 +40,8 @@ class InputFile:
     """An open input file."""
 
     def __init__(self, path: Path, is_done: Callable[[str], bool]) -> None:
-        """`is_done(id)` returns whether a line has a result. The id of a request is its custom_id; see also BadLine.id.
+        """`is_done(id)` returns whether a line has a result. The id of a request is its custom_id; for other lines see
+        BadLine.id.
 
         Raises:
             ConfigError: the file cannot be read.

@@ -24,7 +24,8 @@ from quire_spec.engine.config import EngineConfig
 
 @contextlib.asynccontextmanager
 async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[LocalEndpoint, int]]:
-    """Start the engine of the command line. Yield its endpoint, and the number of open requests for full utilization.
+    """Start the engine that the command line describes. Yield its endpoint, and the number of open requests that keeps
+    the engine fully utilized.
 
     Raises:
         ConfigError: a document, a folder or an adapter is invalid.
@@ -69,7 +70,7 @@ async def _running(*coroutines: Awaitable[Any]) -> AsyncIterator[None]:
 
 
 def _drop(name: str, line: str) -> None:
-    """Drop a line of a process's output. If a start fails, the error contains the last lines."""
+    """Ignore a line of a process's output. If a process does not start, the error contains its last lines."""
 
 
 def _parse_pvc(text: str) -> tuple[str, Path]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to an engine on this machine, through the routes of the OpenAI front but without HTTP.
 
-This process calls the ASGI application of the OpenAI front. A batch therefore uses the same routes and the same code as
-a server, and a new route of the front works in a batch without a change.
+The process of the batch calls the ASGI application of the OpenAI front directly. A batch therefore uses the same routes
+and the same code as a server, and a new route of the front works in a batch without a change.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class _Exchange:
         self.chunks: list[bytes] = []
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Return the body once; this client never disconnects."""
+        """Return the body at the first call; later calls wait, because this client never disconnects."""
         if self._body is None:
             await asyncio.Event().wait()
         body, self._body = self._body, None

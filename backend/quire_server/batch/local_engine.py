@@ -134,7 +134,7 @@ async def fetch_adapters(
     """Return the content of each adapter by name.
 
     Raises:
-        ConfigError: an adapter cannot be fetched; the message lists all of them.
+        ConfigError: adapters cannot be fetched; the message lists all of these adapters.
     """
     if any(adapter.name == served_name for adapter in catalog.adapters):
         raise ConfigError(f"adapters: {served_name!r} is the base model's name; give the adapter another")

@@ -10,7 +10,8 @@ from quire_server.batch.reply import Reply
 from quire_server.batch.result_store import ResultStore
 
 _LOG_INTERVAL_S = 30.0
-"""Seconds between updates if standard error is not a terminal, such as the log of a Job; each update is then a line."""
+"""Seconds between updates if standard error is not a terminal but, for example, the log of a Job. Each update is then a
+new line."""
 
 
 class Progress:
@@ -30,7 +31,7 @@ class Progress:
         )
 
     def advance(self, num_lines: int, reply: Reply | None = None) -> None:
-        """Count lines that now have a result; `reply` is the reply if the line is a request."""
+        """Count lines that now have a result; `reply` is None if they are not requests."""
         if reply is not None:
             document = reply.json_body()
             usage = document.get("usage") if isinstance(document, dict) else None

@@ -39,7 +39,7 @@ class Reply:
 
     @property
     def is_overload(self) -> bool:
-        """True if the server rejected the request because of load. The content of the request is not the cause."""
+        """True if the server rejected the request because of load. The request itself is not the cause."""
         return self.status == 429
 
     def delay_s(self, num_attempts: int) -> float:

@@ -26,8 +26,8 @@ class RequestLine:
     url: str
     body: dict[str, Any]
     sort_key: tuple[str, str]
-    """Model and start of the prompt. Requests for the same model share an adapter slot; equal starts share KV
-    blocks."""
+    """Model and start of the prompt. Requests for the same model share an adapter slot, and prompts with the same start
+    share KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BadLine:
     """Id made of the line's number and digest, so that a corrected line has another id."""
     custom_id: str | None
     code: str
-    """Error code, one of those in the error files of OpenAI's Batch API."""
+    """Error code, with a name from the error files of OpenAI's Batch API."""
     message: str
 
 

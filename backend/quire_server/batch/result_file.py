@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file of records, one JSON object on each line, that stays valid if the process ends at any time.
 
-One write appends a record. If the process ends during a write, the file ends with an incomplete line, which the next
-start removes. If the disk is full, the incomplete line is removed at once. The file therefore contains only complete
-records. No separate journal is needed.
+Each record is appended with a single write. If the process ends during a write, the file ends with an incomplete line,
+which the next start removes. If the disk is full, the incomplete line is removed at once. The file therefore contains
+only complete records. A separate journal of finished lines is not needed.
 """
 
 import contextlib

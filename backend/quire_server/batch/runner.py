@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the requests of an input file: keeps a number of requests open, repeats failed ones, and stores each reply.
 
-Independent of the kind of endpoint (`Endpoint`) and of the files' format. If the run ends at any point, only the open
-requests are lost.
+The runner is independent of the kind of endpoint (`Endpoint`) and of the format of the files. If the run ends at any
+point, only the open requests are lost.
 """
 
 import asyncio
@@ -20,9 +20,11 @@ from quire_server.batch.result_store import ResultStore
 from quire_spec.errors import Unavailable
 
 MAX_LOST = 4
-"""Maximum attempts of a request that end without a response; after that the request counts as the cause and fails."""
+"""Maximum number of lost attempts: attempts that the server received but did not complete. After them, the request
+itself is considered the cause and fails."""
 _MAX_LOST_TOGETHER = 2
-"""After this number of lost attempts, lost requests run one at a time, so that no request makes other requests fail."""
+"""After this number of lost attempts, a request waits until no other such request runs, so that it cannot make them
+fail."""
 SYNC_INTERVAL_S = 5.0
 
 logger = logging.getLogger(__name__)

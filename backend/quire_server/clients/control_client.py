@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RPC client of the supervisor on text.sock and core.sock: calls with timeouts, independent of the methods.
+"""RPC client of the supervisor on text.sock and core.sock. Each call has a timeout; the client is independent of the
+methods.
 
 A `ControlClient` is one connection and never reconnects. When the connection ends, every pending call raises
 ConnectionLost. `closed` then notifies supervisor/process_manager.py that the process is dead or broken.

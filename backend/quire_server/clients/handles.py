@@ -69,7 +69,8 @@ class CoreHandle:
         return self.adapters.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
-        """Unload an adapter from the core. If the adapter is required again when the lock is acquired, do nothing."""
+        """Unload an adapter from the core. Do nothing if the adapter is required again by the time the lock is
+        acquired."""
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
@@ -91,11 +92,11 @@ class TextHandle:
         self.tool_call_parser: str | None = status.get("tool_call_parser")
         self.reasoning_parser: str | None = status.get("reasoning_parser")
         self.aliases: dict[str, AdapterDigest] = {}
-        """Digest by adapter name, as last sent to the text process."""
+        """Maps each adapter name to the digest that was last sent to the text process."""
         self.limits: dict[str, AdapterLimits] = {}
-        """Limits by adapter name, as last sent to the text process; without adapters that have no limits."""
+        """Maps the names of adapters with limits to the limits that were last sent to the text process."""
         self.chat_templates: dict[str, str] = {}
-        """File of the chat template by adapter name, as last sent; without adapters that have no chat template."""
+        """Maps the names of adapters with a chat template to the file that was last sent to the text process."""
         self.published_digests: set[AdapterDigest] = set()
         """Digests in the aliases that were sent last or are being sent."""
         self._was_published = False
@@ -109,7 +110,7 @@ class TextHandle:
         limits: Mapping[str, AdapterLimits],
         chat_templates: Mapping[str, str],
     ) -> None:
-        """Send the adapters if they changed. One call sends all adapters that become ready at the same time."""
+        """Send the adapters if they changed. Adapters that become ready at the same time are sent in one call."""
         async with self._lock:
             new = dict(aliases), dict(limits), dict(chat_templates)
             if not self._was_published or new != (self.aliases, self.limits, self.chat_templates):
@@ -266,7 +267,8 @@ class ProcessHandles:
 
 @contextlib.contextmanager
 def _translate_unavailable() -> Iterator[None]:
-    """Convert Unavailable to ConnectionLost; in a handle, Unavailable means that the server does not respond."""
+    """Convert Unavailable to ConnectionLost, because a handle gets Unavailable only when the server does not
+    respond."""
     try:
         yield
     except Unavailable as error:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter cache on disk. It is independent of protocols; a source is identified by a digest of its description.
+"""The adapter cache on disk. The cache is independent of protocols; a source is identified by a digest of its
+description.
 
     adapters/<digest>/            the files of an adapter; complete and immutable
     partial/<key>/                partial downloads; <key>.json contains their versions, <key>.lock is their lock
@@ -91,7 +92,8 @@ class AdapterCache:
             yield PartialDownload(folder, lock_file.fileno())
 
     def commit(self, key: str, partial: "PartialDownload") -> SourceRecord:
-        """Convert a complete partial download to a cached adapter, atomically. This reads and syncs all files."""
+        """Convert a partial download, after all its files are complete, to a cached adapter, atomically. This function
+        reads and syncs all files."""
         digest = adapter_digest(partial.folder)
         for path in partial.folder.iterdir():
             fsync_path(path)

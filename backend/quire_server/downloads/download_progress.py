@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress of a model download, in the log and on an HTTP port.
 
-It counts bytes on disk and is independent of protocols. An error in this module never fails the download. Called by
-model_download.
+The module counts bytes on disk and is independent of protocols. An error in this module never fails the download.
+Called by model_download.
 """
 
 import asyncio

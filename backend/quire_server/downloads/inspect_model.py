@@ -2,8 +2,8 @@
 """`python -m quire_server.read_model`: reads facts about a model on a volume, and writes them as termination message.
 
 The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json, and
-either the total size in the weights' index or the end offset of the last tensor. It is compressed, because Kubernetes
-keeps 4096 bytes of it.
+either the total size in the weights' index or the end offset of the last tensor. The message is compressed, because
+Kubernetes keeps only 4096 bytes of it.
 """
 
 import argparse
@@ -86,8 +86,8 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_header(path: Path) -> Any:
-    """Return a header with only one tensor, which ends at the end offset of the file's last tensor. Return None if the
-    file does not exist."""
+    """Return a substitute for the file's header: one tensor, with the end offset of the file's last tensor. Return None
+    if the file does not exist."""
     try:
         with path.open("rb") as file:
             end = tensor_bytes(json.loads(file.read(header_length(file.read(LENGTH_BYTES)))))

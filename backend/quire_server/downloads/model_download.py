@@ -3,7 +3,7 @@
 
 A download resumes after the last byte of an earlier run, and verifies digests if the source declares them. The folder
 gets its final name when its last file is complete. Only safetensors weights, configuration and tokenizer are
-downloaded, never code. The file names are fixed, so a protocol need not list files.
+downloaded, never code. The file names are fixed, so a source need not be able to list its files.
 """
 
 import argparse
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_RETRY = 1
 EXIT_PERMANENT_FAILURE = 2
-"""Exit code if the source or its Secret is wrong, so that another run fails, too."""
+"""Exit code if the source or its Secret is wrong, and another run would also fail."""
 
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
@@ -194,7 +194,7 @@ def _write_report(path: Path | None, result: DownloadResult) -> None:
 
 
 class _ModelDownloader:
-    """Downloads files, and records in the partial folder the complete files and their versions."""
+    """Downloads files, and records in the partial folder which files are complete and which versions they have."""
 
     def __init__(self, reader: SourceReader, partial: PartialDownload, meter: ProgressMeter) -> None:
         self._reader, self.partial, self.meter = reader, partial, meter
@@ -249,7 +249,8 @@ class _ModelDownloader:
         return recorded_version == await self._downloader.version(self._reader, name)
 
     def _check_not_truncated(self, name: str) -> None:
-        """Reject weights that are shorter than their header states, because some servers report no length.
+        """Reject a weights file that is shorter than its header states. Some servers report no length, so a truncated
+        file is not noticed earlier.
 
         Raises:
             InvalidArgument: the file is shorter than its header states; the file is discarded.

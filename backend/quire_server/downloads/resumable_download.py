@@ -47,7 +47,8 @@ class ResumableDownload:
         on_size: Callable[[str, int], None] = lambda name, size: None,
         max_retry_after_s: float = MAX_RETRY_AFTER_S,
     ) -> None:
-        """`size_limit(name)` returns the maximum size of a file (None: no limit) and a fix for the error message.
+        """`size_limit(name)` returns the maximum size of a file (None: no limit) and the hint in the error message for
+        a larger file.
 
         `on_size` is called with each file's size if the source reports it. `max_retry_after_s` is the maximum
         Retry-After for which a download waits.
@@ -75,7 +76,8 @@ class ResumableDownload:
                 await asyncio.sleep(pause_s)
 
     def _retry_delay_s(self, stalled_attempts: int, error: Unavailable) -> float:
-        """Return the seconds before the next attempt; raise `error` if the source requests a longer delay."""
+        """Return the seconds before the next attempt; raise `error` if the source requests more than the maximum
+        delay."""
         retry_after_s = error.retry_after_s or 0.0
         if retry_after_s > self._max_retry_after_s:
             raise error
@@ -131,8 +133,8 @@ class ResumableDownload:
             raise InvalidArgument(f"{reader.display_name(name)}: has at least {size} bytes, the limit is {limit}{hint}")
 
     async def version(self, reader: SourceReader, name: str) -> str | None:
-        """Return a file's current version. Failed queries are repeated, because downloaded bytes are discarded after an
-        error."""
+        """Return a file's current version. Failed queries are repeated, because an error here would discard the
+        downloaded bytes."""
         for attempt in range(1, _MAX_ATTEMPTS):
             try:
                 return await query_version(reader, name)

@@ -48,7 +48,7 @@ class OpenRequestCounter:
 
 
 def read_open_requests(run_dir: Path, pid: int) -> int:
-    """Return the number of open requests of a stub, which can have ended; 0 if it never received a request."""
+    """Return the number of open requests of a stub, even if the stub has ended; 0 if it never received a request."""
     try:
         return int(_COUNT_FORMAT.unpack(_path(run_dir, pid).read_bytes())[0])
     except (FileNotFoundError, struct.error):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python backend model of the server: passes requests to the text process and sends its deltas as responses.
 
-Every server model of Quire, base and adapter, runs this program in a stub process. It is the only module that uses the
-server's Python API. `execute` never blocks and never raises: a failed request gets its own error response.
+Every server model of Quire, base and adapter, runs this program in a stub process. This module is the only one that
+uses the server's Python API. `execute` never blocks and never raises: a failed request gets its own error response.
 
 Threads of a stub: the server's threads, the writer and the reader of text_client.py, and NUM_SENDER_THREADS threads
-that send responses. One more thread checks idle requests for cancellation, one delays early errors, and one ends the
-stub with its server. This module must not import large packages, because a pod has one stub for the base and one for
-each exposed adapter.
+that send responses. Three more threads: one checks idle requests for cancellation, one delays early errors, and one
+ends the stub when its server ends. This module must not import large packages, because a pod has one stub for the base
+and one for each exposed adapter.
 """
 
 import itertools
@@ -45,10 +45,10 @@ MAX_CANCEL_CHECKS_PER_S = 100
 use less than 1 % of a core. With more than 10 open requests the interval grows. With 64 requests a cancelled request
 runs for up to 0.6 s."""
 MIN_ERROR_DELAY_S = 0.02
-"""Minimum age of a request when its error is sent. On a busy machine, release 24.10 aborts about once in some thousand
-errors if a gRPC client that requests real statuses (`triton_grpc_error`) gets an error while the server still receives
-its request. The abort ends the streams of all clients. The preload library also prevents the abort, but needs a C
-compiler."""
+"""Minimum age of a request when its error is sent. A server of release 24.10 can abort if a gRPC client that requests
+real statuses (`triton_grpc_error`) gets an error while its request is still being received. On a busy machine this
+happens about once in some thousand errors. The abort ends the streams of all clients. The preload library also prevents
+the abort, but needs a C compiler."""
 MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
 """Minimum seconds between a response and an error, because the server can still be writing the response."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL

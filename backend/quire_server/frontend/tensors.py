@@ -35,11 +35,13 @@ MAX_PROMPT_BYTES = 16 * 2**20
 MAX_ERROR_CHARS = 800
 
 CACHE_SALT = "cache_salt"
-"""Name of a parameter: a prompt shares cached prefixes only with prompts that have the same salt."""
+"""Name of the parameter with the cache salt: a prompt shares cached prefixes only with prompts that have the same
+salt."""
 
 PRIORITY = "priority"
-"""Name of a parameter: requests with a lower priority run first. Except on its generate endpoint, the server consumes a
-request parameter with this name. Clients of other endpoints must use the tensor sampling_parameters."""
+"""Name of the parameter with the priority: requests with a lower number run first. Except on its generate endpoint, the
+server consumes a request parameter with this name. Clients of other endpoints must use the tensor
+sampling_parameters."""
 
 _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
 """Fields of the server's own protocol that are not parameters. The generate endpoint passes all top-level keys."""
@@ -109,7 +111,7 @@ def parse_request(
 
 
 def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta]:
-    """Return an initial delta for each output of a request, before its first response."""
+    """Return the delta that each output of a request has before its first response."""
     # 0.0, because a missing sum would become NaN, which JSON does not have.
     return [OutputDelta(request_id, index=index, cumulative_logprob=0.0) for index in range(options.num_outputs)]
 
@@ -235,7 +237,8 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
 def _parameters(
     inputs: Mapping[str, Array], parameters: str, forwarded_headers: re.Pattern[str] | None
 ) -> dict[str, Any]:
-    """Return the parameters of tensor and request by name, without fields of the server's protocol and nulls."""
+    """Return the parameters in the tensor and in the request by name; fields of the server's protocol and null values
+    are omitted."""
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }

@@ -52,7 +52,8 @@ class TextClient:
         self._writer.start()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request. `on_delta` gets its deltas; without a text process, it gets an UNAVAILABLE delta."""
+        """Send a request. `on_delta` gets the deltas of the request; without a text process, it gets an UNAVAILABLE
+        delta."""
         self._enqueue(request)
 
     def cancel(self, request_id: int) -> None:
@@ -156,12 +157,13 @@ class _Connection:
             return not self.is_closed
 
     def untrack(self, request_ids: list[int]) -> None:
-        """Stop tracking requests that have ended for their client."""
+        """Stop tracking requests that need no more deltas, because they have ended or were cancelled."""
         with self._lock:
             self._open_request_ids.difference_update(request_ids)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame; block while the text process does not read. The reader reports a broken socket."""
+        """Send a frame; block while the text process does not read. If the socket is broken, the reader thread reports
+        this."""
         try:
             with self._send_lock:
                 self._socket.sendall(frame)
