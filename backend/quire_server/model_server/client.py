@@ -32,7 +32,8 @@ _NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED",
 _NOT_OPEN = "ModelServerClient must be used as an async context manager"
 _CONNECTION_CLOSED = "server: ended, its connection is closed"
 _CHANNEL_ARGS: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
-"""Options of the gRPC channel. They disable the proxy of the environment, which gRPC would also use for loopback."""
+"""Options of the gRPC channel. The options disable the proxy of the environment, which gRPC would also use for
+loopback."""
 
 
 class ModelServerClient(AsyncExitStack):
@@ -86,7 +87,7 @@ class ModelServerClient(AsyncExitStack):
         A loaded model is loaded again only if its files have changed.
 
         Raises:
-            Internal: the server rejected the model; the message is that of the server.
+            Internal: the server rejected the model; the error has the server's message.
             Unavailable: the server does not respond.
         """
         await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
@@ -151,7 +152,8 @@ class ModelServerClient(AsyncExitStack):
 
 
 def _certificate_name(address: tuple[str, int], certificate: Path) -> str:
-    """Return a name in the server's certificate. The certificate need not contain the address of this machine."""
+    """Return any name in the server's certificate, because the certificate need not contain the address of this
+    machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery of Triton Inference Server on this machine, startup checks, and its command line and environment.
+"""Finds Triton Inference Server on this machine, makes startup checks, and builds the server's command line and
+environment.
 
 Two installations are supported: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel, whose binary is
 started directly. The supervisor starts the process. This module is independent of engines, adapters and sockets.
@@ -28,20 +29,20 @@ KEY_HEADER = "quire-server-key"
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
 """Name of the header KEY_HEADER over gRPC, where the server requires this prefix."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
-"""APIs of the server that require the key, so that only the supervisor can use them. Load tools need the APIs for
-metadata, config and statistics, which need no key."""
+"""APIs of the server that require the key, so that only the supervisor can use them. The APIs for metadata, config and
+statistics need no key, because load generators use them."""
 
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_MODEL = 2**20
 """Initial size of a stub's region in /dev/shm (the Python backend's default)."""
 SHM_RESERVE_BYTES = 8 * 2**20
-"""Reserve in /dev/shm for large prompts, which make the region of a stub grow."""
+"""Additional space in /dev/shm for large prompts, which make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
-"""Environment variable: 1 if the preload library must reject requests that crash the server, else 0. If it is not set,
-`needs_guard` decides."""
+"""Environment variable: 1 if the preload library must reject requests that crash the server, else 0. If the variable is
+not set, `needs_guard` decides."""
 _FIRST_FIXED_VERSION = (2, 59)
-"""First server version that limits bodies, JSON levels and chunks itself, in release 25.07."""
+"""First server version (release 25.07) that itself limits the size of bodies, the nesting of JSON, and chunks."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
@@ -51,8 +52,8 @@ _MODEL_VARIABLES = re.compile(
     r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
-"""Pattern of environment variables that the code of other models gets. These belong to libraries and contain no
-secrets."""
+"""Pattern of environment variables that the code of other models gets. These variables belong to libraries and contain
+no secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class ServerOptions:
 
 
 def needs_guard(install: ServerInstall) -> bool:
-    """Return whether requests can crash this server: the release is older than 25.07, or unknown.
+    """Return whether requests can crash this server: True if its release is older than 25.07, or unknown.
 
     NVIDIA's image contains its version in a file. The wheel contains release 24.10.
     """
@@ -136,7 +137,7 @@ def new_key() -> str:
 
 
 def new_shm_prefix() -> str:
-    """Return a new random prefix. It separates the regions of servers that share /dev/shm, and identifies old
+    """Return a new random prefix. The prefix separates the regions of servers that share /dev/shm, and identifies old
     regions."""
     return f"quire-{secrets.token_hex(4)}-"
 
@@ -320,8 +321,8 @@ def _check_shm(num_models: int) -> None:
 
 
 def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, all_backends: bool) -> Path:
-    """Create a backend folder of links. The server searches for stubs only in its backend folder, and the wheel's
-    backend folder has no stubs.
+    """Create a backend folder that consists of links. The server searches for stubs only in its backend folder, and the
+    wheel's backend folder has no stubs.
 
     With `all_backends`, the other backends of the installation are also linked.
     """

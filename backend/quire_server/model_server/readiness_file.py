@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readiness that the server reports on its own ports: a file that the supervisor writes and preload.c reads.
 
-The server itself checks only that a model is loaded. It reports a model as ready only if this file also reports the
-model as ready.
+The server itself checks only that a model is loaded. With the file, the server reports a model as ready only if the
+file also reports the model as ready.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class ReadinessFile:
         self._content = ""
 
     def write(self, is_ready: bool, models: Mapping[str, bool]) -> None:
-        """Replace the content atomically, if it changes."""
+        """Replace the content of the file atomically, unless it is unchanged."""
         lines = [_sign(is_ready), *(_sign(is_model_ready) + name for name, is_model_ready in sorted(models.items()))]
         content = "\n".join(lines) + "\n"
         if content == self._content:

@@ -22,15 +22,15 @@ ADAPTERS_FILE = "multi_lora.json"
 _MAX_SERVED_NAMES = 16
 _MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
-"""Settings of config.pbtxt that need no log message: the server always matches them, or they only name a file."""
+"""Settings of config.pbtxt that need no log message: each agrees with the served model, or only names a file."""
 
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
     """Read a model of NVIDIA's vllm_backend: `model.json` (vLLM's engine arguments) and `multi_lora.json`.
 
-    `folder` is the model's folder, or a repository with one such model. `device` is used if model.json has none. Values
-    can be strings ("true", "16"), as in that backend. The log names the parts that the server ignores: other versions,
-    other models, and the settings of config.pbtxt, because tensors and instances are fixed.
+    `folder` is the model's folder, or a repository with one such model. `device` is used if model.json sets no device.
+    Values can be strings ("true", "16"), as in that backend. The log names the parts that the server ignores: other
+    versions, other models, and the settings of config.pbtxt, because tensors and instances are fixed.
 
     Raises:
         ConfigError: a file is missing or not valid, or arguments are not supported; the message names all of them.
@@ -55,8 +55,8 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
 
 
 def read_served_model_names(folder: Path) -> tuple[str, ...]:
-    """Return `served_model_name` in model.json: the names of the base model in the OpenAI API. If it is empty, the API
-    uses the name of the model's folder.
+    """Return `served_model_name` in model.json: the names of the base model in the OpenAI API. If the result is empty,
+    the API uses the name of the model's folder.
 
     Raises:
         ConfigError: a name is not a text, is too long, or is the name of an adapter.

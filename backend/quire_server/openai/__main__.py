@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI front: `python -m quire_server.openai`. The supervisor starts it.
 
-The front is an HTTP server (uvicorn, uvloop) without a model. It validates requests, sends them to the text process
-over a Unix socket, and formats the responses.
+The front is an HTTP server (uvicorn, uvloop) without a model. The front validates requests, sends them to the text
+process over a Unix socket, and formats the responses.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI application: routes, errors as JSON, server-sent events, and cancellation of requests without a client."""
+"""The ASGI application: routes, errors as JSON, server-sent events, and cancellation of a request when its client
+disconnects."""
 
 import asyncio
 import logging
@@ -132,7 +133,8 @@ class Application:
         return handler
 
     async def _stream(self, request: HttpRequest, reply: EventStream, send: Send) -> None:
-        """Send the events. The headers are sent with the first chunk, so that an earlier error has its own status."""
+        """Send the events. The headers are sent only with the first chunk, so that an error before it can still set the
+        status."""
         is_started = False
         try:
             async for chunk in reply.chunks:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/chat/completions: conversations to answers, complete or as server-sent events, in the format of vLLM."""
+"""POST /v1/chat/completions: answers conversations, with a complete response or with server-sent events, in the format
+of vLLM."""
 
 from typing import Any
 
@@ -36,7 +37,7 @@ class ConversationFields(GenerationFields, kw_only=True):
     documents: Any = None
     """List of objects, for chat templates that add documents to the conversation."""
     add_generation_prompt: bool | None = None
-    """Whether the template begins an answer; None: only if continue_final_message is false."""
+    """Whether the template adds the beginning of an answer; None: only if continue_final_message is false."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -251,7 +252,8 @@ def _delta_document(event: Event) -> dict[str, Any]:
 
 
 def _message(output: ParsedOutput, is_parsed: bool) -> dict[str, Any]:
-    """Return the message of a complete response. Its content is null if it has only tool calls or reasoning."""
+    """Return the message of a complete response. The content is null if the message has only tool calls or
+    reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": output.content}
     if is_parsed and not output.content:
         message["content"] = None

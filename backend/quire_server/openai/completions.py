@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/completions: prompts to texts, complete or as server-sent events, in the format of vLLM."""
+"""POST /v1/completions: continues prompts, with a complete response or with server-sent events, in the format of
+vLLM."""
 
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,7 @@ class Completions:
         return Response(await formatter.document(deltas))
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its text added, because the response repeats the text."""
+        """Return the prompt with its text, because the response repeats it; token ids are converted to text."""
         if prompt.text is not None:
             return prompt
         result = await self._client.call("detokenize", {"tokens": prompt.token_ids})
@@ -112,8 +113,8 @@ class CompletionFormatter(Formatter):
         return self._choice(choice, delta, True)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage so far. If a request asks only for its prompt, the engine generates a token that is not
-        counted."""
+        """Return the usage so far. For a request that wants no output, only its prompt, the engine still generates one
+        token, which is not counted."""
         usage = super().usage()
         if self._omits_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

@@ -36,7 +36,7 @@ _STATUS_BY_CODE = {
     Code.INTERNAL: 500,
 }
 CODE_BY_STATUS = {404: Code.NOT_FOUND, 429: Code.UNAVAILABLE, 503: Code.UNAVAILABLE, 500: Code.INTERNAL}
-"""Error code in the metrics by HTTP status; all other statuses are INVALID_ARG."""
+"""Maps HTTP statuses to error codes in the metrics; all other statuses count as INVALID_ARG."""
 _RETRY_AFTER_S = 1.0
 _PARAM = re.compile(r"(?:sampling parameter )?'?([a-z_]{1,64})'?[:.\[]")
 """Pattern of the field name at the start of a message."""

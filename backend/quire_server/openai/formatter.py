@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that formats completions and chat completions alike: order of events, envelope, usage."""
+"""Formatting that completions and chat completions have in common: order of events, envelope, usage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator

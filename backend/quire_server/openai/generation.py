@@ -60,7 +60,7 @@ class Choice:
 
 
 Deltas = AsyncGenerator[list[tuple[Choice, OutputDelta]], None]
-"""Batches of new deltas, each with its choice."""
+"""Iterator over lists of new deltas; each delta comes with its choice."""
 
 
 class Generation:

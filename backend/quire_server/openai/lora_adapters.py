@@ -30,7 +30,7 @@ class LoadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     lora_name: str
     lora_path: str | dict[str, Any]
-    """A folder, a hub id, an URL, or a source as in the adapter catalog."""
+    """A folder, a hub id, a URL, or a source as in the adapter catalog."""
     load_inplace: bool = False
     """Whether an adapter that is already loaded is replaced."""
 
@@ -40,7 +40,7 @@ class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     lora_name: str
     lora_int_id: int | None = None
-    """Accepted and ignored: the name identifies an adapter."""
+    """Accepted and ignored, because an adapter is identified by its name."""
 
 
 class LoraAdapters:
@@ -65,7 +65,7 @@ class LoraAdapters:
         return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     async def _call(self, method: str, args: dict[str, Any]) -> None:
-        """Call the supervisor, which has the timeout of a call; raises ApiError."""
+        """Call the supervisor, which limits the duration of the call; raises ApiError."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._socket))
         except OSError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a generation request: their names and types, ignored fields, and rejected fields.
 
-There are four kinds of fields. The Structs contain the front's own fields. `SamplingParams` checks sampling parameters.
-Fields for a client's own bookkeeping are accepted and ignored. Every other field is an error that names the field, so
-that no constraint is ignored silently.
+Requests can have four kinds of fields. The front declares its own fields as Structs. `SamplingParams` checks sampling
+parameters. Fields for a client's own bookkeeping are accepted and ignored. Every other field is an error that names the
+field, so that no constraint is ignored silently.
 """
 
 import difflib
@@ -45,8 +45,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields of the OpenAI API and vLLM that this server does not support. Each has values that are accepted because they
-have no effect."""
+"""Fields of the OpenAI API and vLLM that this server does not support. The listed values of a field are accepted,
+because they have no effect."""
 
 MAX_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 1024

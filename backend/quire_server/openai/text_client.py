@@ -156,7 +156,7 @@ class TextClient:
 
 
 class _TextConnection(asyncio.Protocol):
-    """One connection, which decodes received frames to messages."""
+    """One connection to the text process; it decodes received frames to messages."""
 
     def __init__(self, client: TextClient) -> None:
         self._client = client

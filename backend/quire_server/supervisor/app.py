@@ -148,8 +148,8 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 def _check_ports(settings: SupervisorSettings) -> None:
     """Reject a duplicate port, and a port that is in use.
 
-    The server itself prints its whole usage if a port is duplicate. It reports a used HTTP port late, and silently
-    shares a used gRPC port.
+    The server itself prints its whole usage if a port is duplicate. If another process uses a port, the server reports
+    this late for HTTP, and silently shares the port for gRPC.
     """
     flag_by_port: dict[int, str] = {}
     for flag, port in settings.ports.items():
@@ -169,8 +169,8 @@ def _check_ports(settings: SupervisorSettings) -> None:
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
-    """Return the error of listening on `host` and `port`; None without an error. Raises ConfigError if `host` is not an
-    address of this machine."""
+    """Return the error that occurs when a socket listens on `host` and `port`; None if there is no error. Raises
+    ConfigError if `host` is not an address of this machine."""
     with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

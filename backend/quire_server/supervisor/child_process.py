@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child process in its own process group: relays its output line by line and detects its end through a pidfd.
 
-Independent of the program and of restarts (managed_process.py). A child needs no thread and no timer. When the process
-ends, its whole group is killed, so that the stubs of a killed server also end.
+Independent of the program and of restarts (managed_process.py). A child is watched without a thread or a timer. When
+the process ends, its whole group is killed, so that the stubs of a killed server also end.
 """
 
 import asyncio

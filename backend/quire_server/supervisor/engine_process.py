@@ -27,9 +27,10 @@ _EXIT_GRACE_S = 2.0
 """Seconds in which a process must exit after it closed its connection to the supervisor."""
 
 ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Default environment of the engine processes: sizes of torch's and oneDNN's caches of compiled matrix products. There
-is one entry for each number of tokens and weight shape. With the default of 1,024 entries, a core that computes float32
-on a CPU grew by 0.7 GB in some thousand requests. With 128 it grew by 0.15 GB and was as fast."""
+"""Default environment of the engine processes: sizes of torch's and oneDNN's caches of compiled matrix products. Each
+combination of a number of tokens and a weight shape has one entry in the caches. With the default of 1,024 entries, a
+core that computes float32 on a CPU grew by 0.7 GB in some thousand requests. With 128 it grew by 0.15 GB and was as
+fast."""
 
 
 async def start(

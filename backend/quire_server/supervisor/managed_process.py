@@ -26,7 +26,7 @@ _STABLE_UPTIME_S = 30.0
 """Minimum uptime in seconds after which a process is restarted without delay."""
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
-"""Maximum seconds before a restart. It is short, because the pod is down during the delay."""
+"""Maximum seconds before a restart. The maximum is small, because the pod cannot serve requests during the delay."""
 _TAIL_LINES = 15
 
 
@@ -54,7 +54,7 @@ class RestartBackoff:
 
 
 class ManagedProcess:
-    """One process of the pod across restarts."""
+    """One process of the pod, with all of its restarts."""
 
     def __init__(
         self,

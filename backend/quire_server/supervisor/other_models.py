@@ -3,9 +3,10 @@
 their states.
 
 Level-triggered: after each change of a process or an adapter, `run` compares the loaded models with the desired models.
-A model is loaded by its name only, and the server sees only links to folders with unused names. If a model fails, the
-other models do not wait for it. It is loaded again only after a restart of the server or through the admin port. An
-ensemble can fail because an adapter's model is missing, so the ensemble is loaded again after each change.
+A model is loaded by its name only. The server sees links to the models' folders, and only to models whose names Quire
+does not use. If a model fails, the other models do not wait for it. A failed model is loaded again only after a restart
+of the server, or through the admin port. An ensemble can fail because an adapter's model is missing, so the ensemble is
+loaded again after each change.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ class OtherModels:
         own_names: Callable[[], Set[str]],
         own_folder: Path | None = None,
     ) -> None:
-        """Find the models in `folder`; None means that there are no such models. All of them are loaded.
+        """Find the models in `folder` (None: there are no such models); `run` loads all of them.
 
         Args:
             links: folder of links to the models, which is created for the server.
@@ -85,7 +86,7 @@ class OtherModels:
         return [self._statuses[name] for name in sorted(self._statuses)]
 
     def is_loading(self) -> bool:
-        """Return True while a model is loading. The stub of such a model can die before its model is known."""
+        """Return True while a model is loading. The stub of a loading model can die before its model is known."""
         return any(status.state is OtherModelState.LOADING for status in self._statuses.values())
 
     def gating(self) -> list[str]:
@@ -95,8 +96,8 @@ class OtherModels:
         return sorted(self._gating) if asyncio.get_running_loop().time() < self._gate_deadline else []
 
     def readiness(self, own: Mapping[str, bool]) -> dict[str, bool]:
-        """Return by model whether it can respond. `own` contains the same information for Quire's models. An ensemble
-        can respond if all models that it calls can."""
+        """Return for each model whether it can respond. `own` contains the same information for Quire's models. An
+        ensemble can respond if all models that it calls can respond."""
         loaded = {name: status.state is OtherModelState.READY for name, status in self._statuses.items()}
         return {
             name: is_loaded and all(own.get(part, loaded.get(part, True)) for part in self._ensembles.get(name, ()))
@@ -242,7 +243,7 @@ class OtherModels:
         constants.check_model_name(name, "model")
 
     def _found(self) -> tuple[str, ...]:
-        """Return the models that are now in the folder and have an unused name."""
+        """Return the models that the folder contains now, except the model that Quire serves itself."""
         if self._folder is None:
             return ()
         try:

@@ -44,8 +44,8 @@ SERVER_START_TIMEOUT_S = 300.0
 _PROBE_INTERVAL_S = 0.1
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
-"""Exit timeout of the server in seconds, after the drain. Without it, idle keep-alive connections would delay the
-exit."""
+"""Exit timeout of the server in seconds, after the drain. Without this timeout, idle keep-alive connections would delay
+the exit."""
 _STOP_TIMEOUT_S = 10.0
 
 

@@ -66,7 +66,8 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
 
 
 def write_shm_prefix(run_dir: Path, prefix: str) -> None:
-    """Store the prefix of the server's shared memory regions, so that the next owner can remove them after a kill.
+    """Store the prefix of the server's shared memory regions, so that the next owner can remove the regions if this
+    supervisor is killed.
 
     In a pod, /dev/shm remains after the end of a container. Without the prefix, each kill would leak 1 MiB per model.
     """

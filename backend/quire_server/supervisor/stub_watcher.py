@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detection of dead stub processes of the server: discovers stubs in /proc and watches them through pidfds.
 
-The server does not restart or reap a stub that died, and still responds to all probes with 200. It reaps the stub of an
-unloaded model at once. A stub that remains a zombie has therefore died. process_manager.py reacts to each death.
+The server does not restart or reap a stub that died, and still responds to all probes with 200. The server reaps the
+stub of an unloaded model at once. A stub that remains a zombie has therefore died. process_manager.py reacts to each
+death.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ UNKNOWN_DEATH_CONFIRMATION_S = 3.0
 """Seconds to wait for the server to reap a stub of an unknown model, normally after a failed load. The number of its
 open requests is unknown, so a false report would restart the whole server."""
 UNLOAD_GRACE_S = 3.0
-"""Seconds in which the stub of an unloaded model must exit after its last request. This takes 0.1 s, unless the server
-has lost a request."""
+"""Seconds in which the stub of an unloaded model must exit after its last request. The exit takes 0.1 s, unless the
+server has lost a request."""
 
 _PROC = Path("/proc")
 _STUB_PROGRAM = "triton_python_backend_stub"
 _STUB_COMM = _STUB_PROGRAM[:15]
-"""Name of the stub program in /proc/PID/stat, which also zombies have."""
+"""Name of the stub program in /proc/PID/stat, which zombies still have."""
 _INSTANCE_NAME = re.compile(r"([^/]+)_\d+_\d+")
 
 
@@ -47,8 +48,8 @@ class StubProcess:
 
 
 class StubWatcher:
-    """Watches the stubs of one server process, and calls `on_death` once for each stub that died. It must be created in
-    a running event loop."""
+    """Watches the stubs of one server process, and calls `on_death` once for each stub that died. A StubWatcher must be
+    created in a running event loop."""
 
     def __init__(
         self, server_pid: int, on_death: Callable[[StubProcess], None], other_repository: Path | None = None
@@ -80,10 +81,10 @@ class StubWatcher:
         )
 
     async def kill_unloaded(self, pids: set[int], count_open_requests: Callable[[int], int]) -> None:
-        """Kill the stubs of an unloaded model that remain without open requests for UNLOAD_GRACE_S.
+        """Kill the stubs of an unloaded model if they have no open requests but do not exit within UNLOAD_GRACE_S.
 
-        Release 24.10 sometimes loses a request whose gRPC stream is cancelled on its last response. The server then
-        waits for this request forever and keeps the stub.
+        A server of release 24.10 sometimes loses a request if its gRPC stream is cancelled during the last response.
+        The server then waits for this request forever and keeps the stub.
         """
         idle_s = 0.0
         while (remaining := pids & self._alive()) and idle_s < UNLOAD_GRACE_S:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control of routes: keys, and without keys the checks that reject requests of other sites' web pages.
+"""Access control of routes by keys. If no keys are configured, requests that web pages of other sites send are
+rejected.
 
 If keys are configured, every route needs a key, except OPEN_ROUTES. A new route therefore needs a key by default.
 """
@@ -34,7 +35,7 @@ class AccessControl:
         self._origins = {origin.encode() for origin in settings.cors_origins}
 
     def check(self, request: HttpRequest) -> None:
-        """Set the name of the request's key; raises ApiError if the request is not allowed."""
+        """Check a request and record the name of its API key; raises ApiError if the request is not allowed."""
         if self._keys is None:
             self._check_without_keys(request)
         if request.path in ADMIN_ROUTES and self._admin_key is not None:

@@ -35,7 +35,7 @@ class ClientDisconnected(Exception):
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One HTTP request. `headers` has lower-case names; of several equal headers the last is used."""
+    """One HTTP request. `headers` has lower-case names; if a header occurs several times, its last value is used."""
 
     method: str
     path: str
@@ -57,7 +57,7 @@ class HttpRequest:
 
     @classmethod
     def from_scope(cls, scope: Scope, receive: Receive, max_body_bytes: int) -> "HttpRequest":
-        """Build from an ASGI scope."""
+        """Build a request from an ASGI scope."""
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
@@ -141,7 +141,8 @@ class Response:
 
 @dataclass(slots=True)
 class EventStream:
-    """A response of server-sent events. An error before the first chunk becomes a response with its status."""
+    """A response of server-sent events. An error before the first chunk becomes a response with the status of the
+    error."""
 
     chunks: AsyncGenerator[bytes, None]
 

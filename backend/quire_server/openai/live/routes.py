@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /live, a page about the running engine, and GET /live/events, the state that the page draws once a second.
 
-The page is one file without a build step. Its Content-Security-Policy allows only its own script and style, by hash.
-The page needs no key, because it contains no data; the events need a key. All open pages share one snapshot a second.
-Without open pages no snapshot is taken.
+The page is one file without a build step. The page's Content-Security-Policy allows only its own script and style,
+identified by hashes. The page needs no key, because it contains no data; the events need a key. All open pages share
+one snapshot a second. Without open pages no snapshot is taken.
 """
 
 import asyncio

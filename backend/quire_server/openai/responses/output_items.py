@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a response as items: reasoning, message, function calls, and the events that build them in a stream.
+"""The items of a response (reasoning, message, function calls), and the events that build them in a stream.
 
 An item is open until an event of another kind arrives. A complete response consists of the same items as the stream,
 so both have one implementation.

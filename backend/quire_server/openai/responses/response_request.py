@@ -213,7 +213,7 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field response_format of chat completions, which nests a schema."""
+    """Return the field response_format of chat completions, where a schema is nested in json_schema."""
     if text_format.get("type") != "json_schema":
         return dict(text_format)
     schema = {name: value for name, value in text_format.items() if name != "type"}
