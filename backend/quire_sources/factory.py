@@ -90,7 +90,8 @@ class SourceFactory(AsyncExitStack):
         raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes with the source's mounted Secret; raises ConfigError like `open_reader`."""
+        """Return a number that changes when the content of the source's mounted Secret changes; raises ConfigError like
+        `open_reader`."""
         return 0 if source.secret_ref is None else self._mounted_secrets.version(source.secret_ref)
 
     def _pvc_reader(self, pvc: PvcSource) -> SourceReader:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets as files: <secrets_dir>/<secret>/<key> is the layout of Kubernetes. The operator instead writes one JSON
-object for each Secret to <secrets_dir>/<secret>.
+"""Secrets as files: <secrets_dir>/<secret>/<key> is the layout of Kubernetes. The operator's own layout is one JSON
+object for each Secret, in <secrets_dir>/<secret>.
 """
 
 import json
@@ -36,7 +36,7 @@ class MountedSecrets:
             ) from error
 
     def version(self, secret: SecretRef) -> int:
-        """Return a number that changes with the Secret's content; 0 while the Secret does not exist."""
+        """Return a number that changes when the Secret's content changes; 0 while the Secret does not exist."""
         try:
             return hash(tuple(self.values(secret).items()))
         except AccessDenied:

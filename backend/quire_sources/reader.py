@@ -14,7 +14,8 @@ from typing import Protocol
 from quire_spec.errors import NotFound, Unavailable
 
 _RANGE_TIMEOUT_S = 60.0
-"""Timeout of one `read_range` in seconds, because only a few ranges are read at the same time for all services."""
+"""Timeout of one `read_range` in seconds. The operator reads only a few ranges at the same time, so a slow source
+delays other services."""
 
 
 class FileMissing(NotFound):
@@ -30,7 +31,8 @@ class OpenFile:
     size: int | None
     """Size of the whole file in bytes; None if the source does not report the size."""
     version: str | None
-    """Version, which changes with the content. None if the source has no versions; downloads from it cannot resume."""
+    """Version, which changes when the content changes. None if the source has no versions; such downloads cannot
+    resume."""
     chunks: AsyncIterator[bytes]
 
 
@@ -40,7 +42,7 @@ class SourceReader(Protocol):
 
     @property
     def is_immutable(self) -> bool:
-        """True if the content can never change, for example at a commit."""
+        """True if the content can never change, for example because the source names a commit."""
 
     @property
     def revision(self) -> str | None:

@@ -4,7 +4,7 @@
 import random
 
 _MAX_DOUBLINGS = 60
-"""Maximum number of doublings: 2**60 s exceed every cap. Without this maximum, a long outage would raise
+"""Maximum number of doublings; 2**60 s is longer than every cap. Without this maximum, a long outage would raise
 OverflowError."""
 
 

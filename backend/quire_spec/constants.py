@@ -20,7 +20,7 @@ HEALTH_PORT = 8003
 """The supervisor's port: probes, metrics, status, admin."""
 OPENAI_PORT = 8004
 OPENAI_FRONTEND = "/openai"
-"""Name of the OpenAI front in its message Hello. No model can have this name, because it is not a valid model name."""
+"""Name of the OpenAI front in its message Hello. The name is not a valid model name, so a model cannot have it."""
 
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict conversion between JSON documents and frozen dataclasses. Unknown keys and wrong types are errors.
 
-Each error names the path of the field. `from_json` reads all documents (engine.json, adapters.json, status), so their
-errors have the same form.
+Each error contains the path of the wrong field. `from_json` reads all documents (engine.json, adapters.json, status),
+so their errors have the same form.
 """
 
 import dataclasses

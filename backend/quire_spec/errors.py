@@ -61,7 +61,7 @@ class Unavailable(QuireError):
 
 
 class AccessDenied(Unavailable):
-    """A source denies access. A retry succeeds after the Secret is corrected."""
+    """A source denies access. A retry can succeed after the Secret is corrected."""
 
 
 class Cancelled(QuireError):

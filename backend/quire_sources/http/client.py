@@ -21,10 +21,11 @@ _READ_BYTES = 2**20
 _MAX_REDIRECTS = 5
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=15, sock_read=30)
-"""Timeouts of a request. There is no total limit, because adapters are large and connections can be slow. A server that
-sends no data times out."""
+"""Timeouts of a request. A request has no total time limit, because adapters are large and connections can be slow. A
+server that sends no data times out."""
 _IDENTITY_ENCODINGS = ("identity", "aws-chunked", "")
-"""Values of Content-Encoding that do not change the bytes. Some uploads to buckets leave "aws-chunked" there."""
+"""Values of Content-Encoding that do not change the bytes. Some uploads leave the value "aws-chunked" at the objects of
+a bucket."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
@@ -121,7 +122,8 @@ class HttpClient:
 def range_headers(
     start: int, version: str | None, num_bytes: int | None = None, condition: str = "If-Range"
 ) -> dict[str, str]:
-    """Return the headers that request `num_bytes` (None: all bytes) from `start` if the file still has `version`.
+    """Return the headers of a request for `num_bytes` bytes (None: all) from offset `start`, if the file still has
+    `version`.
 
     With If-Range the server sends the whole file if the file has changed.
     """
@@ -164,7 +166,8 @@ def _redirect_target(current: URL, response: aiohttp.ClientResponse, display_nam
 
 
 def _can_resume(response: aiohttp.ClientResponse, plain_headers: Mapping[str, str]) -> bool:
-    """Return whether the response to a range request can be used. If not, the whole file must be requested."""
+    """Return whether the response to a range request can be used. If the result is False, the whole file must be
+    requested."""
     if response.status != 206:
         # 412: the file has another version. 416: the range is not in the file.
         return response.status not in (412, 416)

@@ -27,7 +27,7 @@ _ERRORS = {
     "RevisionNotFound": "the repository has no such revision; correct revision, or omit it",
     "GatedRepo": "the repository is gated; accept its licence on the hub and use a token that has access",
 }
-"""Error message by value of the header X-Error-Code."""
+"""Maps values of the header X-Error-Code to error messages."""
 
 
 class HubReader:
@@ -41,8 +41,8 @@ class HubReader:
         token: Callable[[], str | None],
         endpoint: str | None = None,
     ) -> None:
-        """`token` returns the token for the hub. If it returns None, the token of the environment is used (HF_TOKEN, or
-        a login).
+        """`token` returns the token for the hub. If the function returns None, the token of the environment is used
+        (HF_TOKEN, or a login).
 
         `endpoint` is the URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets.
         """
@@ -118,7 +118,8 @@ class HubReader:
 
 
 def _has_metadata(response: aiohttp.ClientResponse) -> bool:
-    """Return whether a response has commit and ETag. For a large file, the redirect to its storage has both headers."""
+    """Return whether a response has the headers with the commit and the ETag. For a large file, the redirect to its
+    storage has both headers."""
     return "X-Repo-Commit" in response.headers and ("X-Linked-Etag" in response.headers or "ETag" in response.headers)
 
 

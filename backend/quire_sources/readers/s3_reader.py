@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 
 _BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MAX_ERROR_BYTES = 2**14
-"""Maximum number of bytes of an error response in which the error code is searched."""
+"""Number of bytes at the start of an error response in which the error code is searched."""
 
 
 class S3Reader:

@@ -22,8 +22,8 @@ from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 
 SIGNED_URL_LIFETIME = timedelta(minutes=15)
-"""Lifetime of a signed URL, measured by the bucket's clock. It is equal to the largest clock difference that AWS
-accepts."""
+"""Lifetime of a signed URL, measured by the bucket's clock. The lifetime is equal to the largest clock difference that
+AWS accepts."""
 _DEFAULT_REGION = "us-east-1"
 _ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
 """Placeholder credentials for public buckets; the signature made with them is removed from the URL."""
@@ -39,7 +39,7 @@ _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port
 
 
 class S3Signer:
-    """Signs URLs of one bucket. It uses the same obstore store until the credentials change.
+    """Signs URLs of one bucket, with the same obstore store until the credentials change.
 
     The store caches the identity from the cloud platform; each new store would request it again.
     """

@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
 REPLACES_HEADER = "Quire-Replaces"
-"""Header of PUT /adapters with the digest of the catalog to replace. With this header the pod accepts a lower
+"""Header of PUT /adapters that contains the digest of the catalog to replace. With this header the pod accepts a lower
 generation.
 
 The operator sets the header if the pod's catalog has a generation that the service never had. A service that was
@@ -37,7 +37,7 @@ class Expose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SecretRef:
-    """Name of a mounted Secret. Its keys are files in a folder of that name."""
+    """Name of a mounted Secret. The keys of the Secret are files in a folder of that name."""
 
     name: str
     key: str | None = None
@@ -140,7 +140,7 @@ class AdapterSpec:
     pinned: bool = False
     """True keeps the adapter in an adapter slot on the device."""
     expose: Expose | None = None
-    """None means `Model` while fewer than 64 adapters have a server model, and `Parameter` after that."""
+    """None: `Model` until 64 adapters of the catalog have a server model; `Parameter` for all further adapters."""
     limits: AdapterLimits | None = None
 
 
@@ -201,7 +201,8 @@ class AdapterCatalog:
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     def exposed_names(self) -> frozenset[str]:
-        """Return the names of adapters with a server model: all with `Model`, then unset ones in order up to 64."""
+        """Return the names of adapters with a server model: all adapters with `Model`, then adapters without a setting,
+        in order, up to 64 in total."""
         explicit_names = [a.name for a in self.adapters if a.expose is Expose.MODEL]
         default_names = [a.name for a in self.adapters if a.expose is None]
         num_free = max(0, constants.MAX_EXPOSED_ADAPTERS - len(explicit_names))

@@ -58,10 +58,11 @@ def adapter_digest(folder: Path) -> AdapterDigest:
 
 
 class DigestCache:
-    """Cache of the digests of adapter folders. It reads files again only after a change; reading takes 5 ms per 10 MB.
+    """Cache of the digests of adapter folders. The cache reads files again only after a change; reading takes 5 ms per
+    10 MB.
 
-    The cache finds a change by the file's inode, size and times. If a file changed less than `_RACY_S` before it was
-    read, the cache always reads it again.
+    The cache detects a change by the inode, size and times of a file. If a file changed less than `_RACY_S` before it
+    was read, the cache always reads it again.
     """
 
     def __init__(self) -> None:

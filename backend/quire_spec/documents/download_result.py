@@ -38,7 +38,7 @@ PERMANENT_REASONS = (
     DownloadReason.DIGEST_MISMATCH,
     DownloadReason.SOURCE_INVALID,
 )
-"""Reasons that remain after a retry; a user must correct the cause."""
+"""Reasons for which a retry fails again; a user must correct the cause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 """Layout of two kinds of model repositories: NVIDIA's vllm_backend repositories, and repositories of other models in
 the same server.
 
-This module reads names of files and folders, no contents. Callers: the reader of vllm_backend repositories, the
-supervisor, `quire serve`.
+This module reads only the names of files and folders, not their contents. Callers: the reader of vllm_backend
+repositories, the supervisor, `quire serve`.
 """
 
 from collections.abc import Set

@@ -83,8 +83,8 @@ class MeasuredMemory:
     tensor_parallel_size: int = 1
     """Number of tensor-parallel ranks."""
     kv_tokens: int = 0
-    """Number of tokens that fit into the KV cache in sequences of max_model_len tokens, see KVLayout.num_tokens. Older
-    versions do not report the number; it is then 0."""
+    """Number of tokens that fit into the KV cache if all sequences have max_model_len tokens, see KVLayout.num_tokens.
+    Older versions do not report the number; it is then 0."""
 
 
 @dataclass(frozen=True, slots=True)

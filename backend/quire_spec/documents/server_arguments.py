@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "rate-limit": (r"(off|execution_count)", "off or execution_count"),
     "rate-limit-resource": (r"[A-Za-z0-9_.-]{1,63}:[1-9][0-9]{0,5}(:[0-9]{1,3})?", "NAME:COUNT or NAME:COUNT:DEVICE"),
 }
-"""For each argument name: the pattern of values, and a description of valid values for error messages."""
+"""Maps each argument name to the pattern of its values, and to a description of valid values for error messages."""
 
 HEADER_PATTERNS = ("http-header-forward-pattern", "grpc-header-forward-pattern")
 _FILES = ("grpc-server-cert", "grpc-server-key")

@@ -42,14 +42,14 @@ class EngineConfig:
     """Type of weights and activations. auto: the checkpoint's dtype, or float32 on a CPU without kernels for bf16."""
 
     max_model_len: int | None = None
-    """Maximum tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
+    """Maximum number of tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
 
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory for weights, activations and KV cache together."""
 
     kv_cache_memory_bytes: int | None = None
-    """Size of the KV cache in bytes. None: the engine measures memory at startup on a GPU, and uses a bounded share of
-    free memory on a CPU."""
+    """Size of the KV cache in bytes. None: on a GPU, the engine measures memory at startup; on a CPU, it uses a bounded
+    share of the free memory."""
 
     block_size: int = 16
     """Tokens per KV block. Smaller blocks share more tokens of a prefix; larger blocks need shorter block tables."""
@@ -58,7 +58,7 @@ class EngineConfig:
     """Maximum number of sequences in a step."""
 
     max_num_batched_tokens: int = 2048
-    """Maximum number of tokens in a step. A prompt that exceeds the rest of this budget is prefilled in chunks."""
+    """Maximum number of tokens in a step. A prompt that does not fit into the rest of a step is prefilled in chunks."""
 
     max_num_queued_reqs: int = 1024
     """Maximum number of requests waiting for their first step; further requests are rejected with UNAVAILABLE."""
@@ -103,20 +103,20 @@ class EngineConfig:
 
     swap_space: float = 0.0
     """Host memory for KV blocks of preempted requests, in GiB; pinned memory if the device is a GPU. Blocks are
-    swapped if this is faster than recomputing them, according to measurements at startup. The default is 0, because the
-    pod must request this memory."""
+    swapped if this is faster than recomputing them, according to measurements at startup. The default is 0, because a
+    pod must request this memory in addition."""
 
     kv_cache_dtype: str = "auto"
     """Type of the KV cache; auto: the value of dtype. fp8 or fp8_e4m3 stores twice as many tokens as a 16-bit type,
-    with 4 bits of precision. The output of attention then has an error of about 3 % for normally distributed keys and
-    values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. This type is supported
-    only on CPUs, and is fast only with dtype bfloat16 on a CPU with compiled kernels."""
+    with 4 bits of precision. With these types, the output of attention has an error of about 3 % for normally
+    distributed keys and values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. This
+    type is supported only on CPUs, and is fast only with dtype bfloat16 on a CPU with compiled kernels."""
 
     quantization: str | None = None
-    """None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear
-    layers when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale and a zero
-    point for each 32 inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a CPU,
-    quantization is fast only with dtype bfloat16 and compiled kernels. For a quantized checkpoint, use None or the
+    """Quantization of the weights. None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize
+    the weights of all linear layers when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale
+    and a zero point for each 32 inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a
+    CPU, quantization is fast only with dtype bfloat16 and compiled kernels. For a quantized checkpoint, use None or the
     name of its quant_method."""
 
     speculative_config: SpeculativeConfig | None = None
@@ -183,7 +183,7 @@ class EngineConfig:
         return document
 
     def validate(self) -> None:
-        """Raise ConfigError for the first field with a value that is out of range or not in the capability table."""
+        """Raise ConfigError for the first field whose value is out of range or not in the capability table."""
         self._check_choices()
         self._check_ranges()
         if self.max_loras > self.max_host_loras:

@@ -68,7 +68,7 @@ class SamplingParams:
     """For each token id, a value that is added to the token's logit. Each value is clamped to -100..100."""
 
     allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
-    """Ids of the only tokens that can be sampled; None allows all tokens."""
+    """Ids of the tokens that can be sampled; None allows all tokens."""
 
     bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
     """Words that the output must not contain: a word's last token is never sampled after the word's other tokens."""
@@ -80,8 +80,8 @@ class SamplingParams:
     """Maximum number of output tokens; None: as many as max_model_len allows."""
 
     min_tokens: int = field(default=0, metadata=in_range(0, _MAX_COUNT))
-    """Minimum number of output tokens. Until it is reached, end-of-sequence tokens, stop tokens and stop strings do not
-    end the output."""
+    """Minimum number of output tokens. Before this number is reached, end-of-sequence tokens, stop tokens and stop
+    strings do not end the output."""
 
     stop: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_STOP_STRINGS))
     """Strings that end the output. The text contains the stop string only with include_stop_str_in_output."""
@@ -90,7 +90,7 @@ class SamplingParams:
     """Ids of tokens that end the output."""
 
     ignore_eos: bool = False
-    """Generate further tokens after an end-of-sequence token."""
+    """Continue to generate tokens after an end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
     """Number of most likely tokens whose log probabilities are returned at each position, in addition to the sampled
@@ -122,7 +122,7 @@ class SamplingParams:
     """Side of the prompt from which truncate_prompt_tokens removes tokens."""
 
     thinking_token_budget: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Maximum number of reasoning tokens; the engine then forces the end mark of the reasoning. None or -1: no
+    """Maximum number of reasoning tokens; after them, the engine forces the end mark of the reasoning. None or -1: no
     maximum."""
 
     n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
@@ -134,7 +134,8 @@ class SamplingParams:
     probability."""
 
     use_beam_search: bool = False
-    """Run a beam search instead of sampling: it has best_of beams and returns the n outputs with the highest scores."""
+    """Run a beam search instead of sampling. The search has best_of beams and returns the n outputs with the highest
+    scores."""
 
     length_penalty: float = field(default=1.0, metadata=in_range(-10.0, 10.0))
     """Exponent in the score of a beam: sum of log probabilities / length ** length_penalty."""
@@ -232,7 +233,8 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:
-        """Build from the parameters that a client sent; `param_fields.parse_text` defines the accepted forms.
+        """Build an instance from the parameters that a client sent; `param_fields.parse_text` defines the accepted
+        forms.
 
         `extra_names` are other parameters of a request; the error for an unknown name can suggest one of them.
 

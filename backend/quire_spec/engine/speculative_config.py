@@ -28,18 +28,18 @@ class SpeculativeConfig:
 
     model: str | None = None
     """Folder or hub id of the draft model or of the heads; only for the methods draft_model, eagle3 and medusa. The
-    weights in it get the dtype of the main model."""
+    weights of this model are converted to the dtype of the main model."""
 
     revision: str | None = None
     """Branch, tag or commit if `model` is a hub id; None: the hub's default branch."""
 
     prompt_lookup_min: int | None = None
     """Minimum number of last tokens that an earlier occurrence must match. None: the value of prompt_lookup_max, or 5
-    if that is None."""
+    if prompt_lookup_max is also None."""
 
     prompt_lookup_max: int | None = None
     """Maximum number of last tokens to search for; the longest match is used. None: the value of prompt_lookup_min, or
-    5 if that is None."""
+    5 if prompt_lookup_min is also None."""
 
     suffix_decoding_max_tree_depth: int = 24
     """Maximum length in tokens of a match together with the draft after it."""

@@ -51,7 +51,7 @@ class StructuredOutputsParams:
     or as JSON text."""
 
     disable_any_whitespace: bool = True
-    """Generate JSON without whitespace between its parts. With False, a small model can generate whitespace until
+    """Generate JSON without whitespace between its parts. If it is False, a small model can generate whitespace until
     max_tokens."""
 
     disable_additional_properties: bool = False
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Build from the object that a client sent; raises InvalidArgument."""
+        """Build an instance from the object that a client sent; raises InvalidArgument."""
         names = [f.name for f in fields(cls)]
         unknown = [name for name in values if name not in names]
         if unknown:

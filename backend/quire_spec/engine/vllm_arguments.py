@@ -2,8 +2,8 @@
 """Conversion of vLLM's engine arguments to fields of EngineConfig.
 
 Arguments that do not change the output of this engine are accepted; one warning names all of them. Some arguments
-accept only the values that this engine supports. One error reports all wrong arguments. Callers: the offline LLM and
-the reader of vllm_backend repositories.
+accept only the values that this engine supports. A single error message reports all wrong arguments. Callers: the
+offline LLM and the reader of vllm_backend repositories.
 """
 
 import difflib

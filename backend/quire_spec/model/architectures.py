@@ -65,24 +65,26 @@ class Architecture:
     """Maps keys of Llama's config.json to the names that they have in this architecture."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults that transformers has for keys of config.json, if Llama lacks the key or has another default."""
+    """Default values of transformers for keys of config.json that Llama lacks, or for which Llama has another
+    default."""
 
     ignored_keys: tuple[str, ...] = ()
     """Keys of Llama's config.json that this architecture ignores."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    """Whether biases exist: on q, k and v; on the output projection of attention; in the MLP. A string names the key of
-    config.json that contains the value."""
+    """Whether these linears have biases: q, k and v; the output projection of attention; the MLP. A string names the
+    key of config.json that contains the value."""
 
     uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
-    """Function that returns True for a layer with sliding-window attention. None: no layer has it, even if config.json
-    sets `sliding_window`."""
+    """Function that returns True for a layer with sliding-window attention. None: no layer has a sliding window, even
+    if config.json sets `sliding_window`."""
 
     learned_position_offset: int | None = None
     """Number of rows before position 0 in the table of learned positions. None: positions are rotary."""
 
     uses_rope: Callable[[HFConfigReader, int], bool] | None = None
-    """Function that returns True for a layer with rotary positions. None: all layers, unless positions are learned."""
+    """Function that returns True for a layer with rotary positions. None: all layers have rotary positions, unless
+    positions are learned."""
 
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps rope types in config.json to the rope types that they mean in this architecture."""
@@ -116,7 +118,7 @@ def _is_sliding_unless_listed(config: HFConfigReader, index: int) -> bool:
 
 
 def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | None:
-    """Read `layer_types`, which transformers writes since 4.54; return None if config.json lacks it."""
+    """Read `layer_types`, which transformers writes since version 4.54; return None if config.json lacks it."""
     if "layer_types" not in config:
         return None
     layer_types = config.get_str_list("layer_types")

@@ -17,7 +17,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head")
 KV_SCALE_BYTES = {"int8_per_token_head": 4}
-"""Bytes of the scale of a key or value, by KV cache dtype. Other dtypes have no scales."""
+"""Maps KV cache dtypes to the size in bytes of the scale of a key or value. Other dtypes have no scales."""
 QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
 """Formats to which the engine can quantize a checkpoint when it loads the checkpoint."""
 QUANTIZED_KERNEL_DEVICES = ("cpu", "cuda")

@@ -13,8 +13,8 @@ from quire_spec.model.model_config import ModelConfig
 Block = TypeVar("Block")
 
 _MAX_GROUPS = 16
-"""Each group costs time in every step. One group more than this is possible, because a group contains layers of only
-one kind."""
+"""Maximum number of groups, because each group costs time in every step. One more group is possible, because a group
+contains layers of only one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class KVLayout:
     """Place of each layer of the model in the blocks of its group."""
     num_groups: int = 1
     num_full_groups: int = 0
-    """Number of groups whose layers attend to all keys. With only one group it is 0, and `window` applies to that
-    group."""
+    """Number of groups whose layers attend to all keys. If there is only one group, the value is 0, and `window`
+    applies to that group."""
     window: int | None = None
     """Number of keys, including its own, to which a token attends in the other groups; None: all keys."""
 
@@ -49,7 +49,7 @@ class KVLayout:
     def from_model(cls, shape: ModelConfig, max_model_len: int, has_drafter: bool = False) -> Self:
         """Return the layout of a model whose sequences have at most `max_model_len` tokens.
 
-        A layer whose window is at least as long as that counts as a layer without a window.
+        A layer with a window of at least `max_model_len` tokens counts as a layer without a window.
         """
         if has_drafter:
             # The cache of the draft model has the same block tables, and its layers may have no window.
@@ -78,8 +78,9 @@ class KVLayout:
     def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
         """Return how many tokens fit into the pool in sequences of `max_model_len` tokens.
 
-        `pool_tokens` is the number of tokens that fit if all layers keep all tokens. One sequence counts with all its
-        blocks, which a prompt has when it starts. The other sequences have freed the blocks outside their windows.
+        `pool_tokens` is the number of tokens that fit if all layers keep all tokens. One sequence is counted with all
+        its blocks, because a prompt needs all of them at its start. The other sequences have freed the blocks outside
+        their windows.
         """
         if self.window is None or self.num_groups == 1 or pool_tokens <= max_model_len:
             return pool_tokens
@@ -98,10 +99,11 @@ class KVLayout:
         return (pool_tokens * self.num_groups - windowed) // (self.num_groups + (num_seqs - 1) * self.num_full_groups)
 
     def num_outside_window(self, num_tokens: int, block_size: int) -> int:
-        """Return how many blocks at a sequence's start are outside the window of all tokens after the first
-        `num_tokens`.
+        """Return how many blocks at a sequence's start are outside the windows of all later tokens, after the first
+        `num_tokens` tokens.
 
-        Layers with a window no longer read these blocks. 0 if layers without a window are in the same group.
+        Layers with a window no longer read these blocks. The result is 0 if layers without a window are in the same
+        group.
         """
         return 0 if self.window is None else max(num_tokens - self.window + 1, 0) // block_size
 
@@ -113,7 +115,7 @@ class KVLayout:
         return full, [block for i, block in enumerate(entries) if i % size >= self.num_full_groups]
 
     def without_freed(self, entries: Sequence[Block]) -> list[Block]:
-        """Return the entries with each freed block replaced by a block of the same sequence, if it has one.
+        """Return the entries with each freed block replaced by another block of the sequence, if the sequence has one.
 
         Attention ignores the contents of these blocks but may read them, so that NaN values of another sequence would
         spread.

@@ -63,8 +63,8 @@ def _expert_elements(model_config: ModelConfig, layer: int) -> int:
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return by name the input and output size of each module that is outside the layers and that adapters can
-    change."""
+    """Return the input and output size of each module outside the layers that adapters can change, by the module's
+    name."""
     hidden, tokens = model_config.embedding_size, model_config.vocab_size
     return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
 

@@ -35,8 +35,7 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     embedding_size: int
-    """Width of the embedding and of the output projection's input. It differs from hidden_size only in some OPT
-    models."""
+    """Width of the embedding and of the output projection's input; differs from hidden_size only in some OPT models."""
     max_position_embeddings: int
     num_learned_positions: int
     """Number of rows in the table of learned positions; 0 if positions are rotary."""

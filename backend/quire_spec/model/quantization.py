@@ -34,10 +34,11 @@ class WeightScheme:
     """Storage of the quantized weights of some linear layers."""
 
     layout: str
-    """Names and arrangement of the tensors: fp8, int8, packed, awq, gptq or mxfp4."""
+    """Format that defines the names and arrangement of the tensors: fp8, int8, packed, awq, gptq or mxfp4."""
     num_bits: int
     strategy: str
-    """Weights that share one scale: tensor, channel (output feature), group (of input features) or block."""
+    """Which weights share one scale: those of a tensor, a channel (output feature), a group (of input features), or a
+    block."""
     block: tuple[int, int] | None = None
     """Number of output and input features that share a scale, if the strategy is group or block."""
     has_zeros: bool = False
@@ -47,7 +48,7 @@ class WeightScheme:
     has_quantized_inputs: bool = False
     """Whether config.json of the checkpoint requests quantized inputs of the layers."""
     zeros_minus_one: bool = False
-    """Whether the checkpoint contains each zero point minus 1, as the first version of GPTQ does."""
+    """Whether the checkpoint stores each zero point minus 1, as in the first version of GPTQ."""
 
     @property
     def has_kernel(self) -> bool:

@@ -11,7 +11,8 @@ _ANY_ADDRESS_V6 = "::"
 
 
 def listen_address(host: str, environment: Mapping[str, str]) -> str:
-    """Return the address to listen on for the option `host`; 0.0.0.0 becomes :: in a pod with an IPv6 address.
+    """Return the address on which a process with the option `host` listens; 0.0.0.0 becomes :: in a pod with an IPv6
+    address.
 
     The server listens on one address family only. Probes, Services and the operator use a pod's first address.
     """

@@ -94,8 +94,8 @@ class OutputDelta:
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-    """For each token of the prompt, an entry in the form of logprobs; null for the first token. One delta of a request
-    with this option contains them."""
+    """For each token of the prompt, an entry in the form of logprobs; null for the first token. Only one delta of a
+    request contains the entries."""
     index: int = 0
     """Index of the output within the request."""
     other_outputs_pending: bool = False
@@ -105,7 +105,7 @@ class OutputDelta:
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache."""
     prompt_token_ids: list[int] | None = None
-    """Token ids of the prompt. One delta of a request with return_prompt_token_ids contains them."""
+    """Token ids of the prompt. Only one delta of a request with return_prompt_token_ids contains the ids."""
     retry_after_s: float | None = None
     """Seconds after which a request that was rejected by a limit can succeed; None for other errors."""
     parsed: list[list[Any]] | None = None
@@ -156,7 +156,8 @@ class SequenceRequest:
     """params.bad_words as lists of token ids."""
     parent_id: int | None = None
     """Id of the parent: an earlier SequenceRequest with the same prompt, adapter and salt. This sequence waits for the
-    parent's prefill and shares its KV blocks. If the parent ends before, this sequence computes the prompt itself."""
+    parent's prefill and shares its KV blocks. If the parent ends before its prefill is complete, this sequence computes
+    the prompt itself."""
     priority: int = 0
     """Priority; a lower number runs first. It must be 0 unless scheduling_policy is priority."""
     grammar: str | None = None
@@ -164,8 +165,8 @@ class SequenceRequest:
     begin_after_token_ids: list[int] = field(default_factory=list)
     """Output tokens after which the grammar begins; empty: the grammar begins with the output."""
     reasoning_marks: list[list[int]] = field(default_factory=list)
-    """Token ids of the marks at the begin and end of the reasoning, for params.thinking_token_budget. The begin mark is
-    empty if the output begins inside the reasoning. Without a budget the list is empty."""
+    """Token ids of the start mark and the end mark of the reasoning, for params.thinking_token_budget. The start mark
+    is empty if the output begins inside the reasoning. Without a budget the list is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +188,8 @@ class SequenceDelta:
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[list[list[float]]] | None = None
-    """For each prompt token except the first: entries in the form of logprobs. The first delta of a request with this
-    option contains them."""
+    """For each prompt token except the first: entries in the form of logprobs. Only the first delta of a request
+    contains the entries."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache; only the first delta of a sequence contains it."""
     cumulative_logprob: float | None = None
