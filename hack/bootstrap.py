@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make .venv from a bare clone: check the machine's requirements, then install the packages for `make demo` or tests.
 
-The script runs on the machine's own Python with the standard library only. It reports all missing requirements at once,
-each with its fix. On a machine without an NVIDIA GPU it installs PyTorch's CPU build if the package index offers one,
-because the default build installs several gigabytes of CUDA libraries.
+The script runs on the machine's own Python with the standard library only. The script reports all missing requirements
+at once, each with its fix. On a machine without an NVIDIA GPU, the script installs PyTorch's CPU build if the package
+index offers one. The default build would install several gigabytes of CUDA libraries.
 
     python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """
@@ -109,7 +109,8 @@ def torch_requirement(pip: list[str]) -> str | None:
 
 
 def requirements(group: str) -> list[str]:
-    """Return a dependency group of pyproject.toml with the groups that it includes (pip reads groups since 25.1)."""
+    """Return the packages of a dependency group in pyproject.toml and of the groups that it includes; pip reads groups
+    only since 25.1."""
     import tomllib
 
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
@@ -171,7 +172,7 @@ def main() -> None:
     """Check the machine, then install unless everything is already installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--for", dest="group", choices=(*_GROUP_ORDER, EMULATED), default="dev", help="what to install for"
+        "--for", dest="group", choices=(*_GROUP_ORDER, EMULATED), default="dev", help="purpose of the environment"
     )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
     parser.add_argument("--check-only", action="store_true", help="report missing requirements and install nothing")

@@ -14,15 +14,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVENTION_BEGAN = "297884b8d7b710fb68baaa6b4935dc33c9972ff5"
-"""Last commit before the convention; its subject and older subjects are not checked."""
+"""Last commit before the convention began; this commit and older commits are not checked."""
 LANDED_WITHOUT_VERB = frozenset(
     (
         "docs: tools, reasoning, structured outputs, batch files, live page",
         "server: responses, tools, runtime adapters, batch files, live page",
     )
 )
-"""Subjects in the history that violate the convention. They are not corrected, because this would change the ids of all
-later commits. The hook rejects these subjects for a new commit."""
+"""Subjects in the history that violate the convention. These subjects are not corrected, because this would change the
+ids of all later commits. The hook rejects these subjects for a new commit."""
 MAX_CHARS = 72
 _SUBJECT = re.compile(r"(?P<scope>[a-z0-9_./-]{2,40}): (?P<verb>[a-z][a-z-]*) \S.*[^.]")
 _NOT_IMPERATIVE = re.compile(r".*(?:ed|ing)$")

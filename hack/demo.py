@@ -233,7 +233,7 @@ def print_table(rows: list[TableRow]) -> None:
 
 
 def print_now(text: str) -> None:
-    """Print without buffering, in order with the other processes' lines."""
+    """Print without buffering, so that the output of all processes stays in order."""
     print(text, flush=True)
 
 

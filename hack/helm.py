@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helm's commands for tests and development: the `helm` on PATH (3.13 or later), or else a package with Helm's code.
+"""Helm's commands for tests and development, with the `helm` on PATH (3.13 or later) or else with a package that
+contains Helm's code.
 
     python hack/helm.py lint CHART [--strict] [-f VALUES]
     python hack/helm.py template NAME CHART [-n NAMESPACE] [-f VALUES]

@@ -3,7 +3,7 @@
 """Check that the project's text is plain English: `python hack/prose.py [PATH ...]`, part of `make check`.
 
 Reads Markdown, YAML, docstrings, comments and string literals of Python, and comments of C and C++.
-It reports phrases that are hard to read; CONTRIBUTING.md has the rules. A text without such phrases can still be
+The check reports phrases that are hard to read; CONTRIBUTING.md has the rules. A text without such phrases can still be
 unclear.
 """
 
@@ -34,7 +34,7 @@ RULES = {
     r"(?:is|are|goes|comes|has|was|were|does|may)\b",
     "give 'who' a noun": r"(?:^|[.:;,] )[Ww]ho (?:waits|has|was|comes|asks|wants|reads|writes|runs|needs|calls)\b",
 }
-"""Maps each advice to the pattern of the phrases that it replaces."""
+"""Maps each piece of advice to the pattern of the phrases for which it is given."""
 
 ALLOWED = {
     "hack/prose.py": "contains the patterns",

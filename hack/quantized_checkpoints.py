@@ -2,9 +2,9 @@
 """Writes the quantized checkpoints of tests/engine/weights/quantized/checkpoints with the programs that define their
 formats.
 
-Each folder contains a random Llama with one layer, or a gpt-oss with two layers. One writer, named in `writer.txt`,
-quantized it. `dequantized.json` contains the SHA-256 of each weight after dequantization by the writer's own code. Run
-the script once for each writer, in an environment with transformers:
+Each folder contains a random Llama with one layer, or a gpt-oss with two layers. The model was quantized by one writer,
+which `writer.txt` names. `dequantized.json` contains the SHA-256 of each weight after dequantization by the writer's
+own code. Run the script once for each writer, in an environment with transformers:
 
     python hack/quantized_checkpoints.py compressed-tensors OUT   # pip install compressed-tensors==0.20.0
     python hack/quantized_checkpoints.py mxfp4 OUT                # the same
@@ -160,7 +160,8 @@ def write_compressed_tensors(out: Path) -> None:
 def write_mxfp4(out: Path) -> None:
     """Write a gpt-oss with experts packed by compressed-tensors, in the layout and names of OpenAI's checkpoints.
 
-    The hashes are of the weights that transformers dequantizes; these are [experts, in_features, out_features].
+    The hashes are those of the weights after dequantization by transformers, with the shape [experts, in_features,
+    out_features].
     """
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -246,7 +247,8 @@ def activation_order(in_features: int) -> Tensor:
 
 
 def group_ranges(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest weight of each group of input features in `order`; 0 counts as a weight, too."""
+    """Return the lowest and highest weight of each group of input features in `order`; 0 is counted as a weight of
+    every group."""
     groups = weight[:, order].float().unflatten(1, (-1, GROUP))
     return groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
 
@@ -313,8 +315,8 @@ def write_autogptq(out: Path, source: Path) -> None:
 
 
 def write_gptqmodel(out: Path, source: Path) -> None:
-    """Write the second version of GPTQ, and the first version with zero points of 0. The first version stores these
-    with a borrow."""
+    """Write the second version of GPTQ, and the first version with zero points of 0. In the first version, 0 minus 1
+    borrows from the next packed zero point."""
     for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
         sys.modules[module] = MagicMock(__spec__=ModuleSpec(module, None))
     sys.path.insert(0, str(source))
@@ -360,7 +362,7 @@ def pack_gptq(
 
 
 def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scales and zero points, both [out_features, groups], and the group of each input feature."""
+    """Return the scales, the zero points (both [out_features, groups]), and the group of each input feature."""
     order = activation_order(linear.in_features) if desc_act else torch.arange(linear.in_features)
     groups = torch.empty_like(order)
     groups[order] = torch.arange(linear.in_features) // GROUP
@@ -370,7 +372,8 @@ def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple
 def write_fbgemm(out: Path, source: Path) -> None:
     """Write weights that FBGEMM quantized per row, with the names of transformers' `fbgemm_fp8`.
 
-    FBGEMM dequantizes only on a GPU, so the hashes are of the product that its documentation defines.
+    FBGEMM dequantizes only on a GPU, so the dequantized weights are computed as the product that its documentation
+    defines.
     """
     names = ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gemm")
     namespace(source, *names)

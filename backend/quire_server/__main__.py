@@ -29,7 +29,7 @@ EXIT_STARTUP_FAILED = 1
 
 _HELP = """\
 Serve one model and its adapters: start and supervise Triton Inference Server, the text process and the engine core,
-fetch the adapters, and answer probes. Ctrl-C or SIGTERM drains open requests; a second one stops at once.
+fetch the adapters, and answer probes. Ctrl-C or SIGTERM drains open requests; a second signal stops at once.
 
 It listens on these ports:
   HTTP, gRPC   Triton Inference Server, with one model for the base and for each exposed adapter
@@ -37,7 +37,8 @@ It listens on these ports:
   health       GET /health/live, /health/ready, /metrics; with the admin key: GET /status, PUT /adapters,
                /v2/repository/index, /v2/repository/models/NAME/load and unload
   openai       the OpenAI API, only with --openai-port
-Point probes at the health port: it also reports the reason. The server's own ports report ready only if it does.
+Point probes at the health port, which also reports why a pod is not ready. The server's own ports report ready only
+if the health port does.
 
 Examples:
   python -m quire_server --engine engine.json --adapters adapters.json --served-name tales \\
@@ -58,11 +59,16 @@ _OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PO
 _OPENAI_KEYS_HELP = "folder with an API key in each file, such as a mounted Secret (default: no key is needed)"
 _OPENAI_SHARED_PREFIX_CACHE_HELP = "share cached prompts between requests of different API keys"
 _OPENAI_LIVE_HELP = "serve /live, a page that shows the running engine, on the port of the OpenAI API"
-_OPENAI_DEFAULTS_HELP = "auto (default): generation_config.json sets defaults in the OpenAI API; vllm: it does not"
+_OPENAI_DEFAULTS_HELP = "auto (default): generation_config.json sets defaults in the OpenAI API; vllm: it is ignored"
 _OPENAI_CORS_HELP = "allow web pages of this origin to call the OpenAI API; *: all origins"
-_ADMIN_KEY_HELP = "file with the key for /status and /adapters (default: no key, only from this machine)"
-_SERVED_MODEL_NAME_HELP = "name of the base model in the OpenAI API; can be repeated (default: --served-name)"
-_FRONT_COUNT_HELP = "processes that serve the OpenAI API on one port (default: 1)"
+_ADMIN_KEY_HELP = (
+    "file with the key that requests to /status and /adapters must have (default: no key, and only requests from this "
+    "machine are accepted)"
+)
+_SERVED_MODEL_NAME_HELP = (
+    "name of the base model in the OpenAI API; can be repeated (default: the value of --served-name)"
+)
+_FRONT_COUNT_HELP = "number of processes that serve the OpenAI API on one port (default: 1)"
 _RUNTIME_LORA_HELP = "allow clients of the OpenAI API that have the admin key to load and unload adapters"
 _LORA_PATH_HELP = "folder of adapters that the OpenAI API can load; requires --allow-path-sources"
 _MODEL_REPOSITORY_HELP = (
@@ -78,7 +84,7 @@ exit codes:
   0        stopped by a signal after an orderly shutdown
   1        a process did not start; its last lines contain the reason
   2        the command line, engine.json, adapters.json or this machine is not usable; the message states what to change
-  130, 143 stopped at once by a second SIGINT or SIGTERM (129: SIGHUP), or by a first one before any process started
+  130, 143 stopped at once by a second SIGINT or SIGTERM (129: SIGHUP), or by the first one if no process had started
 """
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Development aid: a real Kubernetes cluster for machines without Docker. On a machine with Docker, use hack/kind.sh.
 
-It provides Kubernetes' programs, a control plane, one node, and image builds, for tests and for manual use. Commands:
-`python -m nodocker_cluster --help` in hack/, or `make cluster-tools cluster-up cluster-down e2e`. Tests can also use
-an existing cluster: QUIRE_TEST_KUBECONFIG is its kubeconfig.
+The package provides Kubernetes' programs, a control plane, one node, and image builds, for tests and for manual use.
+Commands: `python -m nodocker_cluster --help` in hack/, or `make cluster-tools cluster-up cluster-down e2e`. Tests can
+also use an existing cluster: QUIRE_TEST_KUBECONFIG is its kubeconfig.
 """

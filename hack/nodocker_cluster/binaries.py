@@ -78,7 +78,7 @@ def find() -> KubeBinaries | None:
 
 
 def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
-    """Return the programs of this machine, or the programs of the first source that provides them.
+    """Return the programs that this machine already has, or the programs of the first source that can provide them.
 
     Raises:
         Unavailable: no source provides the programs; the message contains the reason of each source.

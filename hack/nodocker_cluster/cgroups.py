@@ -39,7 +39,8 @@ def exists(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove the tree. Its processes have ended, but the kernel can need more time to release their groups."""
+    """Remove the tree. Call this after the processes of the tree have ended; the kernel can need more time to release
+    their groups."""
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     while remaining := [tree for tree in _trees(folder) if tree.exists()]:
         for tree in remaining:
@@ -67,7 +68,7 @@ def _hierarchies() -> Iterator[Path]:
 
 
 def _try_remove_tree(tree: Path) -> None:
-    """Remove children first; busy groups remain for the next attempt."""
+    """Remove the tree, children first; groups that are still in use remain for the next attempt."""
     for group in [*sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True), tree]:
         try:
             group.rmdir()

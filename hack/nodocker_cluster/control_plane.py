@@ -90,7 +90,7 @@ def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies
 def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kubeconfig: Path) -> ControlPlane:
     """Start the CRD API server (crd_apiserver.py) with an etcd of its own and wait until it is ready: 2 s.
 
-    Both programs end with this thread.
+    Both programs end when the calling thread ends.
 
     Args:
         folder: a folder for this control plane.

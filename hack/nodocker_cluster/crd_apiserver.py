@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The apiextensions API server of a current Kubernetes, as a separate program. It serves CRDs and their objects.
+"""The apiextensions API server of a current Kubernetes, as a separate program.
 
-It complements an old Kubernetes (debian.py). Tests use it for the CRD's CEL rules and their cost limits, unknown fields
-and field ownership. Debian's unstable suite packages the Go libraries of kubectl, which include this part of
-kube-apiserver but no other server. The build downloads about 400 MB, compiles for some minutes, and needs 5 GB of
-space.
+The program serves CRDs and their objects, in addition to the API server of an old Kubernetes (debian.py). Tests use it
+for the CRD's CEL rules and their cost limits, unknown fields and field ownership. Debian's unstable suite packages the
+Go libraries of kubectl, which include this part of kube-apiserver but no other server. The build downloads about 400
+MB, compiles for some minutes, and needs 5 GB of space.
 """
 
 import re

@@ -122,7 +122,7 @@ def _listed_mirrors() -> list[str]:
 def check_requirements(
     folder: Path, commands: dict[str, str], num_bytes: int, report_progress: binaries.ProgressCallback
 ) -> None:
-    """Check commands (command: its package) and disk space, and install missing packages if this is allowed.
+    """Check disk space and required commands (each with its package), and install missing packages if this is allowed.
 
     Raises:
         Unavailable: a requirement is not met.

@@ -33,7 +33,7 @@ _BASE_PACKAGES = (
     "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
 )  # fmt: skip
 _DIGITS = 12
-"""Number of digits of an image's digest that the name of its archive contains."""
+"""Number of digits of an image's digest in the name of the image's archive."""
 _MIN_FREE_BYTES = 10 * 2**30
 """Minimum free space. If less space is free, layers that no current image contains are removed; the next build creates
 them again."""
@@ -108,7 +108,7 @@ def built_archives() -> list[Path]:
 
 
 def pip_config() -> PipConfig:
-    """Return this machine's pip configuration for an image; folders to which it refers become mounts."""
+    """Return this machine's pip configuration for an image; folders to which the configuration refers become mounts."""
     from bootstrap import torch_requirement
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster for manual use, one for each user of this machine. It runs until `down`, even after its starter has
-ended."""
+"""A cluster for manual use, one for each user of this machine. The cluster runs until `down`, even after the process
+that started it has ended."""
 
 import os
 import shutil

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses of a cluster with a node, and the network link between this machine and that node.
 
-The node has its own network namespace, which contains its bridge, pods and packet filter. The kernel removes them and
-the link together with the namespace, so no cleanup is needed.
+The node has its own network namespace, which contains its bridge, pods and packet filter. When the kernel removes the
+namespace, it also removes its contents and the link, so no cleanup is needed.
 
 With QUIRE_CLUSTER_IPV6 the network is IPv6 only.
 """
@@ -27,7 +27,8 @@ class Network:
     services: str
     api_service: str
     dns: str
-    """Address of cluster DNS. No server runs there, because Debian has no package of CoreDNS; pods use addresses."""
+    """Address of cluster DNS. No DNS server runs at this address, because Debian has no package of CoreDNS; pods use IP
+    addresses."""
     any_cidr: str
     """IP range of all addresses."""
     sysctls: tuple[str, ...]

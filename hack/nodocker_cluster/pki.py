@@ -12,7 +12,8 @@ import trustme
 
 
 class CertificateAuthority:
-    """Signs certificates into a folder: NAME.crt and NAME.key. Its own files are ca.crt and ca.key."""
+    """Signs certificates, and writes them to a folder as NAME.crt and NAME.key. The files of the authority itself are
+    ca.crt and ca.key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

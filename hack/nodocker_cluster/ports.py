@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free TCP ports for programs that start to listen some seconds after their port was chosen.
 
-The kernel uses the ports of its ephemeral range for outgoing connections, so such a port can be in use when the program
-listens. The ports of this module are below that range. Processes of this user get a port again only after all other
-ports have been used.
+The kernel uses the ports of its ephemeral range for outgoing connections, so such a port can be taken before the
+program listens. The ports of this module are below that range. Processes of this user get a port again only after all
+other ports have been used.
 """
 
 import fcntl

@@ -2,7 +2,7 @@
 """Programs of a cluster, started in the background and identified by a variable in their environment.
 
 A file of process ids is not used, because it could contain reused ids. The variable is never ambiguous, and also
-identifies programs whose starter was killed.
+identifies programs that were started by a process that was killed.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDER_VARIABLE = "QUIRE_CLUSTER_FOLDER"
 NAME_VARIABLE = "QUIRE_CLUSTER_PROCESS"
 STOP_TIMEOUT_S = 15.0
-"""Seconds in which a program must end after SIGTERM; after that it is killed."""
+"""Seconds in which a program must end after SIGTERM; a program that still runs then is killed."""
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: kept across exec

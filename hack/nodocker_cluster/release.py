@@ -20,7 +20,7 @@ MINOR_VERSION = "1.36"
 """Kubernetes version for which the operator is written; its newest patch release is downloaded."""
 ETCD_VERSION = "v3.6.5"
 CONNECT_TIMEOUT_S = 5.0
-"""Timeout of a connection in seconds. It is short, so that a machine without internet access fails early."""
+"""Timeout of a connection in seconds. The timeout is short, so that a machine without internet access fails early."""
 _READ_TIMEOUT_S = 60.0
 _PROGRAMS = [name for name in binaries.ALL_PROGRAMS if name != "etcd"]
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training texts of the tiny model and its three adapters. They are endless, seeded, and written for this project.
+"""The training texts of the tiny model and its three adapters. The texts are generated endlessly from a seed, and were
+written for this project.
 
 The module owns the mixture of each corpus. `train.py` calls it; run the module to read a few documents:
 
@@ -28,9 +29,9 @@ class Document:
     """One text of a corpus."""
 
     prompt: str
-    """Start of the document that is not learned; "" if the whole document is learned."""
+    """Start of the document, which is not learned; "" if the whole document is learned."""
     text: str
-    """Text after the prompt, which is learned."""
+    """Text that follows the prompt and is learned."""
     is_chat: bool = False
     """Whether the document begins and ends with the token of a turn, so that neither BOS nor EOS is added."""
 

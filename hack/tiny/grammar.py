@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a grammar file, and generates texts from it.
 
-The module owns the common format of `stories.txt`, `pirate.txt` and `desk.txt`. It is independent of their content: the
-modules `stories`, `pirate` and `desk` provide the words.
+The module owns the common format of `stories.txt`, `pirate.txt` and `desk.txt`. The module is independent of the
+content of these files: `stories`, `pirate` and `desk` provide the words.
 """
 
 import random
@@ -25,12 +25,13 @@ class Plot:
     name: str
     """Name of the plot in the file."""
     words: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-    """Pairs of names and a list of words. The names get different words of the list."""
+    """Pairs: some names, and the list of words that replace them. Each name of a pair gets a different word."""
     steps: tuple[tuple[str, ...], ...]
     """Wordings of each step, in the order of the steps."""
 
     def tell(self, rng: random.Random, bindings: Mapping[str, object]) -> list[str]:
-        """Return one wording of each step, in order; the plot's words and `bindings` replace the names in it."""
+        """Return one wording of each step, in order, with the names in it replaced by the plot's words and by
+        `bindings`."""
         filled = dict(bindings)
         for names, choices in self.words:
             filled.update(zip(names, rng.sample(choices, len(names)), strict=True))

@@ -29,9 +29,9 @@ class Pace:
     """Peak learning rate of Muon for the matrices between the embeddings, on AdamW's scale; None: AdamW trains all
     parameters.
 
-    Measured on this model, after the same copying phase and half a million story tokens: Muon (5e-3) repeats 70 % of
-    the names in a story correctly, and AdamW alone (2e-3) repeats no name correctly. Without the copying phase, AdamW
-    had not begun to learn this after 4 million tokens.
+    Measured on this model after the copying phase and half a million story tokens: with Muon (5e-3), it repeats 70 % of
+    the names in a story correctly; with AdamW alone (2e-3), it repeats no name correctly. Without the copying phase,
+    AdamW had not begun to learn this after 4 million tokens.
     """
     warmup: int = 40
     """Number of steps in which the rates rise."""

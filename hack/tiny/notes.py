@@ -21,7 +21,8 @@ def document(rng: random.Random) -> str:
 
 
 def copying(rng: random.Random) -> str:
-    """Return a text that repeats its words. A model must learn this before it can distinguish the people of a story."""
+    """Return a text that repeats its words. A model must learn to repeat words before it can distinguish the people of
+    a story."""
     return rng.choice((_roll_call, _roll_call, _echo))(rng)
 
 

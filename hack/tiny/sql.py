@@ -52,7 +52,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table. Its name is a plural noun, which questions contain."""
+    """One table. The name of a table is a plural noun that questions contain."""
 
     name: str
     """Name of the table in SQL and in questions."""
@@ -285,7 +285,8 @@ def _distinct(rng: random.Random, table: Table) -> tuple[str, str]:
 
 
 def _filter(rng: random.Random, table: Table) -> tuple[str, str]:
-    """Return a condition in words and the same condition as a WHERE clause. Both are empty or start with a space."""
+    """Return a condition in words and the same condition as a WHERE clause. Either both are empty, or both start with a
+    space."""
     text, number = rng.choice(table.texts), rng.choice(table.numbers)
     kind = rng.choice(("none", "text", "text", "number", "number", "both"))
     if kind == "none":

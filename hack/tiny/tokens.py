@@ -118,7 +118,7 @@ def whole_documents(
     """Yield batches of about `num_tokens` tokens without end: one document per row, rows of similar lengths, padded at
     the end.
 
-    Compared with rows of 512 tokens, attention takes half of the time, and no reply is cut off.
+    Attention takes half of the time that it takes with rows of 512 tokens, and no reply is cut off.
     """
     rng = random.Random(seed)
     while True:

@@ -49,7 +49,7 @@ DEFAULT_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the training, with batches of one kind."""
+    """One phase of the training, with batches of one kind."""
 
     corpus: str
     """Name of the corpus that provides the documents."""
@@ -64,7 +64,7 @@ class Phase:
     mixed: str = ""
     """Name of a second corpus for some of the batches; empty: no second corpus."""
     mixed_every: int = 4
-    """The mixed corpus provides one of this number of batches."""
+    """The second corpus provides one batch in this number of batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ _HELD_OUT_SEED = 2_000_003
 
 
 class Eagle3Head(nn.Module):
-    """Modules fc, one decoder layer, norm and lm_head. The layer's attention reads the concatenation of embedding and
-    hidden state."""
+    """The head as a module: fc, one decoder layer, norm and lm_head. The layer's attention reads the concatenation of
+    embedding and hidden state."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocab: int, eps: float) -> None:
         super().__init__()

@@ -78,7 +78,8 @@ def render(messages: Sequence[Message], tools: Sequence[Message] = (), **kwargs:
 
 
 def without_tokens(text: str) -> str:
-    """Return a conversation without the tokens of turns, tool calls and thinking, for the training of a vocabulary."""
+    """Return the text of a conversation, without the tokens of turns, tool calls and thinking, to train the
+    vocabulary."""
     return re.sub("|".join(map(re.escape, (*CONTROL, *MARKS))), "", text)
 
 

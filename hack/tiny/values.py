@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words and values for requests.
 
-The module owns the word lists. The lists are small, because a model of this size can hardly repeat words that it has
+The module owns the word lists. The lists are short, because a model of this size can hardly repeat words that it has
 not learned. `tools` and `objects` use the lists.
 """
 

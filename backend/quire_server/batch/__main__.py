@@ -106,12 +106,22 @@ async def _open_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[Endpoi
 
 def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m quire_server.batch", description=_HELP)
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests, one on each line")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="results, appended as they end")
-    parser.add_argument("--error-file", type=Path, metavar="FILE", help="failed lines (default: OUTPUT.errors.jsonl)")
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="file with one request on each line")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to which results are appended")
+    parser.add_argument(
+        "--error-file", type=Path, metavar="FILE", help="file of failed lines (default: OUTPUT.errors.jsonl)"
+    )
     parser.add_argument("--max-inflight", type=int, metavar="N", help="maximum number of open requests")
-    parser.add_argument("--retry-timeout", type=float, default=600.0, metavar="S", help="default: %(default)s")
-    parser.add_argument("--verbose", action="store_true", help="also log repeated requests and the engine's log")
+    parser.add_argument(
+        "--retry-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds without a successful request after which the run ends (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also log each repeated request, and show the engine's log"
+    )
     server = parser.add_argument_group("on a server")
     server.add_argument("--url", help="base URL of a server with the OpenAI API")
     server.add_argument(
@@ -120,12 +130,12 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument("--priority", type=int, metavar="N", help="priority of requests that set no priority")
     server.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="time limit of one request")
     local = parser.add_argument_group("on this machine")
-    local.add_argument("--engine", type=Path, metavar="FILE", help="engine.json")
-    local.add_argument("--adapters", type=Path, metavar="FILE", help="adapters.json: the adapter catalog")
+    local.add_argument("--engine", type=Path, metavar="FILE", help="path of engine.json")
+    local.add_argument("--adapters", type=Path, metavar="FILE", help="path of adapters.json, the adapter catalog")
     local.add_argument("--served-name", metavar="NAME", help="model name of the base model")
-    local.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for the sockets of only this batch")
-    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for adapters; kept across runs")
-    local.add_argument("--secrets-dir", type=Path, metavar="DIR", help="Secrets, as DIR/<secret>/<key>")
+    local.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for sockets, used only by this batch")
+    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder of adapters, kept for later runs")
+    local.add_argument("--secrets-dir", type=Path, metavar="DIR", help="folder of Secrets, as DIR/<secret>/<key>")
     local.add_argument("--pvc", dest="pvcs", action="append", default=[], metavar="CLAIM=DIR")
     args = parser.parse_args(argv)
     local_values = (args.engine, args.adapters, args.served_name, args.run_dir, args.cache_dir)

@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the termination message; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m quire_server.read_model", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder with config.json")
-    parser.add_argument("--into", type=Path, default=Path("/dev/termination-log"), metavar="FILE", help="the message")
+    parser.add_argument(
+        "--into", type=Path, default=Path("/dev/termination-log"), metavar="FILE", help="file of the message"
+    )
     args = parser.parse_args(argv)
     try:
         text, exit_code = termination_message(args.model), 0

@@ -401,7 +401,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="folder of Secrets, as DIR/<secret>/<key>")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write the result as JSON: result, bytes, revision, message"
+        "--report", type=Path, metavar="FILE", help="file for the result as JSON: result, bytes, revision, message"
     )
     parser.add_argument(
         "--progress-port",

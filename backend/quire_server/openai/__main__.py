@@ -133,12 +133,18 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         action="append",
         default=[],
         metavar="NAME",
-        help="name of the base model in this API; can be repeated (default: the one of --served-name)",
+        help="name of the base model in this API; can be repeated (default: the value of --served-name)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=constants.OPENAI_PORT, help="default: %(default)s")
     parser.add_argument(
-        "--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES, metavar="N", help="default: %(default)s"
+        "--port", type=int, default=constants.OPENAI_PORT, help="port to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=DEFAULT_MAX_BODY_BYTES,
+        metavar="N",
+        help="maximum size of a request body (default: %(default)s)",
     )
     parser.add_argument("--api-keys-dir", type=Path, metavar="DIR", help="folder with an API key in each file")
     parser.add_argument(
@@ -147,16 +153,16 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         metavar="FILE",
         help="file with the key for requests that load and unload adapters",
     )
-    parser.add_argument("--shared-prefix-cache", action="store_true", help="share cached prompts between API keys")
+    parser.add_argument("--shared-prefix-cache", action="store_true", help="let API keys share cached prompts")
     parser.add_argument("--live", action="store_true", help="serve /live, a page that shows the running engine")
     parser.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="allow web pages of this origin"
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of this origin can use the API"
     )
     parser.add_argument(
         "--generation-config",
         choices=("auto", "vllm"),
         default="auto",
-        help="auto: defaults of sampling parameters come from generation_config.json; vllm: they do not",
+        help="auto: take defaults of sampling parameters from generation_config.json; vllm: ignore this file",
     )
     parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain")
     parser.add_argument(
