@@ -191,7 +191,9 @@ def test_a_slow_deletion_of_an_object_delays_neither_adapters_nor_status(world, 
     assert world.held() == [["sql", "pirate"]] * 2
     world.until("Ready", "False", "Updating")
     (message,) = [c["message"] for c in world.operator.status()["conditions"] if c["type"] == "Ready"]
-    assert message.endswith(f"NetworkPolicy {world.namespace}/tales is being deleted; it is created again afterwards")
+    assert message.endswith(
+        f"NetworkPolicy {world.namespace}/tales is being deleted; the operator creates it again afterwards"
+    )
     cluster.merge(*POLICY, LET_GO, world.namespace)
     world.until("Ready", "True", seconds=REACHED_S)
 

@@ -217,6 +217,6 @@ async def test_folder_that_keeps_changing_is_rejected(tmp_path, monkeypatch):
         (folder / name).write_bytes((folder / name).read_bytes() + b" ")
 
     monkeypatch.setattr(ResumableDownload, "download", changed_after)
-    with pytest.raises(Unavailable, match="changed 3 times during the download; write a new adapter beside"):
+    with pytest.raises(Unavailable, match="changed 3 times during the download; write the new adapter to"):
         await fetch(tmp_path, Source(path=str(folder)), allow_paths=True)
     assert not list((tmp_path / "cache/adapters").iterdir())

@@ -124,8 +124,8 @@ class AdapterFetcher(contextlib.AsyncExitStack):
                 for name in stale_files:
                     partial.discard(name)
         raise Unavailable(
-            f"{reader.display_name(stale_files[0])}: changed {MAX_SOURCE_CHANGES} times during the download; write a "
-            "new adapter beside the old one, and replace that one by renaming"
+            f"{reader.display_name(stale_files[0])}: changed {MAX_SOURCE_CHANGES} times during the download; write "
+            "the new adapter to a separate folder, then rename it to replace the old one"
         )
 
     async def _download(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:

@@ -106,7 +106,7 @@ class AdapterManager:
             StaleCatalog: the current catalog is newer.
         """
         if any(adapter.name == self._served_name for adapter in catalog.adapters):
-            raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; give the adapter another")
+            raise ConfigError(f"adapters: {self._served_name!r} is the base model's name; rename the adapter")
         if taken := sorted(self.other_models & {adapter.name for adapter in catalog.adapters}):
             raise ConfigError(
                 f"adapters: {taken[0]!r} is a model of the model repository; give the adapter another name"

@@ -138,6 +138,6 @@ class RuntimeAdapters:
             pass
         allowed = ", ".join(map(str, self._allowed_paths)) or "none"
         raise InvalidArgument(
-            f"lora_path: {truncated_repr(path)} is not a folder in an allowed one ({allowed}); use another folder, or "
+            f"lora_path: {truncated_repr(path)} is not below an allowed folder ({allowed}); use another folder, or "
             "start the server with --allowed-local-lora-path"
         )

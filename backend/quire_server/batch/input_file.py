@@ -52,10 +52,12 @@ class InputFile:
         try:
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
-            raise ConfigError(f"--input {path}: {error.strerror}; give a file of requests, one on each line") from error
+            raise ConfigError(f"--input {path}: {error.strerror}; give a file with one request on each line") from error
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self._file.close()
-            raise ConfigError(f"--input {path}: is not a file; write the requests to a file, so that it can be resumed")
+            raise ConfigError(
+                f"--input {path}: is not a file; write the requests to a file, so that a stopped batch can continue"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -137,7 +137,7 @@ async def fetch_adapters(
         ConfigError: adapters cannot be fetched; the message lists all of these adapters.
     """
     if any(adapter.name == served_name for adapter in catalog.adapters):
-        raise ConfigError(f"adapters: {served_name!r} is the base model's name; give the adapter another")
+        raise ConfigError(f"adapters: {served_name!r} is the base model's name; rename the adapter")
     contents, problems = {}, []
     for adapter in catalog.adapters:
         try:

@@ -47,7 +47,7 @@ class ResultFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._fd)
-            raise ConfigError(f"{path}: another run writes it; wait for its end, or give another file") from error
+            raise ConfigError(f"{path}: another run writes to it; wait for its end, or give another file") from error
         except BaseException:
             os.close(self._fd)
             raise

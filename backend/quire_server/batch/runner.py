@@ -121,7 +121,7 @@ class BatchRunner:
                 return reply
             if now - max(first_failure_time, self._last_success_time) > self._settings.retry_s:
                 raise Unavailable(
-                    f"no request succeeded for {self._settings.retry_s:g} s, the last one failed with "
+                    f"no request succeeded for {self._settings.retry_s:g} s, the last request failed with "
                     f"{reply.describe()}; run the same command again when the server answers"
                 )
             logger.info("request repeated line=%d attempt=%d %s", line.number, num_attempts, reply.describe())

@@ -127,7 +127,7 @@ async def _download_one_version(downloader: "_ModelDownloader", reader: SourceRe
             return file_names
     raise Unavailable(
         f"{reader.display_name(changed_files[0])}: changed {MAX_SOURCE_CHANGES} times during the download; write a new "
-        "model beside the old one, under its own name"
+        "model to a separate folder, under its own name"
     )
 
 
@@ -278,7 +278,7 @@ def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int
     for name in names:
         if not isinstance(name, str) or not _is_weights_file_name(name):
             raise InvalidArgument(
-                f"{reader.display_name(INDEX_FILE)}: {str(name)[:100]!r} is not a file of weights beside it"
+                f"{reader.display_name(INDEX_FILE)}: {str(name)[:100]!r} is not a weights file in the same folder"
             )
     if not names:
         raise InvalidArgument(f"{reader.display_name(INDEX_FILE)}: its weight_map lists no files; save the model again")

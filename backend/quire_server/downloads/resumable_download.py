@@ -94,7 +94,10 @@ class ResumableDownload:
             if open_file.size is not None:
                 self._on_size(name, open_file.size)
             if open_file.start not in (0, start):
-                raise Unavailable(f"{reader.display_name(name)}: requested byte {start}, got byte {open_file.start}")
+                raise Unavailable(
+                    f"{reader.display_name(name)}: requested data from byte {start}, got data from byte "
+                    f"{open_file.start}"
+                )
             if open_file.start == 0:
                 # Before the new version is recorded: old bytes must never be taken for bytes of the new version.
                 partial.discard(name)

@@ -194,7 +194,7 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> N
         stub_versions = ", ".join(sorted(install.stubs, key=lambda v: int(v.split(".")[1]))) or "none"
         raise ConfigError(
             f"{interpreter}: version {python.version} is not supported, the server at {str(install.binary)!r} has "
-            f"stubs for {stub_versions}; create the environment with one of these"
+            f"stubs for {stub_versions}; create the environment with one of these versions"
         )
     if python.libpython is None:
         raise ConfigError(

@@ -100,7 +100,9 @@ def write_documents(folder: Path, device: str, target: Path) -> tuple[Path, Path
 def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
     path = model.version_dir / ADAPTERS_FILE
     if not path.exists():
-        raise ConfigError(f"{path}: missing, but model.json has enable_lora; write {{}} to it for no adapters")
+        raise ConfigError(
+            f"{path}: missing, but model.json sets enable_lora; create the file, with the content {{}} for no adapters"
+        )
     sources: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     for name, location in read_json_object(path).items():

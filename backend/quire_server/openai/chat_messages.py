@@ -134,7 +134,9 @@ def _text(content: object, path: str) -> str:
 def _parse_arguments(call: object, path: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{path}: must be objects with a function and its name, got {truncated_repr(call)}")
+        raise ApiError(
+            400, f"{path}: each call must be an object with a function and its name, got {truncated_repr(call)}"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

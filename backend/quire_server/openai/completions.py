@@ -77,7 +77,7 @@ def parse_prompts(value: object) -> list[Prompt]:
             return [Prompt(item) for item in value]
         if all(isinstance(item, list) and item and set(map(type, item)) == {int} for item in value):
             return [Prompt(None, item) for item in value]
-    problem = "missing" if value is None else "empty" if value == [] else "of another form"
+    problem = "missing" if value is None else "empty" if value == [] else "not of a valid form"
     raise ApiError(400, f"prompt: {problem}; give a text, a list of texts, token ids, or a list of lists of token ids")
 
 

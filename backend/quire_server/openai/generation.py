@@ -93,7 +93,7 @@ class Generation:
         ]
         if len(prompts) * copies * params.num_sequences > MAX_CHOICES:
             raise ApiError(
-                400, f"prompt: {len(prompts)} prompts with n {copies * params.n} are more than {MAX_CHOICES} outputs"
+                400, f"prompt: {len(prompts)} prompts with n {copies * params.n} need more than {MAX_CHOICES} outputs"
             )
         self._api_key_name = http_request.api_key_name
         self._cache_salt = http_request.salt_cache(fields.cache_salt)

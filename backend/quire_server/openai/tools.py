@@ -24,7 +24,7 @@ def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list) or not tools:
-        raise ApiError(400, "tools: must be a list with at least one tool; leave it out for none")
+        raise ApiError(400, "tools: must be a list with at least one tool; leave it out if there are no tools")
     if len(tools) > MAX_TOOLS:
         raise ApiError(400, f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}")
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]

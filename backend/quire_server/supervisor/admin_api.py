@@ -90,7 +90,7 @@ class AdminAPI:
             raise ConfigError(f"adapters: the body is not JSON: {error}") from error
         catalog = AdapterCatalog.from_json(document)
         if "adapters" not in document:
-            raise ConfigError("adapters: missing; list all adapters, [] for none")
+            raise ConfigError("adapters: missing; list all adapters, or [] if there are none")
         self._supervisor.set_catalog(catalog, request.headers.get(REPLACES_HEADER, ""))
         logger.info("catalog accepted generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
         # 202: the catalog is applied in the background. GET /status reports the progress.

@@ -223,7 +223,7 @@ class OtherModels:
             raise NotFound(f"model {truncated_repr(name)}: was never loaded; GET /v2/repository/index lists the names")
         users = sorted(e for e, models in self._ensembles.items() if name in models and e in self._desired)
         if users:
-            raise InvalidArgument(f"model {name!r}: the ensemble {users[0]!r} calls it; unload that first")
+            raise InvalidArgument(f"model {name!r}: the ensemble {users[0]!r} calls it; unload the ensemble first")
         self._desired.discard(name)
         await server.unload_other_model(name)
         self._set_state(name, OtherModelState.UNLOADED)

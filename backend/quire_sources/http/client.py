@@ -189,8 +189,8 @@ def _content_extent(response: aiohttp.ClientResponse, display_name: str) -> tupl
         chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
         if response.content_length is None and not chunked:
             raise Unavailable(
-                f"{display_name}: the response has neither a length nor chunks, so that a cut connection would go "
-                "unnoticed; have the server send Content-Length"
+                f"{display_name}: the response has no Content-Length and no chunks, so a lost connection could not be "
+                "detected; configure the server to send it"
             )
         return 0, response.content_length
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))

@@ -93,7 +93,7 @@ def _reason(name: str) -> str:
     if known in ALLOWED:
         return f"write {known}=VALUE, without leading dashes"
     reason = _REASONS.get(known) or next((text for word, text in _FORBIDDEN if re.search(word, known)), None)
-    allowed = f"allowed are {', '.join(ALLOWED)}"
+    allowed = f"allowed arguments are {', '.join(ALLOWED)}"
     return f"not allowed: {reason}; {allowed}" if reason else f"not an allowed argument; {allowed}"
 
 

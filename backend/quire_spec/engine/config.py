@@ -189,7 +189,7 @@ class EngineConfig:
         if self.max_loras > self.max_host_loras:
             raise ConfigError(
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
-                "in an adapter slot also has a host copy"
+                "in an adapter slot also has a copy in host memory"
             )
         if self.speculative_config is not None:
             self.speculative_config.validate()

@@ -307,7 +307,7 @@ def _unknown_parameter(name: str, extra_names: Sequence[str] = ()) -> InvalidArg
     suggestions = difflib.get_close_matches(
         name[:80].lower(), [other for other in (*known, *extra_names, *FORMER_NAMES) if other != name], n=1
     )
-    suggestion_text = f"did you mean {suggestions[0]}? Known" if suggestions else "known"
+    suggestion_text = f"did you mean {suggestions[0]}? Known parameters" if suggestions else "known parameters"
     return InvalidArgument(
         f"unknown sampling parameter {truncated_repr(name)}; {suggestion_text} are {', '.join(known)}"
     )

@@ -83,7 +83,7 @@ class StructuredOutputsParams:
         names = [f.name for f in fields(cls)]
         unknown = [name for name in values if name not in names]
         if unknown:
-            raise _error(f"{truncated_repr(unknown[0])} is unknown; known are {', '.join(names)}")
+            raise _error(f"{truncated_repr(unknown[0])} is unknown; known fields are {', '.join(names)}")
         # A field without a default accepts null as "not set"; null for another one means the default.
         return cls(**{name: value for name, value in values.items() if value is not None})
 
@@ -203,7 +203,7 @@ def merge_former_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not merged:
         return remaining
     if remaining.get("structured_outputs") is not None:
-        raise _error(f"set together with its older name for {next(iter(merged))}; remove the older name")
+        raise _error(f"set together with vLLM's older parameter for {next(iter(merged))}; remove the older one")
     return remaining | {"structured_outputs": merged}
 
 

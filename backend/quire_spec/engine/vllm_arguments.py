@@ -130,7 +130,7 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
 
 def _unknown_argument(name: str, known: Sequence[str]) -> str:
     suggestions = difflib.get_close_matches(name[:80], known, n=1)
-    fix = f"did you mean {suggestions[0]}? Known" if suggestions else "remove it, known"
+    fix = f"did you mean {suggestions[0]}? Known arguments" if suggestions else "remove it; known arguments"
     return f"{name!r}: unknown engine argument; {fix} are {', '.join(known)}"
 
 

@@ -121,7 +121,7 @@ class ModelConfig:
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise ConfigError(
                 f"config.json: architecture {architecture!r} is not supported; "
-                f"supported are {', '.join(capabilities.SUPPORTED_ARCHITECTURES)}"
+                f"supported architectures are {', '.join(capabilities.SUPPORTED_ARCHITECTURES)}"
             )
         architecture_info = ARCHITECTURES[architecture]
         model_type = config.get("model_type")

@@ -87,7 +87,7 @@ class QuantizationScheme:
         if method not in _PARSERS:
             raise config.error("quant_method", method, f"one of {', '.join(_PARSERS)}")
         if not config.get_section("kv_cache_scheme").is_empty:
-            fix = "null, which is all that is supported; with null, kv_cache_dtype decides, and scales are not read"
+            fix = "null (no other value is supported); then kv_cache_dtype applies, and scales are not read"
             raise config.error("kv_cache_scheme", config.get_raw("kv_cache_scheme"), fix)
         groups = _PARSERS[method](config)
         ignore_key = next((key for key in _IGNORE_KEYS if key in config), _IGNORE_KEYS[0])
@@ -200,7 +200,9 @@ def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightSc
     dynamic = config.get_section("dynamic")
     # A name that begins with - excludes modules, whose tensors are then not quantized.
     if changed := [key for key in dynamic if not key.startswith("-")]:
-        raise config.error("dynamic", changed[0], "a pattern that begins with '-': other bits per module")
+        raise config.error(
+            "dynamic", changed[0], "a pattern that begins with '-' (other settings for some modules are not supported)"
+        )
     strategy, block = _group_block(config, "group_size")
     act_order, minus_one = config.get_bool("desc_act", False), version == "gptq"
     return _for_all(WeightScheme("gptq", bits, strategy, block, True, act_order, zeros_minus_one=minus_one))
@@ -208,9 +210,7 @@ def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightSc
 
 def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
     if not config.get_section("transform_config").is_empty:
-        raise config.error(
-            "transform_config", config.get_raw("transform_config"), "null, which is all that is supported"
-        )
+        raise config.error("transform_config", config.get_raw("transform_config"), "null (no other value is supported)")
     sparsity = config.get_section("sparsity_config")
     if not sparsity.is_empty:
         _require(sparsity, "format", sparsity.get_str("format"), ("dense",))
@@ -227,7 +227,7 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
     format_name = group.get_str("format", config.get_str("format", "mixed-precision"))
     weights = group.get_section("weights")
     if not group.get_section("output_activations").is_empty:
-        raise group.error("output_activations", "an object", "null, which is all that is supported")
+        raise group.error("output_activations", "an object", "null (no other value is supported)")
     kind, bits = weights.get_str("type", "int"), weights.get_int("num_bits", 8)
     layout = LAYOUT_BY_FORMAT.get((format_name, kind, bits))
     if layout is None:
@@ -238,7 +238,7 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
     _require(weights, "strategy", strategy, _STRATEGIES)
     is_symmetric = weights.get_bool("symmetric", True)
     if layout != "packed" and not is_symmetric:
-        raise weights.error("symmetric", False, f"true, unless the format is pack-quantized; it is {format_name}")
+        raise weights.error("symmetric", False, f"true, unless the format is pack-quantized; here it is {format_name}")
     block = None
     if strategy == "group":
         block = (1, weights.get_int("group_size"))

@@ -178,7 +178,7 @@ def _read_rope_type(scaling: HFConfigReader, aliases: Mapping[str, str]) -> str:
     rope_type = {"su": "longrope", **aliases}.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"config.json: rope scaling {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+            f"config.json: rope scaling {rope_type!r} is not supported; supported types are {', '.join(ROPE_TYPES)}"
         )
     return rope_type
 

@@ -132,7 +132,7 @@ def check_speculation(inputs: PlannerInputs) -> None:
         return
     field = "spec.engine.speculativeConfig"
     if shape.long_rope_threshold is not None:
-        message = f"{field}: a model with a long-rope threshold has no speculation; remove it"
+        message = f"{field}: speculative decoding does not support models with longrope; remove the field"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
     try:
         SpeculativeConfig(speculative.method, speculative.numSpeculativeTokens).check_architecture(shape.architecture)

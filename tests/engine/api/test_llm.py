@@ -219,7 +219,7 @@ def test_unknown_settings_are_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer: must be a folder, got '\[1\]'"):
         LLM(model="/nowhere", tokenizer=[1])  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match=r"'max_num_seq': unknown engine argument; did you mean max_num_seqs\? Known are async_sched"
+        ConfigError, match=r"'max_num_seq': unknown engine argument; did you mean max_num_seqs\? Known arguments are"
     ):
         LLM(model="/nowhere", max_num_seq=3)
     with pytest.raises(

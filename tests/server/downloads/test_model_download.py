@@ -104,14 +104,14 @@ async def test_checks_digests(tmp_path, web):
 @pytest.mark.parametrize(
     ("weight_map", "words"),
     [
-        ({"w": "../../etc/passwd.safetensors"}, "'../../etc/passwd.safetensors' is not a file of weights beside it"),
-        ({"w": "setup.py"}, "'setup.py' is not a file of weights"),
+        ({"w": "../../etc/passwd.safetensors"}, "'../../etc/passwd.safetensors' is not a weights file in the same"),
+        ({"w": "setup.py"}, "'setup.py' is not a weights file"),
         ("[" * 100_000, "has no weight_map"),
         ({}, "its weight_map lists no files"),
         (["x"], "has no weight_map"),
-        ({"w": "a\0b.safetensors"}, "is not a file of weights"),
-        ({"w": "\ud800.safetensors"}, "is not a file of weights"),
-        ({"w": "w" * 250 + ".safetensors"}, "is not a file of weights"),
+        ({"w": "a\0b.safetensors"}, "is not a weights file"),
+        ({"w": "\ud800.safetensors"}, "is not a weights file"),
+        ({"w": "w" * 250 + ".safetensors"}, "is not a weights file"),
     ],
 )
 async def test_rejects_an_index_that_names_other_files(tmp_path, web, weight_map, words):
@@ -177,7 +177,7 @@ async def test_model_that_keeps_changing_is_rejected(tmp_path, web, serve):
 
     url = await serve(changing)
     source = Source(http=HttpSource(f"{url}/single"))
-    with pytest.raises(Unavailable, match="changed 3 times during the download; write a new model beside"):
+    with pytest.raises(Unavailable, match="changed 3 times during the download; write a new model to"):
         await download(source, tmp_path / "m", SourceOptions())
 
 

@@ -135,10 +135,10 @@ class TestParameters:
             ({"stop": "[" * 100_000}, ("'stop'",)),
             (
                 {"max_new_tokens": 5},
-                ("unknown sampling parameter 'max_new_tokens'; did you mean max_tokens? Known are",),
+                ("unknown sampling parameter 'max_new_tokens'; did you mean max_tokens? Known parameters are",),
             ),
-            ({"lora_nam": "sql"}, ("did you mean lora_name? Known are",)),
-            ({"return_finish_reasons": True}, ("did you mean return_finish_reason? Known are",)),
+            ({"lora_nam": "sql"}, ("did you mean lora_name? Known parameters are",)),
+            ({"return_finish_reasons": True}, ("did you mean return_finish_reason? Known parameters are",)),
             ({"lora_name": 5}, ("lora_name: must be a string that is not empty, got 5",)),
             ({"lora_name": ""}, ("lora_name: must be a string that is not empty, got ''",)),
             ({"lora_name": "\ud800"}, ("lora_name", "lone surrogate")),

@@ -140,7 +140,7 @@ async def test_accepts_older_catalog_that_names_the_replaced_one(port):
         (b'{"generation": 9, "adapters": [{"name": "A B", "source": {"path": "/a"}}]}', 400, "'A B'"),
         (b'{"generation": 9, "adapters": [{"name": "a", "source": {}}]}', 400, "exactly one of"),
         (b'{"generation": 1, "adapters": []}', 409, "older than 3"),
-        (b'{"generation": 9}', 400, "adapters: missing; list all adapters, [] for none"),
+        (b'{"generation": 9}', 400, "adapters: missing; list all adapters, or [] if there are none"),
     ],
 )
 async def test_rejects_invalid_catalog(port, body, status, words):

@@ -36,7 +36,7 @@ def test_allowed_arguments_are_parsed():
         ("log-file=/x", "not allowed: it names a path"),
         ("trace-file=/x", "not allowed: it names a path"),
         ("grpc-use-ssl-mutual=true", "not allowed: the supervisor has no client certificate"),
-        ("backend-config=python,x=y", "not an allowed argument; allowed are grpc-use-ssl"),
+        ("backend-config=python,x=y", "not an allowed argument; allowed arguments are grpc-use-ssl"),
         ("exit-on-error=false\n--http-port=1", "not an allowed argument"),
         ("http-thread-count=2 --http-port=1", "must be an integer"),
         ("grpc-use-ssl=true", "grpc-use-ssl=true requires grpc-server-cert"),

@@ -61,7 +61,7 @@ def test_accepts_all_forms_of_a_constraint(values):
 
 
 def test_rejects_two_names_of_a_constraint():
-    with pytest.raises(InvalidArgument, match="remove the older name"):
+    with pytest.raises(InvalidArgument, match="remove the older one"):
         SamplingParams.from_mapping({"guided_regex": "a", "structured_outputs": {"regex": "a"}})
 
 
@@ -115,9 +115,9 @@ def test_defaults_match_vllm():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("logits_processors", "known are"),
-        ("temprature", r"did you mean temperature\? Known are"),
-        ("a" * 10**6, "known are"),
+        ("logits_processors", "known parameters are"),
+        ("temprature", r"did you mean temperature\? Known parameters are"),
+        ("a" * 10**6, "known parameters are"),
     ],
     ids=["other", "misspelt", "long"],
 )

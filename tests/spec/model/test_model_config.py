@@ -268,7 +268,7 @@ INVALID_CONFIGS = {
     "text for rope scaling": ({"rope_scaling": "linear"}, "rope_scaling: expected an object, got 'linear'"),
     "unknown rope type": (
         {"rope_scaling": {"type": "ntk"}},
-        "rope scaling 'ntk' is not supported; supported are default",
+        "rope scaling 'ntk' is not supported; supported types are default",
     ),
     "rope scaling without factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
     "rope frequency factors in wrong order": (

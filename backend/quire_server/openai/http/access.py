@@ -45,8 +45,8 @@ class AccessControl:
         if request.path in ADMIN_ROUTES and self._admin_key is None:
             raise ApiError(
                 403,
-                f"{request.path}: adapters cannot be changed through this API; on a cluster edit spec.adapters of the "
-                "LLMService, which owns them, elsewhere start the server with --allow-runtime-lora-updating",
+                f"{request.path}: adapters cannot be changed through this API; on a cluster, edit spec.adapters of the "
+                "LLMService; elsewhere, start the server with --allow-runtime-lora-updating",
             )
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:

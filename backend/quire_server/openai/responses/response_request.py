@@ -131,7 +131,7 @@ def _check_supported(fields: ResponseFields) -> None:
     if fields.background:
         raise ApiError(400, f"background: is not supported, because {NOT_STORED}; leave it out")
     if fields.prompt is not None:
-        raise ApiError(400, "prompt: templates of prompts are not supported; use input and instructions")
+        raise ApiError(400, "prompt: prompt templates are not supported; use input and instructions")
     longest = max((len(text) for item in fields.metadata.items() for text in item), default=0)
     if len(fields.metadata) > MAX_METADATA_ENTRIES or longest > MAX_METADATA_CHARS:
         raise ApiError(
@@ -208,7 +208,7 @@ def _reasoning(item: Mapping[str, Any]) -> str:
 
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise ApiError(400, f"{path}.type: {truncated_repr(tool.get('type'))} is not supported; only functions are")
+        raise ApiError(400, f"{path}.type: {truncated_repr(tool.get('type'))} is not supported; use function")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
