@@ -264,7 +264,7 @@ def group_parameters(weight: Tensor, order: Tensor, symmetric: bool) -> tuple[Te
 
 
 def write_autoawq(out: Path, source: Path) -> None:
-    """Write AWQ in version GEMM."""
+    """Write a checkpoint in the GEMM version of AWQ."""
     namespace(source, "awq", "awq.modules", "awq.modules.linear", "awq.utils")
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
@@ -292,7 +292,8 @@ def gptq_config(**values: Any) -> dict[str, Any]:
 
 
 def write_autogptq(out: Path, source: Path) -> None:
-    """Write the first version of GPTQ, with and without act order. This version stores each zero point minus 1."""
+    """Write checkpoints in the first version of GPTQ, with and without act order. This version stores each zero point
+    minus 1."""
     namespace(source, "auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear")
     from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear
 
@@ -315,8 +316,8 @@ def write_autogptq(out: Path, source: Path) -> None:
 
 
 def write_gptqmodel(out: Path, source: Path) -> None:
-    """Write the second version of GPTQ, and the first version with zero points of 0. In the first version, 0 minus 1
-    borrows from the next packed zero point."""
+    """Write a checkpoint in the second version of GPTQ, and one in the first version with zero points of 0. In the
+    first version, 0 minus 1 borrows from the next packed zero point."""
     for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
         sys.modules[module] = MagicMock(__spec__=ModuleSpec(module, None))
     sys.path.insert(0, str(source))

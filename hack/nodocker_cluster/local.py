@@ -41,7 +41,7 @@ def up(report_progress: binaries.ProgressCallback) -> Path:
 
 
 def down() -> bool:
-    """Stop the cluster and remove its folder; return False if there was none."""
+    """Stop the cluster and remove its folder; return False if there was no cluster."""
     cluster_dir = cluster_folder()
     if not cluster_dir.exists():
         return False

@@ -46,7 +46,8 @@ class CertificateAuthority:
         self._write(name, leaf.cert_chain_pems[0], leaf.private_key_pem)
 
     def write_service_account_key(self) -> None:
-        """Write sa.key, the RSA key that signs the tokens of pods. The API server derives the public key from it."""
+        """Write sa.key, the RSA key that signs the tokens of pods. The API server derives the public key from this
+        key."""
         self._save("sa.key", trustme.CA(key_type=trustme.KeyType.RSA).private_key_pem)
 
     def _write(self, name: str, certificate: trustme.Blob, key: trustme.Blob) -> None:

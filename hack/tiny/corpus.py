@@ -2,7 +2,7 @@
 """The training texts of the tiny model and its three adapters. The texts are generated endlessly from a seed, and were
 written for this project.
 
-The module owns the mixture of each corpus. `train.py` calls it; run the module to read a few documents:
+The module owns the mixture of each corpus. `train.py` calls this module; run the module to read a few documents:
 
     python hack/tiny/corpus.py pirate --count 3
 """
@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print documents of one of the tiny model's corpora.")
     parser.add_argument("corpus", choices=CORPORA, help="corpus to print")
     parser.add_argument("--count", type=int, default=3, help="number of documents (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same documents (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random documents (default %(default)s)")
     arguments = parser.parse_args()
     documents = CORPORA[arguments.corpus](arguments.seed)
     for _ in range(arguments.count):

@@ -59,11 +59,11 @@ class Table:
     texts: tuple[Text, ...]
     """Columns of words; the first column identifies a row in questions."""
     numbers: tuple[Number, ...]
-    """Columns of numbers, at least one."""
+    """Columns of numbers; a table has at least one."""
 
     @property
     def columns(self) -> list[Text | Number]:
-        """All columns of the table, columns of words first."""
+        """All columns of the table; columns of words come first."""
         return [*self.texts, *self.numbers]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short stories in plain English, written for this project: a person wants something, has a problem and solves it.
 
-The module owns the people and places; the plots are in `stories.txt`. `corpus` calls it for documents, and `pirate`
-uses the same plots with its own crew.
+The module owns the people and places; the plots are in `stories.txt`. `corpus` calls this module for documents, and
+`pirate` uses the same plots with its own crew.
 """
 
 import random

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions, requests that need a function, the calls, and answers based on the function's result.
 
-The module owns the kinds of functions. `corpus` calls it for conversations, and `values` provides the words.
+The module owns the kinds of functions. `corpus` calls this module for conversations, and `values` provides the words.
 """
 
 import json
@@ -25,7 +25,7 @@ class Function:
     """JSON type of each parameter, in the order of a call."""
 
     def definition(self) -> Message:
-        """Return the function as clients of the OpenAI API define it."""
+        """Return the definition of the function, in the form of the OpenAI API."""
         properties = {name: {"type": kind} for name, kind in self.parameters.items()}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
         function = {"name": self.name, "description": self.description, "parameters": schema}

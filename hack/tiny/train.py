@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the model that Quire ships for demos and tests, and its three adapters, from random weights.
 
-The module owns the shapes, the recipes and the written files. A developer runs it; nothing in Quire imports it.
+The module owns the shapes, the recipes and the written files. A developer runs this module; nothing in Quire imports
+it.
 """
 
 import argparse
@@ -268,7 +269,7 @@ def _arguments() -> argparse.Namespace:
         default=DEFAULT_SEED,
         help="seed of texts, initial weights and adapters (default %(default)s)",
     )
-    parser.add_argument("--resume", action="store_true", help="start from the existing adapters")
+    parser.add_argument("--resume", action="store_true", help="continue training the existing adapters")
     parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of steps (default %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=_EXAMPLES, help="folder with models/tiny and adapters/* (default: examples)"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains an EAGLE-3 head for the tiny model and writes it in the layout of the authors' repository (SafeAILab/EAGLE).
 
-The module owns the head (a plain torch module), its recipe and the written files. A developer runs it; nothing in Quire
-imports it.
+The module owns the head (a plain torch module), its recipe and the written files. A developer runs this module; nothing
+in Quire imports it.
 
     python hack/tiny/train_eagle3.py --out examples/models/tiny-eagle3
 
@@ -231,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train an EAGLE-3 head for the tiny model.")
     parser.add_argument("--model", type=Path, default=_EXAMPLES / "models" / "tiny", help="folder of the target")
     parser.add_argument("--out", type=Path, default=_EXAMPLES / "models" / "tiny-eagle3", help="folder of the head")
-    parser.add_argument("--seconds", type=float, default=540.0, help="time to train (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="training time (default %(default)s)")
     parser.add_argument(
         "--threads", type=int, default=2, help="CPU threads (default %(default)s; 1 is faster on a busy machine)"
     )

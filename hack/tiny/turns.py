@@ -27,7 +27,7 @@ MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 """Tokens that decoding keeps, as in Qwen3, because parsers of tool calls and of reasoning read them."""
 
 Message = Mapping[str, Any]
-"""A message of a conversation, as clients of the OpenAI API write it."""
+"""A message of a conversation, in the form of the OpenAI API."""
 
 _SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "Be brief.", "Answer in one sentence.")
 
@@ -59,7 +59,7 @@ def said(role: str, content: str) -> Message:
 
 
 def written_call(name: str, arguments: Mapping[str, object]) -> str:
-    """Return a tool call as the assistant writes it."""
+    """Return a tool call in the text form that the assistant writes."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Downloads the adapters of the catalog into the cache: size limits, resume, verification, atomic completion.
 
-The fetcher uses the readers of quire_sources and is independent of protocols. A cached adapter is immutable: the digest
-of a name can change, the content of a digest cannot. The fetcher reads only two required files and a chat template, so
-that a source cannot deliver code. A chat template runs in a sandbox. Called by the adapter manager.
+The fetcher uses the readers of quire_sources and is independent of protocols. A cached adapter is immutable: a name can
+get another digest, but the content of a digest never changes. The fetcher reads only two required files and a chat
+template, so that a source cannot deliver code. A chat template runs in a sandbox. Called by the adapter manager.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class CachedAdapter:
 
     @property
     def chat_template(self) -> Path | None:
-        """Path of the adapter's chat template; None if it has none."""
+        """Path of the adapter's chat template; None if the adapter has no chat template."""
         path = self.folder / CHAT_TEMPLATE_FILE
         return path if path.exists() else None
 

@@ -210,7 +210,7 @@ class AdapterManager:
         return {adapter.name for adapter in self._desired_adapters() if adapter.exposed}
 
     def digests_in_use(self) -> set[AdapterDigest]:
-        """Return the digests of all latest and active contents."""
+        """Return the digests of the latest content and of the active content of every adapter."""
         return {
             content.digest
             for adapter in self._adapters.values()

@@ -21,7 +21,7 @@ class RequestLine:
     """A request of an input file."""
 
     number: int
-    """Number of the line, from 1."""
+    """Number of the line, counted from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]

@@ -179,7 +179,7 @@ class ServerHandle:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def load_adapter_model(self, name: str) -> None:
-        """Load an adapter's model; raises ConnectionLost, or Internal if the server rejects it."""
+        """Load an adapter's model; raises ConnectionLost, or Internal if the server rejects the model."""
         async with self._locks[name]:
             if name not in self.models:
                 await self._load_model(name)
@@ -276,7 +276,8 @@ def _translate_unavailable() -> Iterator[None]:
 
 
 def _parse_memory(document: object) -> MeasuredMemory | None:
-    """Parse the core's measured memory. Return None if it has another format; the status then omits the memory."""
+    """Parse the core's measured memory. Return None if the value has another format; the status then omits the
+    memory."""
     try:
         return from_json(MeasuredMemory, document, "memory")
     except ConfigError:

@@ -27,8 +27,8 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0
-"""Seconds for which an adapter that no catalog contains stays cached, so that a rollback is fast. Supervisors that
-share the cache touch their adapters hourly."""
+"""Seconds for which an adapter stays cached although no catalog contains it, so that a rollback is fast. Supervisors
+that share the cache touch their adapters hourly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class ProgressMeter:
         self._weights, self._index_bytes = names, index_bytes
 
     def set_size(self, name: str, size: int) -> None:
-        """Set the size of a complete file when it becomes known."""
+        """Set the size of the complete file, as soon as the size is known."""
         self._sizes[name] = size
 
     async def sample(self) -> None:

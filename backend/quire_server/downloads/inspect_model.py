@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_server.read_model`: reads facts about a model on a volume, and writes them as termination message.
+"""`python -m quire_server.read_model`: reads facts about a model on a volume, and writes them as the termination
+message of its container.
 
 The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json, and
 either the total size in the weights' index or the end offset of the last tensor. The message is compressed, because

@@ -159,7 +159,8 @@ class ResumableDownload:
         return [name for name, version in current_versions.items() if version not in (None, recorded_versions[name])]
 
     async def verify(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
-        """Compare a file's SHA-256 with the declared one. If they differ, discard the file and raise DigestMismatch."""
+        """Compare a file's SHA-256 with the declared SHA-256. If they differ, discard the file and raise
+        DigestMismatch."""
         expected = reader.expected_sha256(name)
         if expected is None:
             return

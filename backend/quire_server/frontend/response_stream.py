@@ -4,7 +4,7 @@
 If the sender threads are fast enough, there is one response per delta; otherwise one response contains several deltas.
 A stream has at most one owner at a time: a thread or the senders' queue. Therefore responses keep their order, and
 exactly one response is final. The final response frees the request; after it, no thread may check the request for
-cancellation. Independent of the server's API; stub_model.py calls it.
+cancellation. This module is independent of the server's API; stub_model.py calls it.
 """
 
 import math
@@ -30,7 +30,7 @@ class ResponseStream:
 
     request_id: int
     options: OutputOptions | None
-    """Selected outputs; None if the request was rejected, so that an error is its only response."""
+    """Selected outputs; None if the request was rejected, and its only response is an error."""
     sender: Any
     """The server's response sender."""
     opened_at: float

@@ -3,7 +3,8 @@
 
 A writer thread connects and sends; a reader thread decodes deltas. `submit` and `cancel` therefore never block on the
 socket. When the connection ends, each open request gets an UNAVAILABLE delta. The writer reconnects without waiting for
-a request, so that every running frontend is connected. Independent of the server's API; stub_model.py owns it.
+a request, so that every running frontend is connected. The client is independent of the server's API; stub_model.py
+owns it.
 """
 
 import logging

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the server's repository API and probes on loopback. The supervisor calls it; it is independent of adapters.
+"""Client of the server's repository API and probes on loopback. The supervisor calls this module, which is independent
+of adapters.
 
 Models are loaded over gRPC. Over HTTP, the thread of the connection loads the model. The server uses one thread for
 most HTTP connections, so their streams would stall during the load.

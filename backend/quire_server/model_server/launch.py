@@ -143,7 +143,7 @@ def new_shm_prefix() -> str:
 
 
 def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
-    """Return the image's server if it exists, else the wheel's.
+    """Return the server of NVIDIA's image if it exists, else the server of the wheel.
 
     Raises:
         ConfigError: neither is installed, or a file of the installation is missing.
@@ -293,7 +293,7 @@ def _require_files(*files: Path) -> None:
 
 
 def _stub_version(stub: Path) -> str:
-    """Return the Python version of a stub program: its ELF file contains the name libpython3.X.so."""
+    """Return the Python version of a stub program, from the name libpython3.X.so in its ELF file."""
     match = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
     return match[1].decode() if match else "unknown"
 

@@ -29,7 +29,7 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
     """Read a model of NVIDIA's vllm_backend: `model.json` (vLLM's engine arguments) and `multi_lora.json`.
 
     `folder` is the model's folder, or a repository with one such model. `device` is used if model.json sets no device.
-    Values can be strings ("true", "16"), as in that backend. The log names the parts that the server ignores: other
+    Values can be strings ("true", "16"), as in vllm_backend. The log names the parts that the server ignores: other
     versions, other models, and the settings of config.pbtxt, because tensors and instances are fixed.
 
     Raises:

@@ -168,7 +168,7 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser.add_argument(
         "--ssl-keyfile", type=Path, metavar="FILE", help="key of the certificate (default: in the same file)"
     )
-    parser.add_argument("--probe-socket", type=Path, metavar="FILE", help="also answer on this Unix socket, for probes")
+    parser.add_argument("--probe-socket", type=Path, metavar="FILE", help="additional Unix socket for probes")
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other processes")
     parser.add_argument("--log-requests", action="store_true", help="log each request")
     args = parser.parse_args(argv)

@@ -233,7 +233,8 @@ class ChatFormatter(Formatter):
 
 
 def _finish_reason(choice: Choice, delta: OutputDelta) -> str | None:
-    """Return the finish reason: tool_calls for a complete output with a tool call; length if max_tokens ended it."""
+    """Return the finish reason: tool_calls for a complete output with a tool call; length for an output that max_tokens
+    ended."""
     return "tool_calls" if delta.finish_reason == "stop" and choice.has_tool_calls else delta.finish_reason
 
 

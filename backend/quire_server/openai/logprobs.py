@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities in the formats of completions and of chat completions.
 
-The text process returns an object for each position, by token id; the sampled token is first. If a token alone is not
-valid UTF-8, its text contains the replacement character, and a separate field contains its bytes.
+For each position, the text process returns an object with token ids as keys; the sampled token is first. If a token
+alone is not valid UTF-8, its text contains the replacement character, and a separate field contains its bytes.
 """
 
 from collections.abc import Mapping, Sequence

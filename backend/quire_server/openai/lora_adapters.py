@@ -59,7 +59,7 @@ class LoraAdapters:
         return _text(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Reply:
-        """POST /v1/unload_lora_adapter: unload an adapter; running requests finish with it."""
+        """POST /v1/unload_lora_adapter: unload an adapter; running requests can still finish with the adapter."""
         fields = _parse(await request.json_object(), UnloadFields)
         await self._call("unload_lora_adapter", {"name": fields.lora_name})
         return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")

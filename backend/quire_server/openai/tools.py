@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a chat request: checks the definitions and the choice. Chat completions and /tokenize use it."""
+"""The tools of a chat request: checks the definitions and the choice. Chat completions and /tokenize use this
+module."""
 
 import re
 from collections.abc import Sequence

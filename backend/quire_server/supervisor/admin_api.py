@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP API of the health port: probes and metrics without a key, status and adapter catalog with the admin key.
 
-Handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves it.
+This module handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves the API.
 """
 
 import ipaddress

@@ -115,7 +115,8 @@ class ProcessManager:
         return has_engine and handles.server is not None and handles.server.base_ready
 
     def publish_readiness(self, is_draining: bool, adapters: Mapping[str, bool]) -> None:
-        """Write the server's readiness file. `adapters` maps each adapter that has a model to whether it serves."""
+        """Write the server's readiness file. `adapters` maps each adapter that has a model to True if the adapter
+        serves requests."""
         is_ready = self.engine_is_ready() and not is_draining
         models = {name: is_ready and is_serving for name, is_serving in adapters.items()}
         models[self._settings.served_name] = is_ready

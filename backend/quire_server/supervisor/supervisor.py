@@ -156,7 +156,8 @@ class Supervisor:
         self.other_models.resync()  # an ensemble can depend on an adapter
 
     def _publish_readiness_soon(self) -> None:
-        """Update the readiness file soon after a change of an adapter. Simultaneous changes share one update."""
+        """Schedule an update of the readiness file after a change of an adapter. Simultaneous changes share one
+        update."""
         if self._readiness_timer is None:
             self._readiness_timer = asyncio.get_running_loop().call_later(_READINESS_DELAY_S, self._publish_readiness)
 
@@ -210,7 +211,8 @@ class Supervisor:
         return drained
 
     async def _log_progress(self) -> None:
-        """Log the reasons why the pod is not ready at increasing intervals, then print the ready banner once."""
+        """Until the pod is ready, log the reasons for the delay at increasing intervals; then print the ready
+        banner."""
         started_at, pause_s = time.monotonic(), _FIRST_PROGRESS_LOG_S
         next_log_at = started_at + pause_s
         while self.not_ready_reason() or self._adapter_manager.unsettled():

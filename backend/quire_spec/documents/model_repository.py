@@ -25,7 +25,7 @@ class VllmModelFolder:
     path: Path
     """Folder of the model; its name is the model's name."""
     version: int
-    """Highest version of the model, the one that Triton Inference Server loads by default."""
+    """Highest version of the model, which Triton Inference Server loads by default."""
     other_versions: tuple[int, ...]
     """Versions of the model that are not served, ascending."""
     other_models: tuple[str, ...]

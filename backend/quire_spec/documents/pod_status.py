@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Status document of a pod: the response of GET /status. The operator reads a pod's state only from it."""
+"""Status document of a pod: the response of GET /status. The operator reads a pod's state only from this document."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime

@@ -42,7 +42,8 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
     and objects can be JSON strings ('["a", "b"]'), because the server's generate endpoint rejects lists and objects.
 
     Raises:
-        InvalidArgument: a text starts like a list of strings but is not JSON; it could be a list or one string.
+        InvalidArgument: a text starts like a list of strings but is not JSON, so that its meaning is ambiguous: a list
+            or one string.
     """
     kind = type_name(parameter)
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):

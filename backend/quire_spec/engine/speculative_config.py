@@ -42,7 +42,7 @@ class SpeculativeConfig:
     5 if prompt_lookup_min is also None."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """Maximum length in tokens of a match together with the draft after it."""
+    """Maximum number of tokens in a match and the draft after it, counted together."""
 
     suffix_decoding_max_cached_requests: int = 10_000
     """Maximum number of past outputs in memory; a fixed limit in bytes also applies. 0: only the sequence itself is

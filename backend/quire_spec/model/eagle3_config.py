@@ -26,8 +26,8 @@ class Eagle3Config:
     draft_vocab_size: int
     """Number of tokens that the head can propose."""
     norm_before_residual: bool
-    """True if the layer adds its output to the hidden state after normalization; False: to the hidden state before
-    it."""
+    """True if the layer adds its output to the normalized hidden state; False if it adds it to the hidden state before
+    normalization."""
 
     @classmethod
     def load(cls, folder: Path, target: ModelConfig) -> Self:

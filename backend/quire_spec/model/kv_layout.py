@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of the KV cache: which layers share a block, and which blocks a sequence no longer needs.
 
-The engine and the planner use it. Pure arithmetic, like memory_sizing.
+The engine and the planner use this module. Pure arithmetic, like memory_sizing.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory sizing: bytes of weights, KV blocks and adapter slots of a model. Pure arithmetic on integers.
 
-The planner calls it before an engine exists, and the engine calls it to divide its memory. Both log the results.
+The planner calls this module before an engine exists, and the engine calls it to divide its memory. Both log the
+results.
 """
 
 from quire_spec.model.model_config import ModelConfig

@@ -49,7 +49,7 @@ class RopeConfig:
     """For longrope: dim / 2 divisors of the frequencies, for sequences of more than original_max_position tokens."""
     query_scaling_beta: float = 0.0
     """llama_4_scaling_beta: a query at position p is multiplied by
-    1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 uses it."""
+    1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 has this parameter."""
 
     @property
     def long_threshold(self) -> int | None:

@@ -3,9 +3,9 @@
 
 Attention heads and the intermediate features of the MLP, or of every expert, are split over the ranks. The linears q,
 k, v, gate and up are column-parallel: each rank stores a part of the output features. The linears o and down are
-row-parallel: each rank stores a part of the input features, and an all-reduce sums the outputs. With more ranks than
-KV heads, each rank stores one KV head, and several ranks store a copy of it. Embedding and output projection are split
-by vocabulary.
+row-parallel: each rank stores a part of the input features, and an all-reduce sums the outputs. With more ranks than KV
+heads, each rank stores one KV head, so that several ranks have copies of the same head. Embedding and output projection
+are split by vocabulary.
 """
 
 from dataclasses import dataclass, replace

@@ -76,7 +76,7 @@ class Live:
             self._num_watchers -= 1
 
     async def _event(self) -> bytes:
-        """Return the event of this second."""
+        """Return the event for the current second, which all open pages share."""
         async with self._lock:
             now = time.monotonic()
             if not self._snapshot or now - self._snapshot_time > INTERVAL_S / 2:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a request of the Responses API to a request for chat completions: input items and renamed fields.
 
-Responses are not stored, so a field that refers to an earlier response is an error. Fields of both APIs are passed on
-unchanged; the chat route checks them.
+Responses are not stored, so a field that refers to an earlier response is an error. Fields that both APIs have are
+passed on unchanged; the chat route checks them.
 """
 
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     prompt: Any = None
     stream: bool = False
     stream_options: dict[str, Any] = {}
-    """Accepted and ignored: obfuscation is the only option."""
+    """Accepted and ignored, because the only option is obfuscation."""
 
     @property
     def has_logprobs(self) -> bool:
