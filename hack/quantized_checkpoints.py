@@ -63,7 +63,7 @@ def new_model(dtype: torch.dtype) -> LlamaForCausalLM:
 def save(
     out: Path, writer: str, config: dict[str, Any] | None, tensors: dict[str, Tensor], dequantized: dict[str, Tensor]
 ) -> None:
-    """Write a checkpoint. If `config` is None, its config.json must exist."""
+    """Write a checkpoint. If `config` is None, `out` must already contain config.json."""
     out.mkdir(parents=True, exist_ok=True)
     if CONFIG.tie_word_embeddings:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}

@@ -269,7 +269,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--verbose", None, bool, "show all log lines of the server", {}),
     ),
 }
-"""For each group of options: name, metavar, type (bool: a flag), help text, and other arguments of argparse."""
+"""Maps each group to its options: name, metavar, type (bool: a flag), help text, and other arguments of argparse."""
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factory of source readers, with the Secrets that sources reference. All readers of a factory share an HTTP session.
+"""Factory of source readers, which get the Secrets that their sources reference. All readers of a factory share an HTTP
+session.
 
-Called by the adapter fetcher, the model download and the planner's checkpoint reader.
+The adapter fetcher, the model download and the planner's checkpoint reader call this module.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ class SourceOptions:
     secrets_dir: Path | None = None
     """Folder of mounted Secrets; None: sources cannot use Secrets."""
     pvcs: Mapping[str, Path] = field(default_factory=dict)
-    """Mount path by name of a claim."""
+    """Maps the name of a claim to its mount path."""
     allow_paths: bool = False
     """Whether `path` sources are allowed: true on a developer's machine, never in a pod."""
     hub_endpoint: str | None = None
@@ -58,7 +59,7 @@ def concurrency_key(source: Source) -> str:
 
 
 class SourceFactory(AsyncExitStack):
-    """Opens source readers. Use it as an async context manager."""
+    """Opens source readers. A SourceFactory is used as an async context manager."""
 
     def __init__(self, options: SourceOptions, read_secret: SecretValues | None = None) -> None:
         """If `read_secret` is None, Secrets are read from `options.secrets_dir`."""

@@ -68,7 +68,8 @@ class SourceReader(Protocol):
         """Read a file from offset `start` if it still has `version` (None: any version); otherwise read it from its
         beginning.
 
-        `chunks` contains at least `num_bytes` bytes from `start`, unless the file is shorter; None reads to the end.
+        `chunks` contains at least `num_bytes` bytes from `start`, or fewer if the file ends before; None: all bytes
+        from `start`.
 
         Raises:
             FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is lost.

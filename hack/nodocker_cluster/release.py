@@ -15,7 +15,7 @@ from nodocker_cluster import binaries
 
 KUBERNETES_URL = os.environ.get("QUIRE_KUBERNETES_RELEASES", "https://dl.k8s.io/release")
 ETCD_URL = os.environ.get("QUIRE_ETCD_RELEASES", "https://github.com/etcd-io/etcd/releases/download")
-"""URLs of the releases of Kubernetes and etcd. Mirrors with the same folders can replace both."""
+"""URLs of the releases of Kubernetes and etcd. Both URLs can be replaced by those of mirrors with the same folders."""
 MINOR_VERSION = "1.36"
 """Kubernetes version for which the operator is written; its newest patch release is downloaded."""
 ETCD_VERSION = "v3.6.5"

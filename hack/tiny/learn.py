@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop of the model and its adapters, and the loss on unseen documents.
 
-Independent of texts and files: `train` provides batches and saves the result.
+This module is independent of texts and files: `train` provides batches and saves the result.
 """
 
 import math

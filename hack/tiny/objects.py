@@ -15,7 +15,7 @@ from turns import Chat, said, system_turn
 
 @dataclass(frozen=True, slots=True)
 class ObjectRequest:
-    """A text that states values, the requested keys, and the object of the answer."""
+    """A text that states values, the keys that the request asks for, and the object that answers it."""
 
     question: str
     answer: Mapping[str, object]

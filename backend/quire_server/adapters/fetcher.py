@@ -3,7 +3,8 @@
 
 The fetcher uses the readers of quire_sources and is independent of protocols. A cached adapter is immutable: a name can
 get another digest, but the content of a digest never changes. The fetcher reads only two required files and a chat
-template, so that a source cannot deliver code. A chat template runs in a sandbox. Called by the adapter manager.
+template, so that a source cannot deliver code. A chat template runs in a sandbox. The adapter manager calls this
+module.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class CachedAdapter:
 
 
 class AdapterFetcher(contextlib.AsyncExitStack):
-    """Fetches adapters from their sources into one cache. Use it as an async context manager."""
+    """Fetches adapters from their sources into one cache. An AdapterFetcher is used as an async context manager."""
 
     def __init__(
         self, adapter_cache: AdapterCache, options: SourceOptions, max_weights_bytes: int = MAX_WEIGHTS_BYTES

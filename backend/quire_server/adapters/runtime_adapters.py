@@ -3,7 +3,7 @@
 this module.
 
 This module checks the location in a request; the adapter manager loads and unloads. The changes are lost when the
-supervisor ends, because they are not stored in any file. Called by the supervisor's control server.
+supervisor ends, because they are not stored in any file. The supervisor's control server calls this module.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of a batch for any server of the OpenAI API, over HTTP."""
+"""HTTP client with which a batch sends requests to any server with the OpenAI API."""
 
 from types import TracebackType
 from typing import Any, Self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembly of a batch on this machine: run folder, adapters, engine, connection to the text process."""
+"""Assembles a batch on this machine: run folder, adapters, engine, connection to the text process."""
 
 import argparse
 import asyncio

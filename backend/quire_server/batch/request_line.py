@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of an input file: a request, or the error of an invalid line. Pure; independent of files and servers.
+"""One line of an input file: a request, or the error of an invalid line. This module is pure, and independent of files
+and servers.
 
 A line has the format of OpenAI's Batch API: {"custom_id", "method": "POST", "url", "body"}.
 """

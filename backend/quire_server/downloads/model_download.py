@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quire_server.download`: downloads a model into a folder, once. A Job runs it before a GPU is allocated.
+"""`python -m quire_server.download`: downloads a model into a folder, once. A Job runs this program before a GPU is
+allocated.
 
 A download resumes after the last byte of an earlier run, and verifies digests if the source declares them. The folder
 gets its final name when its last file is complete. Only safetensors weights, configuration and tokenizer are

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Download of one file of a source to disk: size limit, resume after a lost connection, verification.
 
-Bytes of two versions never mix, because a version is recorded before its first byte. Called by the adapter fetcher and
-the model download, which own the downloaded files.
+Bytes of two versions never mix, because a version is recorded before its first byte. The adapter fetcher and the model
+download call this module; they own the downloaded files.
 """
 
 import asyncio

@@ -42,8 +42,8 @@ CANCEL_CHECK_INTERVAL_S = 0.1
 """Seconds between cancellation checks of a request, if few requests are open."""
 MAX_CANCEL_CHECKS_PER_S = 100
 """Maximum number of cancellation checks per second. A check needs 65 us of CPU time in stub and server, so all checks
-use less than 1 % of a core. With more than 10 open requests the interval grows. With 64 requests a cancelled request
-runs for up to 0.6 s."""
+use less than 1 % of a core. With more than 10 open requests the interval grows. With 64 open requests, a cancelled
+request continues for up to 0.6 s."""
 MIN_ERROR_DELAY_S = 0.02
 """Minimum age of a request when its error is sent. A server of release 24.10 can abort if a gRPC client that requests
 real statuses (`triton_grpc_error`) gets an error while its request is still being received. On a busy machine this
@@ -68,7 +68,7 @@ class TritonPythonModel:
         self._streams: dict[int, ResponseStream] = {}
         self._send_queue: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
-        """Acquired streams, each with the time at which it can send its error."""
+        """Acquired streams whose error must wait, each with the time at which the error can be sent."""
         self._closing = threading.Event()
         headers = os.environ.get(model_interface.FORWARDED_HEADERS_VARIABLE)
         self._forwarded_headers = re.compile(headers) if headers else None

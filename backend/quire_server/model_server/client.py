@@ -38,7 +38,7 @@ loopback."""
 
 
 class ModelServerClient(AsyncExitStack):
-    """Client of one server, on its HTTP and gRPC ports. Use it as an async context manager."""
+    """Client of one server, on its HTTP and gRPC ports. A ModelServerClient is used as an async context manager."""
 
     def __init__(
         self,

@@ -19,7 +19,8 @@ VARIABLE = "QUIRE_READINESS_FILE"
 
 
 class ReadinessFile:
-    """Content of the file: a line + or - for the server, then a line with + or - and the name for each model of Quire.
+    """Content of the file: first a line + or - for the server, then for each model of Quire a line with + or - and the
+    model's name.
 
     For a model that is not in the file, the server's own readiness is reported.
     """

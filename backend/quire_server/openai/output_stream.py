@@ -2,7 +2,7 @@
 """The deltas of one HTTP request, which runs one or several requests of the text process.
 
 The stream buffers deltas that the client has not read. The buffer has a limit: the request of a client that reads too
-slowly fails. Independent of HTTP and of the format of a response.
+slowly fails. The stream is independent of HTTP and of the format of a response.
 """
 
 import asyncio

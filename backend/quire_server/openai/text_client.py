@@ -2,7 +2,7 @@
 """Connection of the front to the text process, for asyncio: sends requests and calls, receives deltas and responses.
 
 The client reconnects after each end of the connection. All open requests and calls then fail with UNAVAILABLE, so that
-their HTTP clients get an error at once. Independent of HTTP and the OpenAI API.
+their HTTP clients get an error at once. The client is independent of HTTP and the OpenAI API.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a chat request: checks the definitions and the choice. Chat completions and /tokenize use this
-module."""
+"""Checks the tools of a chat request: their definitions, and the choice of a tool. Chat completions and /tokenize use
+this module."""
 
 import re
 from collections.abc import Sequence

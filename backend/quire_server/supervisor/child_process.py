@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child process in its own process group: relays its output line by line and detects its end through a pidfd.
 
-Independent of the program and of restarts (managed_process.py). A child is watched without a thread or a timer. When
-the process ends, its whole group is killed, so that the stubs of a killed server also end.
+This module is independent of the program and of restarts (managed_process.py). A child is watched without a thread or a
+timer. When the process ends, its whole group is killed, so that the stubs of a killed server also end.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ def become_subreaper() -> None:
 
 
 class ChildProcess:
-    """A running or ended process. `start` creates it; the main thread must call `start` in a running event loop."""
+    """A running or ended process. `start` creates a ChildProcess; the main thread must call `start` in a running event
+    loop."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], relay: Callable[[str, str], None]) -> None:
         self.name = name

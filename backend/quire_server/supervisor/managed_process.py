@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restart loop of one process: starts it, runs a session while it lives, restarts it with backoff when it dies.
 
-Independent of the session's content. If a process dies before it was ever ready, startup fails after a few attempts, or
-at once if the exit code reports a configuration error. Endless restarts would hide the cause.
+The loop is independent of the session's content. If a process dies before it was ever ready, startup fails after a few
+attempts, or at once if the exit code reports a configuration error. Endless restarts would hide the cause.
 """
 
 import asyncio

@@ -9,7 +9,8 @@
                   restarted, because their clients would otherwise hang forever. A model that is not Quire's is only
                   loaded again (other_models.py)
 
-Owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and shutdown.
+This module owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and
+shutdown.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signed URLs of S3-compatible buckets, and the errors of buckets.
+"""Creates signed URLs of S3-compatible buckets, and converts the errors of buckets.
 
 Only obstore's signing is used, because obstore's reader would send a session token to any host to which a bucket
 redirects.
@@ -32,7 +32,8 @@ _AMBIENT_CREDENTIAL_VARIABLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-"""Environment variables with which a cloud platform gives a pod an identity. If none is set, requests are unsigned."""
+"""Environment variables with which a cloud platform gives a pod an identity. If no such variable is set, requests are
+unsigned."""
 _ERROR_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _SYSTEM_ERROR = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
 _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)

@@ -51,8 +51,8 @@ class StructuredOutputsParams:
     or as JSON text."""
 
     disable_any_whitespace: bool = True
-    """Generate JSON without whitespace between its parts. If it is False, a small model can generate whitespace until
-    max_tokens."""
+    """Generate JSON without whitespace between its parts. If this field is False, a small model can generate whitespace
+    until max_tokens."""
 
     disable_additional_properties: bool = False
     """Generate only properties that the schema names, unless the schema sets additionalProperties."""

@@ -100,8 +100,8 @@ class Architecture:
     """Boolean keys of config.json that only this architecture's model code uses; `defaults` contains each of them."""
 
     factors: tuple[str, ...] = ()
-    """Keys of config.json that only this architecture's model code uses. Their values must be positive numbers, and
-    `defaults` has a value for each key."""
+    """Keys of config.json that only this architecture's model code uses. The values of these keys must be positive
+    numbers, and `defaults` has a value for each key."""
 
     uses_experts: Callable[[HFConfigReader, int], bool] | None = None
     """Function that returns True for a layer with a mixture of experts in place of its MLP, see MoEConfig. None: no

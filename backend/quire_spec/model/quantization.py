@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization of a checkpoint, from `quantization_config` of config.json. This module does not import torch.
 
-`weights/quantized/` of the engine reads the tensors. The planner compares `spec.engine.quantization` with the method.
-Methods, formats and keys have the names that programs write into quantized checkpoints.
+The engine's package `weights/quantized/` reads the tensors. The planner compares `spec.engine.quantization` with the
+method. Methods, formats and keys have the names that programs write into quantized checkpoints.
 """
 
 import re

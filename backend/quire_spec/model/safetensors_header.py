@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected length of a safetensors file from its header. The operator's image lacks the safetensors library.
+"""Computes the expected length of a safetensors file from its header. The operator's image lacks the safetensors
+library.
 
 A file consists of the header's length in 8 bytes, the header as JSON, and the tensors.
 """

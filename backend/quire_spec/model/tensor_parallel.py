@@ -50,7 +50,7 @@ class TensorParallelShard:
 
     @property
     def local_config(self) -> ModelConfig:
-        """Configuration of the rank's part of the model: fewer heads and intermediate features, the whole
+        """Configuration of the rank's part of the model, with fewer heads and intermediate features but the whole
         vocabulary."""
         if self.size == 1:
             return self.model_config

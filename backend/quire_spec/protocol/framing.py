@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Framing of messages on the Unix sockets between a pod's processes: length, version, one JSON message. No I/O.
+"""Framing of messages on the Unix sockets between a pod's processes: length, version, one JSON message. This module
+does no I/O.
 
     frontend --GenerateRequest, CancelRequests, RequestRejected--> text --SequenceRequest, AbortSequences--> core
              <----------------- OutputDeltas ---------------------      <----------- StepResult ------------

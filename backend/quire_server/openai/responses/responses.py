@@ -69,8 +69,8 @@ class ResponseFormatter:
         return self._response(self._end_status())
 
     async def events(self, client: TextClient) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events; one chunk contains all ready events. An error before the first event is
-        raised."""
+        """Yield the server-sent events; one chunk contains all ready events. If an error occurs before the first event,
+        it is raised."""
         is_started = False
         try:
             async with aclosing(self._generation.deltas(client)) as deltas:
