@@ -50,7 +50,7 @@ _FENCED = re.compile(r"```.*?```", re.DOTALL)
 
 
 def passages(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the first line and the text of each passage of a file that is written for readers."""
+    """For each passage of a file that is written for readers, yield the number of its first line and its text."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield 1, _FENCED.sub(lambda block: "\n" * block.group().count("\n"), source)

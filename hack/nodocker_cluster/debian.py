@@ -34,7 +34,8 @@ def build(cache: Path, report_progress: binaries.ProgressCallback) -> None:
     """Fill CACHE/v1.20.2-debian.
 
     Raises:
-        Unavailable: this is not Debian, a requirement is missing, or the build failed; the message names its log.
+        Unavailable: this is not Debian, a requirement is missing, or the build failed; the message names the log of the
+            build.
     """
     deb_build.check_requirements(cache, _COMMANDS, NEEDED_BYTES, report_progress)
     started = time.monotonic()

@@ -75,7 +75,7 @@ def connect(pid: int) -> None:
     """Link this machine with the network namespace of process `pid`, and route pods and services there.
 
     Raises:
-        LinkError: another cluster uses the link, or this machine does not allow it.
+        LinkError: another cluster uses the link, or this machine does not allow the creation of links.
     """
     _ip("link", "add", _DEVICE, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
     add_address(f"{NETWORK.host}/{NETWORK.link_bits}", _DEVICE)

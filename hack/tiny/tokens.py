@@ -66,8 +66,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
 
 
 def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of one document, with BOS and EOS unless it is a chat. BOS and prompt have the label
-    IGNORED."""
+    """Return the ids and labels of one document, with BOS and EOS unless the document is a chat. BOS and prompt have
+    the label IGNORED."""
     prompt: list[int] = tokenizer.encode(document.prompt, add_special_tokens=not document.is_chat).ids
     text: list[int] = tokenizer.encode(document.text, add_special_tokens=False).ids
     if document.is_chat:

@@ -65,7 +65,7 @@ def written_call(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def system_turn(rng: random.Random) -> list[Message]:
-    """Return a list with a system message, or in most cases an empty list."""
+    """Return an empty list in most cases, otherwise a list with a system message."""
     return [said("system", rng.choice(_SYSTEM))] if rng.random() < 0.25 else []
 
 

@@ -66,7 +66,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return self
 
     async def fetch(self, source: Source) -> CachedAdapter:
-        """Return the current content of `source`; fast if it has not changed since the last fetch.
+        """Return the current content of `source`. This is fast if the content has not changed since the last fetch.
 
         If the source cannot be reached, the content of the last fetch is returned, with a warning.
 

@@ -151,7 +151,7 @@ class AdapterManager:
         self._set_desired(adapter, adapter.desired, adapter.exposed)
 
     def result(self, name: str) -> tuple[AdapterState, QuireError | None]:
-        """Return the state of an adapter and the error of its failure; raises NotFound if it was removed."""
+        """Return the state of an adapter and the error of its failure; raises NotFound if the adapter was removed."""
         adapter = self._adapters.get(name)
         if adapter is None or adapter.desired is None:
             raise NotFound(f"adapter {name!r}: was removed from the catalog")

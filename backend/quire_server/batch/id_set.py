@@ -38,7 +38,7 @@ class IdSet:
         return True
 
     def _find(self, value: int) -> int:
-        """Return the slot that contains `value`, or the empty slot for it if the table does not contain it."""
+        """Return the slot that contains `value`; if no slot contains it, return the empty slot in which to store it."""
         slots, mask = self._slots, len(self._slots) - 1
         slot = value & mask
         while slots[slot] and slots[slot] != value:

@@ -34,7 +34,7 @@ class ResultFile:
         """Open or create the file.
 
         Raises:
-            ConfigError: the file cannot be written, or another run writes it.
+            ConfigError: the file cannot be written, or another run is writing to it.
         """
         self.path = path
         try:

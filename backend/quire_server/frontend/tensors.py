@@ -91,7 +91,7 @@ def parse_request(
         forwarded_headers: pattern of the headers that the server adds to the parameters; other headers are ignored.
 
     Raises:
-        InvalidArgument: the message names the tensor or parameter, its value, and the valid values.
+        InvalidArgument: a value is invalid; the message names the tensor or parameter, its value, and the valid values.
     """
     stream = _flag(inputs, constants.STREAM, False)
     prompt, token_ids = _prompt(inputs)

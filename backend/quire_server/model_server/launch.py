@@ -146,7 +146,7 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
     """Return the server of NVIDIA's image if it exists, else the server of the wheel.
 
     Raises:
-        ConfigError: neither is installed, or a file of the installation is missing.
+        ConfigError: no server is installed, or a file of the installation is missing.
     """
     if (image_root / "bin/tritonserver").exists():
         backend = image_root / "backends/python"

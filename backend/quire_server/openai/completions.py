@@ -65,7 +65,8 @@ class Completions:
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """Return the prompts in the field `prompt`; raises ApiError if the field has none of its four forms."""
+    """Return the prompts in the field `prompt`; raises ApiError if the field is not in one of the four allowed
+    forms."""
     if isinstance(value, str):
         return [Prompt(value)]
     if isinstance(value, list) and value:

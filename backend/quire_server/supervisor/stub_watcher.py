@@ -169,8 +169,7 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
 
 
 def _read_model_name(pid: int, other_repository: Path | None) -> str | None:
-    """Return the model of a stub; empty if it has no model; None if the process is not a stub or has not become one
-    yet."""
+    """Return the model of a stub; empty if it has no model; None if the process is not a stub, or not yet a stub."""
     try:
         argv = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -218,6 +218,6 @@ def _parse_list(text: str) -> Any:
 def GuidedDecodingParams(
     *, backend: str | None = None, disable_fallback: bool | None = None, **constraint: Any
 ) -> StructuredOutputsParams:
-    """Return a `StructuredOutputsParams`. vLLM had this older name for it; `backend` and `disable_fallback` have no
-    effect."""
+    """Return a `StructuredOutputsParams`, which had this name in older versions of vLLM. `backend` and
+    `disable_fallback` have no effect."""
     return StructuredOutputsParams(**constraint)

@@ -101,7 +101,7 @@ class HFConfigReader:
         return tuple(value)
 
     def get_token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the token ids at a key; its value can be one id or a list of ids. Empty if the key is absent."""
+        """Return the token ids at a key; the value can be one id or a list of ids. Empty if the key is absent."""
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= _MAX_INTEGER for item in items):

@@ -76,7 +76,7 @@ class KVLayout:
         return self.num_layers * self.num_groups
 
     def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
-        """Return how many tokens fit into the pool in sequences of `max_model_len` tokens.
+        """Return how many tokens fit into the pool if all sequences have `max_model_len` tokens.
 
         `pool_tokens` is the number of tokens that fit if all layers keep all tokens. One sequence is counted with all
         its blocks, because a prompt needs all of them at its start. The other sequences have freed the blocks outside
@@ -90,8 +90,8 @@ class KVLayout:
         return max_model_len + (pool_tokens - max_model_len) * self.num_groups * max_model_len // per_sequence
 
     def max_length(self, pool_tokens: int, num_seqs: int, block_size: int) -> int:
-        """Return the maximum length with which `num_seqs` sequences fit; `pool_tokens` has the same meaning as in
-        num_tokens."""
+        """Return the maximum length at which `num_seqs` sequences fit into the pool; `pool_tokens` has the same meaning
+        as in num_tokens."""
         length = pool_tokens // num_seqs
         if self.window is None or self.num_groups == 1 or length <= self.window + 2 * block_size:
             return length

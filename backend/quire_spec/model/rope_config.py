@@ -106,7 +106,7 @@ class RopeConfig:
 
     @classmethod
     def _read_scaling(cls, config: HFConfigReader, scaling: HFConfigReader, rope: Self, max_positions: int) -> Self:
-        """Return a copy of `rope` with the parameters of its type; `rope` has only type, base and dimension."""
+        """Return a copy of `rope` with the parameters of its type; `rope` itself has only type, base and dimension."""
         rope_type, theta, dim = rope.rope_type, rope.theta, rope.dim
         if rope_type == "default":
             return rope

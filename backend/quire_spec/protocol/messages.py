@@ -327,7 +327,8 @@ _SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(S
 
 
 def encode_message(message: IpcMessage) -> list[Any]:
-    """Return the JSON form: a list of the type name and the fields in order. A list is parsed faster than an object."""
+    """Return the JSON form of a message: a list of the type name and the fields, in order. A list is parsed faster than
+    an object."""
     if isinstance(message, OutputDeltas):
         return ["OutputDeltas", list(map(_FIELD_GETTERS[OutputDelta], message.deltas))]
     if isinstance(message, StepResult):

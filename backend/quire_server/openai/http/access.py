@@ -50,7 +50,7 @@ class AccessControl:
             )
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request; `salt` is its field cache_salt."""
+        """Return the salt of the prefix cache for a request; `salt` is the request's field cache_salt."""
         return salt if self._keys is None else self._keys.cache_salt(request.api_key_name, salt)
 
     def cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:

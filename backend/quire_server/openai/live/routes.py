@@ -94,7 +94,8 @@ class Live:
 
 
 def content_security_policy(page: bytes) -> bytes:
-    """Return the policy that allows only the page's own inline elements and requests to its own server."""
+    """Return the Content-Security-Policy that allows only the page's own inline elements, and requests to its own
+    server."""
     hashes = {b"script": b"", b"style": b""}
     for kind, content in _ELEMENT.findall(page):
         hashes[kind] += b" 'sha256-%b'" % base64.b64encode(hashlib.sha256(content).digest())
