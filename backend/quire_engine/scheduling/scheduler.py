@@ -122,7 +122,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_steps = 0
         if self._has_long_rope and self.draft_planner is not None:
-            raise ConfigError("speculative_config: a model with a long-rope threshold has no speculation; remove it")
+            raise ConfigError(
+                "speculative_config: speculative decoding does not support models with longrope; remove it"
+            )
         if self.block_manager.num_blocks(max_model_len) > block_pool.num_blocks:
             raise ConfigError(
                 f"max_model_len: {max_model_len} tokens need {self.block_manager.num_blocks(max_model_len)} KV blocks "
