@@ -22,7 +22,7 @@ from quire_spec.errors import Internal
 
 Schema = Mapping[str, Any]
 InvalidPaths = frozenset[FieldPath]
-"""Fields that already have a problem."""
+"""Paths of fields for which openapi_schema.py has found a problem."""
 
 _FIELD_REFERENCE = re.compile(r"\b(?:oldSelf|self)((?:\.[A-Za-z_]\w*\b(?!\())+)")
 
@@ -33,7 +33,7 @@ class CelRule:
 
     expression: str
     requirement: str
-    """The requirement: the part of the rule's message before `; `. Its first word is normally the field to blame."""
+    """The requirement: the part of the rule's message before `; `. Its first word is normally the invalid field."""
     fix: str
     """The fix: the part of the rule's message after `; `."""
 
@@ -50,7 +50,7 @@ class CelRule:
 
     @property
     def subject(self) -> FieldPath:
-        """Path of the field to blame, relative to the rule's schema; empty for the whole value."""
+        """Path of the invalid field, relative to the rule's schema; empty if the whole value is invalid."""
         first = tuple(self.requirement.partition(" ")[0].split("."))
         return first if first in self.fields else ()
 

@@ -209,7 +209,7 @@ class ModelsSpec:
 
     @property
     def source(self) -> Source:
-        """The folder of further models, as a Source."""
+        """The folder of other Triton models, as a Source."""
         return Source(pvc=self.pvc, path=self.path)
 
 
@@ -367,8 +367,8 @@ class LLMService:
 
     @property
     def expose_option(self) -> str | None:
-        """Value of the supervisor's option --expose; None for its default value. None keeps the pod template unchanged,
-        so an upgrade of the operator replaces no pods."""
+        """Value of the supervisor's option --expose; None for its default value. With None, pods do not get the option,
+        so an upgrade of the operator does not change the pod template."""
         expose = [name for name in constants.SERVER_PROTOCOLS if name in self.spec.runtime.expose]
         return None if len(expose) == len(constants.SERVER_PROTOCOLS) else ",".join(expose) or "none"
 
@@ -396,7 +396,7 @@ class LLMService:
 
     @property
     def model_sources(self) -> dict[FieldPath, Source]:
-        """Sources of the weights that pods load before they serve, by their path in the resource."""
+        """Sources of the weights that pods load before they serve, by the field path of each source."""
         draft = self.draft_source
         sources: dict[FieldPath, Source] = {MODEL_SOURCE: self.spec.model.source}
         return sources if draft is None else {**sources, DRAFT_SOURCE: draft}

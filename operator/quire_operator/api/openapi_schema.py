@@ -70,7 +70,8 @@ def without_unknown_fields(schema: Schema, value: Any) -> Any:
 
 
 def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
-    """Yield the violations of `schema` by a value with defaults. `path` is the path of the value in the document."""
+    """Yield a problem for each violation of `schema`; defaults have been added to the value. `path` is the path of the
+    value in the document."""
     paths_by_name: dict[str, list[FieldPath]] = {}
     for field_path in field_paths(schema, path):
         paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
@@ -91,12 +92,13 @@ def _build_validator(schema: Schema) -> Any:
 
 
 def _has_wrong_type(schema: Any, value: object) -> bool:
-    """Return whether a value does not have the type of its schema."""
+    """Return whether the type of a value differs from the type in its schema."""
     return "type" in schema and not jsonschema.Draft4Validator({"type": schema["type"]}).is_valid(value)
 
 
 def _strict_schema(schema: Schema) -> dict[str, Any]:
-    """Return the schema with additionalProperties false in every object that lists its fields."""
+    """Return a copy of the schema in which every object that lists its fields rejects other fields
+    (additionalProperties)."""
     strict = dict(schema)
     if "properties" in schema:
         strict["properties"] = {name: _strict_schema(field) for name, field in schema["properties"].items()}
@@ -116,7 +118,7 @@ def _check_pattern(validator: Any, pattern: str, value: object, schema: Schema) 
 
 
 def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    """Yield a problem for each duplicate entry in a list of x-kubernetes-list-type map or set."""
+    """Yield a problem for each duplicate entry in a list whose x-kubernetes-list-type is map or set."""
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, item in value.items():

@@ -40,12 +40,13 @@ _VLLM_ALIASES = {
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
 }
-"""Normalized name of the field that corresponds to each vLLM engine argument, by the argument's normalized name."""
+"""Fields that correspond to vLLM's engine arguments: normalized name of the field, by normalized name of the
+argument."""
 
 _MAX_SUGGESTED_PATHS = 3
-"""Maximum number of paths of a suggested field name; a name with more paths is too common for a suggestion."""
+"""A field name that occurs at more paths than this is too common, and is not suggested."""
 _MAX_UNKNOWN_FIELDS = 50
-"""Maximum number of unknown fields of an object that are reported one by one. Each suggestion takes 0.1 ms."""
+"""Maximum number of unknown fields of one object that get a problem of their own. Each suggestion takes 0.1 ms."""
 
 QUANTITY_RULE = "must be a number with a unit"
 """Rule for sizes; it requires a unit, because Kubernetes reads a number without a unit as bytes."""
@@ -134,7 +135,7 @@ def field_paths(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
 
 
 def normalize_name(name: str) -> str:
-    """Return the name in lower case without underscores, so that gpu_memory equals gpuMemory."""
+    """Return the name in lower case without underscores, so that gpu_memory and gpuMemory become equal."""
     return name.replace("_", "").lower()
 
 

@@ -46,7 +46,7 @@ class Problem:
         return f"{format_path(self.path)}:{value_text} {self.rule}; {self.fix}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return path, value, rule and fix; without value if it is ABSENT."""
+        """Return a JSON object with path, value, rule and fix; an ABSENT value is omitted."""
         value = {} if self.value is ABSENT else {"value": self.value}
         return {"path": format_path(self.path), **value, "rule": self.rule, "fix": self.fix}
 

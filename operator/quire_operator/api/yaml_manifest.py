@@ -20,12 +20,12 @@ from quire_spec.errors import ConfigError
 _NodesByKey = dict[str, tuple[yaml.Node, yaml.Node]]
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a document, ten times that of the largest LLMService. Without this limit, YAML aliases
-could expand a small file without bound."""
+"""Maximum number of values in a document, ten times as many as the largest LLMService contains. Without this limit,
+YAML aliases could expand a small file without bound."""
 
 MAX_DEPTH = 100
-"""Maximum nesting of objects and lists, three times that of a pod template. The limit exists because validation is
-recursive."""
+"""Maximum nesting of objects and lists, three times as deep as in a pod template. The limit exists because validation
+is recursive."""
 
 
 _FIXES: dict[str | None, str] = {
@@ -50,7 +50,7 @@ _MERGE = f"{_TAG}merge"
 
 
 class _Loader(yaml.CSafeLoader):
-    """The safe loader without implicit dates (2026-01-01) and without the value type (=)."""
+    """PyYAML's safe loader, which here reads dates (2026-01-01) and the value type (=) as strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -68,7 +68,8 @@ class Manifest:
     body: Any
     """The document, as JSON types."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
-    """Line of each key and list entry, starting at 1. The empty path maps to the first line of the document."""
+    """Line number, starting at 1, of each key and list entry, by path. The empty path maps to the first line of the
+    document."""
 
     @property
     def folder(self) -> Path:
@@ -103,7 +104,7 @@ def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
     """Yield the non-empty documents of a YAML text.
 
     Raises:
-        ManifestError: the text is not YAML, or too deep or too large.
+        ManifestError: the text is not YAML, or is nested too deeply or too large.
     """
     loader = _Loader(text)
     try:
@@ -212,7 +213,7 @@ class _NodeBuilder:
         return value
 
     def _resolve_fields(self, node: yaml.MappingNode) -> _NodesByKey:
-        """Return key and value nodes by name, including fields of merged objects (<<).
+        """Return the key node and the value node of each field by name, including fields of merged objects (<<).
 
         PyYAML's own merge copies merged fields repeatedly: a few lines of nested merges would exhaust the memory.
         """

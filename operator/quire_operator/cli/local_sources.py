@@ -39,7 +39,7 @@ class LocalSources:
         """Return the source for the server's catalog, with absolute paths. Without --secrets-dir, the source has no
         Secret.
 
-        The hub token then comes from this machine's own login (HF_TOKEN, `hf auth login`).
+        The hub token then comes from the login of this machine's user (HF_TOKEN, `hf auth login`).
         """
         if source.path is not None:
             return replace(source, path=str(self.resolve(source)))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the `quire` commands, with their help texts. Imports nothing that makes `quire --help` slow.
+"""Options of the `quire` commands, with their help texts. This module imports no slow modules, because `quire --help`
+must be fast.
 
 Called by main.py.
 """

@@ -67,8 +67,8 @@ class ServeOptions:
     """Number of processes that serve the OpenAI API; None: spec.openai.apiServerCount."""
     openai_enable_log_requests: bool = False
     admin_key_file: Path | None = None
-    """File with the key for the status and the adapters on the health port, and for changing adapters through the
-    OpenAI API."""
+    """File with the key that clients need to read the status, and to change adapters on the health port or the OpenAI
+    API."""
     allow_runtime_lora_updating: bool = False
     """Whether the OpenAI API can load and unload adapters."""
     allowed_local_lora_path: Sequence[Path] = ()
@@ -86,8 +86,8 @@ class ServeOptions:
     """Also print the log of Triton Inference Server."""
 
     def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
-        """Yield name and value of supervisor options that are common to LLMServices and vllm_backend repositories; the
-        value None means that the option has no value."""
+        """Yield (name, value) of the supervisor options that LLMServices and vllm_backend repositories have in common.
+        The value None means that the option has no value."""
         if self.model_repository is not None:
             yield "--model-repository", self.model_repository.absolute()
         for argument in self.server_args:
@@ -362,7 +362,7 @@ def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> str | None:
 
 
 def _hub_token_refs(service: LLMService) -> dict[FieldPath, SecretRef]:
-    """Return the Secrets with tokens for the model and the draft model, by their path in the resource."""
+    """Return the Secrets with hub tokens for the model and the draft model, by the field path of the source."""
     hubs = {path: source.huggingFace for path, source in service.model_sources.items()}
     return {path: hub.tokenSecretRef for path, hub in hubs.items() if hub is not None and hub.tokenSecretRef}
 

@@ -38,11 +38,12 @@ from quire_operator.plan.planner import DEFAULT_IMAGES
 logger = logging.getLogger(__name__)
 
 _OPTIONAL_SYNC_S = 10.0
-"""Maximum seconds that the workers wait for the first list of an optional kind; its response can be 403 forever."""
+"""Maximum seconds that the workers wait for the first list of an optional kind; the API server can permanently answer
+403."""
 _OUTAGE_RETRY_S = 30.0
 """Maximum seconds before a retry while the API server is unavailable. No event reports the end of an outage."""
 _STUCK_AFTER_S = 900.0
-"""Maximum seconds for which a service can wait or be worked on before the work queue counts as stuck."""
+"""The work queue counts as stuck if a service has waited or been worked on for more than this number of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class ControllerSettings:
     verify_interval_s: float = 600.0
     """Seconds between comparisons of the cache with the API server."""
     verify_grace_s: float = 30.0
-    """Seconds that a difference must last; the event of a change can arrive later than the list."""
+    """Seconds for which a difference must last before it counts, because the event of a change can arrive after the
+    list."""
     watch_timeouts: WatchTimeouts = field(default_factory=WatchTimeouts)
 
 
@@ -105,7 +107,8 @@ class Controller:
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[asyncio.Future[None]]:
-        """Run until the context ends; the future gets the error of a task that failed permanently."""
+        """Run the controller until the context ends; the yielded future gets the error of a task that failed
+        permanently."""
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_task_done(task: asyncio.Task[None]) -> None:

@@ -157,9 +157,9 @@ class NoDiffStorage(kopf.DiffBaseStorage):
 
 
 class EndlessBackoffs:
-    """Endless sequence of the seconds between attempts of kopf's requests, from 1 to a maximum.
+    """Endless sequence of the delays in seconds between two attempts of a kopf request, from 1 to a maximum.
 
-    With kopf's default, attempts end after 54 s, and the operator exits. A restart of an API server can take longer.
+    By default, kopf gives up after 54 s, and the operator exits. A restart of an API server can take longer.
     """
 
     def __init__(self, max_s: float) -> None:

@@ -62,7 +62,7 @@ class ControllerMetrics:
         self.writes.labels(resource.kind, verb).inc()
 
     def record_visit(self, result: VisitResult, seconds: float) -> None:
-        """Count a visit to a pod and its duration."""
+        """Count a visit to a pod, and record the duration of the visit."""
         self.pod_visits.labels(result.value).inc()
         self.pod_visit_seconds.observe(seconds)
 

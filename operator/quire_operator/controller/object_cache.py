@@ -3,7 +3,7 @@
 
 Reflectors, kopf's events and responses to writes fill the cache. The cache stores an object as compact JSON and parses
 it on use, because the children of 1,000 services would take 60 MB as Python objects. Fields that no pass reads are
-dropped. The largest of them is metadata.managedFields, half of most objects.
+dropped. The largest of these fields is metadata.managedFields, which takes half of the bytes of most objects.
 """
 
 import hashlib
@@ -55,7 +55,8 @@ class CachedObject:
 
     @property
     def state(self) -> tuple[str, str, bool]:
-        """Values of the object; a change starts a pass only if one of them differs."""
+        """Values of the object that matter to passes: a change of the object starts a pass only if one of these values
+        changes."""
         return (self.uid, self.full_digest, self.deleting)
 
     def body(self) -> dict[str, Any]:
@@ -99,7 +100,8 @@ def controller_uid(body: Mapping[str, Any]) -> str:
 
 
 class ObjectCache:
-    """Objects by kind, namespace and name, and by service. It implements the protocol ObjectStore of reflectors."""
+    """Objects by kind, namespace and name, and by service. The cache implements ObjectStore, the protocol through which
+    reflectors write."""
 
     def __init__(self, on_change: Callable[[ServiceKey], None] = lambda key: None) -> None:
         """`on_change` is called with the key of a service after one of its objects was added, changed or removed."""
@@ -117,7 +119,7 @@ class ObjectCache:
         return entry.body() if entry else None
 
     def children_of(self, key: ServiceKey, *only_resources: Resource) -> Iterator[CachedObject]:
-        """Yield the objects of a service, of `only_resources` or of all kinds, in no particular order."""
+        """Yield the objects of a service in no particular order; `only_resources` limits them to these kinds."""
         kind_names = {resource.kind for resource in only_resources}
         for object_id in self._ids_by_service.get(key, ()):
             if not kind_names or object_id[0] in kind_names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored LLMService parsed into its desired state, or the error that prevents it. Pure."""
+"""A stored LLMService, parsed into its desired state, or the error that prevents parsing. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class ParsedService:
 
     @property
     def adapter_catalog(self) -> AdapterCatalog | None:
-        """Return the catalog to push to pods; None if the spec is invalid or paused, so that none is pushed."""
+        """Return the catalog to push to pods; None, so that nothing is pushed, if the spec is invalid or paused."""
         if self.service is None or self.service.spec.paused:
             return None
         return self.service.build_catalog()

@@ -51,7 +51,7 @@ class ReconcileResult:
 
     requeue_after_s: float
     backoff: bool = False
-    """True if the delay of the next pass grows with each such result."""
+    """True if each further result of this kind makes the delay before the next pass longer."""
 
 
 @dataclass(slots=True)
@@ -245,8 +245,8 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
 
 
 def _object_versions(entries: Iterable[CachedObject]) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """Return versions of child objects that change only if manifests can change. A pod's version is only its uid; a
-    Job's version includes its status."""
+    """Return a version for each child object. A version changes only if the change of the object can change manifests.
+    A pod's version is only its uid; a Job's version includes its status."""
     versions: dict[tuple[str, str], tuple[Any, ...]] = {}
     for entry in entries:
         if entry.resource in (resources.POD, resources.REPLICA_SET):

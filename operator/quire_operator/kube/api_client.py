@@ -60,7 +60,8 @@ class ApiClient(ApiSession):
             return None
 
     async def list_one(self, resource: Resource, namespace: str, name: str) -> Body | None:
-        """Return one object or None. This needs only the right to list. apiVersion and kind are missing."""
+        """Return one object or None. This method needs only the right to list. The object does not contain apiVersion
+        and kind."""
         object_list = await self.list(resource, namespace, field_selector=f"metadata.name={name}")
         return object_list.items[0] if object_list.items else None
 

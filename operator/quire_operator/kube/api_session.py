@@ -30,11 +30,12 @@ _MAX_CONNECTIONS = 32
 _CLOSE_TIMEOUT_S = 5.0
 """Maximum seconds to wait until connections are closed; normally a few iterations of the event loop are enough."""
 _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
-"""Methods of requests that can be sent again. Patches are applies or have preconditions; deletes have a uid."""
+"""Methods of requests that are safe to send again, because patches are applies or have preconditions, and deletes have
+a uid."""
 _RETRY_DELAYS_S = (0.2, 1.0)
 _MAX_RETRY_AFTER_S = 2.0
-"""Maximum Retry-After that a request waits for. With a longer Retry-After the request fails, and the work queue retries
-it."""
+"""Maximum seconds that a request waits for a Retry-After. With a longer Retry-After the request fails, and the work
+queue retries it."""
 
 Body = dict[str, Any]
 

@@ -49,6 +49,7 @@ def status_patch(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def meets_preconditions(manifest: Mapping[str, Any], current: Mapping[str, Any] | None) -> bool:
-    """Whether the tests of status_patch() would succeed for `current`; None means that the object does not exist."""
+    """Whether the preconditions of status_patch() are satisfied for the object `current`; None means that it does not
+    exist."""
     meta = manifest["metadata"]
     return current is not None and all(current["metadata"].get(name) == meta[name] for name in _PRECONDITIONS)

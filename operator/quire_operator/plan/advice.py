@@ -62,7 +62,8 @@ def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
 
 
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
-    """Yield each number of GPUs that engine and model support, and the smallest product on which the model fits."""
+    """For each number of GPUs that engine and model support, yield the number and the smallest product on which the
+    model fits."""
     for count in limits.TP_SIZES:
         if count not in capabilities.TENSOR_PARALLEL_SIZES or unsupported_reason(inputs.model.shape, count):
             continue
@@ -74,7 +75,8 @@ def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
 
 
 def _attempts_table(inputs: PlannerInputs, attempts: list[Candidate]) -> Iterator[str]:
-    """Yield one row for each number of GPUs: its best candidate, or the reason why the planner tried none."""
+    """Yield one table row for each number of GPUs: the best candidate, or the reason why the planner tried no
+    candidate."""
     columns = ("GPUs", "share", "weights", "step", "other", "adapters", "left", "short by")
     yield "  " + " ".join(f"{name:>8}" for name in columns) + "   (GiB on each)"
     for tp in limits.TP_SIZES:

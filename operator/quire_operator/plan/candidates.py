@@ -17,7 +17,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.model import capabilities
 
 MEAN_SEQUENCE_LEN = 2048
-"""Assumed average length of a sequence in tokens; maxNumSeqs is chosen with it."""
+"""Assumed average length of a sequence in tokens, from which the planner chooses maxNumSeqs."""
 CONTEXT_STEP = 1024
 MAX_BLOCK_SIZE = 128
 """Largest KV block in tokens. The planner counts in blocks of this size, so a smaller blockSize never shortens the
@@ -29,7 +29,7 @@ GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
 CPU_TOKEN_BUDGET = 512
 """Token budget on a CPU: with 2048, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
-"""Largest integer that a status can contain. A spec can set a KV cache size that would exceed it."""
+"""Largest integer that a status can contain. The KV cache size in a spec can exceed this number."""
 MAX_CPU_KV_BYTES = 4 * GIB
 """Largest KV cache on a CPU if the spec sets neither kvCacheMemory nor a memory limit."""
 
@@ -121,7 +121,8 @@ def _utilization(inputs: PlannerInputs, tp: int) -> int:
 def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: int, seqs: int, per_token: int) -> int:
     """Return the bytes for the KV cache on each GPU, or for each process on a CPU.
 
-    If the spec sets a size, the result is this size if it fits, else the missing bytes as a negative number.
+    If the spec sets a size that fits, return this size. If the size does not fit, return the missing bytes as a
+    negative number.
     """
     pinned = None if inputs.engine.kvCacheMemory is None else to_bytes(inputs.engine.kvCacheMemory)
     if inputs.gpu is not None:

@@ -24,7 +24,7 @@ _PROCESSES_CPU = GIB
 """Memory of the pod's processes on a CPU: supervisor, server, text process with a large vocabulary, and core process.
 Memory of the model is not included."""
 _PROCESSES_FURTHER_CPU = 256 * MIB
-"""Memory of each additional tensor-parallel rank on a CPU, without that of the model; 200 MiB were measured."""
+"""Memory of each additional tensor-parallel rank on a CPU, without the model; 200 MiB were measured."""
 _PROCESSES_GPU = 8 * GIB
 """Estimated memory of the pod's processes on a GPU, with CUDA libraries, pinned buffers and loading of weights."""
 _PROCESSES_FURTHER_GPU = 2 * GIB

@@ -45,7 +45,7 @@ class PlannerInputs:
     num_openai_fronts: int = 1
     """Number of processes that serve the OpenAI API; 0: the API is turned off."""
     draft: DraftInfo | None = None
-    """The draft model or the heads of spec.engine.speculativeConfig; None: the method has none."""
+    """The draft model or the heads of spec.engine.speculativeConfig; None if the method uses neither."""
 
     @classmethod
     def from_service(

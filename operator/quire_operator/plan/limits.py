@@ -113,7 +113,7 @@ def check_context(inputs: PlannerInputs) -> None:
     """Check that spec.engine.maxModelLen is at most the model's maximum.
 
     Raises:
-        Unplannable: it exceeds the model's maximum, and the engine would reject it.
+        Unplannable: maxModelLen exceeds the model's maximum, so the engine would reject it.
     """
     pinned, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
     if pinned is not None and pinned > limit:
@@ -183,13 +183,13 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 
 def kv_layout(inputs: PlannerInputs) -> KVLayout:
-    """Return which layers share KV blocks, if the longest context is planned."""
+    """Return which layers share KV blocks in a plan with the longest possible context."""
     return KVLayout.from_model(inputs.model.shape, max_context(inputs), has_drafter=inputs.draft is not None)
 
 
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
-    """Return the KV bytes of one token on each of `tp` devices. With a draft model, they are those of the first device,
-    which also stores the draft model's."""
+    """Return the KV bytes of one token on each of `tp` devices. With a draft model, the result is for the first device,
+    which also stores the draft model's KV cache."""
     scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
     element, draft = kv_element_bytes(inputs), inputs.draft
     num_layers = kv_layout(inputs).total_layers

@@ -19,7 +19,8 @@ from quire_spec.errors import ConfigError
 T = TypeVar("T", int, str)
 
 VERSION = 2
-"""Version of the planner. A release increments it if its planner makes a different plan for the same inputs."""
+"""Version of the planner. A release increments this number if its planner makes a different plan for the same
+inputs."""
 
 
 class Origin(StrEnum):
@@ -117,8 +118,8 @@ class Plan:
     gpuMemoryUtilization: PlannedValue[str] | None
     """Fraction of the GPU's memory for the engine; None on a CPU."""
     kvCacheMemory: PlannedValue[str] | None
-    """Size of the KV cache. On a GPU it is None unless the spec sets it, because the engine measures the free
-    memory."""
+    """Size of the KV cache. On a GPU, the value is None unless the spec contains it, because the engine measures the
+    free memory."""
     blockSize: PlannedValue[int]
     maxModelLen: PlannedValue[int]
     maxNumSeqs: PlannedValue[int]

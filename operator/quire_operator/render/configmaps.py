@@ -58,8 +58,8 @@ def credentials_secret(service: LLMService, context: RenderContext) -> Manifest 
     """Return a Secret with copies of the Secrets that sources reference, one JSON object for each; None if there are
     none.
 
-    The pods mount only this Secret. Mounts of the referenced Secrets would change the pod template, and restart the
-    pods, for each adapter with a new Secret.
+    The pods mount only this Secret. If the pods mounted the referenced Secrets, each adapter with a new Secret would
+    change the pod template and restart the pods.
     """
     referenced = {ref.name for ref in secret_refs(service)}
     contents = {name: json.dumps(dict(values)) for name, values in context.credentials.items() if name in referenced}

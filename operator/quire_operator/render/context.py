@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about the cluster: the inputs of rendering beside the service and its plan.
+"""Facts about the cluster, which rendering needs in addition to the service and its plan.
 
 The controller observes these facts; `quire render` takes them from its options.
 """

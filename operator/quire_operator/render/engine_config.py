@@ -41,7 +41,7 @@ _SPEC_PATHS: Mapping[str, FieldPath] = {
     "tool_call_parser": ("openai", "toolCallParser"),
     "reasoning_parser": ("openai", "reasoningParser"),
 }
-"""Path in the spec of each field of EngineConfig, for error messages."""
+"""For each field of EngineConfig, the path of the field in the spec, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)

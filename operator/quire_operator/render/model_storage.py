@@ -142,8 +142,8 @@ def _template_overrides(service: LLMService) -> Manifest:
     """Return overrides of the server container in spec.podTemplate that also apply to the download container.
 
     These are environment variables and mounts of ConfigMaps, Secrets and projected volumes, for example CA certificates
-    or a proxy password. Claims are excluded, because some claims can be mounted on one node only. Folders of the node
-    are also excluded.
+    or a proxy password. Claims are excluded, because some claims can be mounted on one node only. Mounts of the node's
+    folders are also excluded.
     """
     pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})

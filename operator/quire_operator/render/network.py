@@ -13,8 +13,8 @@ from quire_spec.errors import ConfigError
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
 _DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 _PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-"""NetworkPolicy peer: Prometheus in any namespace, by the label that its operator and charts set. Prometheus can
-connect to the health port; the admin API on that port requires a key."""
+"""NetworkPolicy peer for Prometheus in any namespace; it matches the label that Prometheus' operator and charts set.
+Prometheus can connect to the health port; the admin API on that port requires a key."""
 
 
 def client_service(service: LLMService) -> Manifest:

@@ -19,10 +19,10 @@ DOWNLOAD_TARGET_LABEL = f"{spec_names.API_GROUP}/brings"
 """Label of a download Job: a digest of claim and folder. Jobs with the same value download the same files, although
 their releases or nodes can differ."""
 PLAN_ANNOTATION = f"{spec_names.API_GROUP}/plan"
-"""Annotation of a Deployment with inputsHash of the plan of its pods."""
+"""Annotation of a Deployment that contains inputsHash of the plan of its pods."""
 SERVER, DOWNLOAD = "server", "model-download"
 OPENAI_PORT_NAME = "openai"
-"""Name of the port of the OpenAI API. Pods that an older release rendered do not have it."""
+"""Name of the port of the OpenAI API. Pods that an older release rendered do not have this port."""
 
 RUN_DIR = "/run/quire"
 CACHE_DIR = "/var/cache/quire"

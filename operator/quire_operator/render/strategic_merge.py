@@ -33,8 +33,8 @@ _MERGE_KEYS: Mapping[str, str] = {
 """Merge key of each list field that is merged, by name of the field."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""Keys that all types of entries have, by name of the list field; only for list fields with entries of several types. A
-patch with another type replaces the entry."""
+"""For each list field with entries of several types, by name: the keys that entries of every type have. A patch with
+another type replaces the entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:

@@ -7,7 +7,7 @@ from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference
 
 _QUEUE_SHARE = 8
-"""Target number of waiting requests of a pod: its target number of requests / _QUEUE_SHARE."""
+"""A pod's target number of waiting requests is its target number of requests divided by this number."""
 
 
 def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:

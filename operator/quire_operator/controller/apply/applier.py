@@ -26,15 +26,16 @@ from quire_operator.render.manifests import Manifest
 from quire_spec import constants as spec_names
 
 ExistingObject = Mapping[str, Any] | CachedObject | None
-"""Existing object with the name of a manifest: a cached object, the body of a Secret, or None."""
+"""Existing object with the kind and name of a manifest: a cached object or the body of a Secret; None if it does not
+exist."""
 
 FreshnessCheck = Callable[[ParsedService], Awaitable[None]]
 """Function that raises StaleService if the service has a later generation at the API server, or does not exist
 there."""
 
 APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
-"""Annotation with the digest of the applied manifest. From this digest, a later release detects that it renders fewer
-fields."""
+"""Annotation with the digest of the applied manifest. A later release compares this digest to detect that it renders
+fewer fields."""
 
 _ORDERED_KINDS = (
     (
@@ -49,7 +50,7 @@ groups are not written, because pods of a new Deployment would wait for a missin
 
 
 class OwnershipConflict(Exception):
-    """An object with another owner has the name of a manifest; the message contains object, owner and fix."""
+    """An existing object has the name of a manifest but another owner; the message contains object, owner and fix."""
 
 
 class PendingDeletion(Exception):
@@ -183,8 +184,8 @@ class Applier:
         If the operator is not allowed to read an optional kind, a manifest of this kind is added to the rejections of
         `result`.
 
-        Raises the errors of `_lookup`, but only after all lookups. All objects of a deleted service are then removed in
-        one pass. Otherwise each pass would remove one object, with a growing delay between passes.
+        Raises the errors of `_lookup`, but only after all lookups, so that one pass removes all objects of a deleted
+        service. If the first error ended the lookups, each pass would remove one object, with growing delays.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
         pairs, errors = [], []

@@ -33,7 +33,7 @@ class LiveObjects:
     deployment: Body | None = None
     claim: Body | None = None
     download_jobs: Mapping[str, Body] | None = None
-    """Download Jobs of the model by name."""
+    """Jobs that download the model, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class ChildObjects:
 def build_child_objects(
     service: LLMService, pods_digest: str, plan: Plan, context: RenderContext, live_objects: LiveObjects
 ) -> ChildObjects:
-    """Build the manifests to apply; see `template_revision.pods_digest`. Raises the same errors as `render_objects`."""
+    """Build the manifests to apply; `pods_digest` is the result of `template_revision.pods_digest`. Raises the same
+    errors as `render_objects`."""
     rendered = render_objects(service, plan, context)
     unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
     manifests = [m for m in rendered.manifests if m["kind"] not in unavailable]

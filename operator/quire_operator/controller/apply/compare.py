@@ -2,8 +2,8 @@
 """Comparison of a manifest with the live object, to skip an apply that would change nothing. Pure. Used by the applier.
 
 An API server adds defaults and normalizes quantities, and other clients can add entries to lists with keys; these are
-not differences. An old API server drops unknown fields. The comparison then finds a difference, and one apply changes
-nothing.
+not differences. An old API server drops unknown fields. The comparison then finds a difference, and the apply that
+follows changes nothing.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ _ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", 
 def is_up_to_date(desired: Any, live: Any, field: str = "", atomic: bool = False) -> bool:
     """Whether `live` contains all values of `desired`.
 
-    `field` is the name of the field with these values. If `atomic`, a list with entries that `desired` does not contain
-    is a difference.
+    `field` is the name of the field with these values. If `atomic` is true, entries of a list that `desired` does not
+    contain are a difference.
     """
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):

@@ -37,7 +37,8 @@ SecretValues = Mapping[str, Mapping[str, str]]
 """Values of Secrets by name and key."""
 
 SourceKey = tuple[str, ...]
-"""Namespace of a service, a source as JSON and, for a draft model, the settings that its facts depend on."""
+"""Cache key: the namespace of a service, a source as JSON and, for a draft model, the settings on which its facts
+depend."""
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
@@ -45,7 +46,8 @@ _MAX_CONCURRENT_READS = 4
 _FAILED_JOB_RETRY_S = 120.0
 """Seconds between a Job that found no model and the next Job; a user may still copy files to the claim."""
 _MAX_RETRY_AFTER_S = 300.0
-"""Maximum seconds of a source's Retry-After; a longer delay is cut to this value, also in the download of a model."""
+"""Maximum delay in seconds that a source's Retry-After can cause, also during the download of a model; a longer delay
+is shortened to this value."""
 _JOB_POLL_S = 5.0
 """Seconds to wait until the cache contains a Job that another service started."""
 
@@ -87,7 +89,7 @@ class CheckpointStore:
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[SourceKey, CheckpointInfo | DraftInfo] = OrderedDict()
         self._backoff: dict[SourceKey, tuple[float, ConfigError | Unavailable]] = {}
-        """Time of the next read and error of the last read, for each source that is backing off."""
+        """For each source that is backing off: time of the next read, and error of the last read."""
         self._waiting_services: dict[SourceKey, set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 

@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
-"""Timeout for all requests to one pod together. A new adapter must reach every responsive pod within 5 s, which include
-a wait for the previous pass."""
+"""Timeout for all requests to one pod together. A new adapter must reach every responsive pod within 5 s; these 5 s
+include a wait for the previous pass."""
 UNRESPONSIVE_TIMEOUT_S = 1.0
 """Timeout for a pod that did not respond to the last visit."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
@@ -79,7 +79,8 @@ class PodAdminClient:
         self._visit_semaphore = asyncio.Semaphore(max_pods)
         self._unresponsive_semaphore = asyncio.Semaphore(_MAX_UNRESPONSIVE_VISITS)
         self._unresponsive_since: dict[str, float] = {}
-        """For each pod that did not respond to the last visit: the time of its last visit with TOTAL_TIMEOUT_S."""
+        """For each pod that did not respond to its last visit: the time of the pod's last visit with
+        TOTAL_TIMEOUT_S."""
         # trust_env stays off: there is no proxy between the operator and its pods.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -181,7 +182,8 @@ class CatalogPush:
         return cls(catalog.version, body, replace_newer)
 
     def replaced_digest(self, report: PodStatus) -> str:
-        """Return the digest of the pod's newer catalog that this catalog replaces; empty if there is none."""
+        """If the pod has a newer catalog that this catalog is allowed to replace, return the digest of the pod's
+        catalog; else an empty text."""
         return report.catalogue if self.replace_newer and has_newer_catalog(report, self.version) else ""
 
 

@@ -19,7 +19,8 @@ from quire_operator.kube.errors import ApiError
 logger = logging.getLogger(__name__)
 
 EVENT_POLL_S = 10.0
-"""Seconds before the events of a pod are listed, and between lists. Most pods start in less time."""
+"""Seconds before the events of a pod are listed for the first time, and seconds between two lists. Most pods start in
+less time."""
 _MAX_PODS_PER_PASS = 4
 """Maximum pods per service for which one pass lists events. Pods of one service usually wait for the same reason."""
 _MAX_CACHED_PODS = 10_000
@@ -37,7 +38,8 @@ class PodWarnings:
         """Time of the next list of a pod's events, and the last warning, by uid of the pod."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
-        """Return the same pods. If a pod's containers do not start, its `waiting` is the kubelet's warning."""
+        """Return the same pods. If a pod's containers do not start, the field `waiting` of the pod contains the
+        kubelet's warning."""
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
         warnings = {pod.uid: await self._fetch_warning(namespace, pod) for pod in creating}

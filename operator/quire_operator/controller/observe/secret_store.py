@@ -22,10 +22,10 @@ from quire_operator.render import object_names
 from quire_operator.render.configmaps import secret_refs
 
 SECRET_TTL_S = 300.0
-"""Seconds for which a Secret is cached. A changed Secret reaches the pods after at most this time and the kubelet's
-minute."""
+"""Seconds for which a Secret is cached. A changed Secret reaches the pods after at most this time plus the minute that
+the kubelet needs."""
 MISSING_SECRET_TTL_S = 15.0
-"""Seconds for which a missing Secret or a missing key is cached, because a user often creates it soon."""
+"""Seconds for which the absence of a Secret or key is cached; few, because a user often creates the Secret soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class SecretStore:
         return key in self._unwritten_keys and object_names.ADMIN_KEY_FIELD in CachedSecret(0.0, existing).values
 
     def update(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
-        """Store the response to a write; None if the Secret was deleted."""
+        """Store the Secret that a write returned; `body` is None if the Secret was deleted."""
         self._store(namespace, name, CachedSecret(asyncio.get_running_loop().time(), body))
 
     def invalidate(self, namespace: str, name: str) -> None:

@@ -16,9 +16,9 @@ MIN_INTERVAL_S = 10.0
 MAX_INTERVAL_S = 30.0
 """Seconds after which the fields are updated even if the progress is small."""
 MIN_PERCENT_STEP = 5
-"""Progress in percent that causes an earlier update."""
+"""Progress in percentage points since the last update that causes an earlier update."""
 STALE_S = 120.0
-"""Seconds after which fields that no response has confirmed are removed."""
+"""Seconds without a response from the pod after which the fields are removed."""
 
 _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 

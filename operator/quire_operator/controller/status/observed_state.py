@@ -111,7 +111,7 @@ class ObservedState:
     apply_error: str = ""
     """Errors of applies that the API server rejected; empty if there is none."""
     conflict: str = ""
-    """Message about an object with another owner that has the name of a manifest; empty if there is none."""
+    """Message about an existing object that has the name of a manifest but another owner; empty if there is none."""
     pending_deletion: str = ""
     """Name of an object whose deletion must end before manifests are applied; empty if there is none."""
 

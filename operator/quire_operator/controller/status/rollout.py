@@ -141,8 +141,8 @@ class _ReplicaCounts:
 
 
 def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
-    """Whether the pods confirm that the rollout is complete. The watches of pods and Deployments have no common
-    order."""
+    """Whether the pods confirm that the rollout is complete. Events of pods and events of Deployments come from
+    different watches, so they can arrive in any order."""
     hashes = {pod.template_hash for pod in observed.pods if pod.alive}
     alive = sum(pod.alive for pod in observed.pods)
     return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1

@@ -66,7 +66,7 @@ def build_status(
 
 @dataclass(frozen=True, slots=True)
 class _EvaluatedSpec:
-    """The parts that differ between a valid and an invalid spec."""
+    """The parts of the status that differ between a valid and an invalid spec."""
 
     conditions: list[Condition]
     fields: dict[str, Any]
@@ -209,7 +209,8 @@ def _ready_condition(blocker: Condition | None, rollout_state: RolloutState, ada
 
 
 def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
-    """Return (measured - planned) / planned KV tokens; None: not measured."""
+    """Return the relative difference of the KV tokens, (measured - planned) / planned; None if they were not
+    measured."""
     measured, planned = (plan.get("measured") or {}).get("kvTokens"), plan.get("kvTokens")
     if measured is None or not planned:
         return None
