@@ -72,9 +72,9 @@ OpenAI API (--url). The files have the format of OpenAI's Batch API. Each line o
    "body": {"model": "sql", "messages": [{"role": "user", "content": "..."}]}}
 A model can be the base or an adapter; one file can name several. Other urls: /v1/completions, /v1/responses.
 
-Each line of the output is one result, in the order in which they end:
+Each line of the output is one result, in the order in which requests end:
   {"id": "...", "custom_id": "1", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
-A line that is not a request, and a request that fails, is in the error file instead.
+The error file contains lines that are not requests, and failed requests.
 
 To continue after any stop (Ctrl-C, kill -9, a full disk), run the same command again. Lines with a result or an error
 are not run again, and a line appended to the input is run. To repeat the failed lines, remove the error file first."""
@@ -86,8 +86,9 @@ examples:
   OPENAI_API_KEY=... quire batch --url https://llm.example -i requests.jsonl -o results.jsonl
 
 Requests are sorted by model and start of the prompt, 4,096 lines at a time, so that adapters and cached prompts are
-reused. On a server, requests get priority 100: they run after those of others if it schedules by priority
-(spec.engine.schedulingPolicy: priority). Overload and lost connections are tried again.
+reused. On a server, requests get priority 100: if the server schedules by priority
+(spec.engine.schedulingPolicy: priority), they run after other requests. After overload or a lost connection, a request
+is repeated.
 Exit status 0: all lines have a result, 1: stopped early, run it again, 2: wrong usage, 3: some lines failed."""
 
 
@@ -322,8 +323,8 @@ def add_expose_option(parser: argparse.ArgumentParser) -> None:
         "--expose",
         choices=("http", "grpc", "http,grpc", "none"),
         metavar="PROTOCOLS",
-        help="protocols on which clients can reach the server: http, grpc, http,grpc or none; other ports listen on "
-        "loopback (default: spec.runtime.expose, else both)",
+        help="protocols that clients can use: http, grpc, both as http,grpc, or none; the ports of other protocols "
+        "listen on loopback (default: spec.runtime.expose, else both)",
     )
 
 
@@ -362,8 +363,8 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "spec.openai.apiKeysSecretRef, else no key is needed)",
     )
     for option, text in (
-        ("certfile", "serve the OpenAI API over TLS: certificate chain"),
-        ("keyfile", "key of the certificate (default: in the same file)"),
+        ("certfile", "certificate chain of the OpenAI API, which is then served over TLS"),
+        ("keyfile", "private key of the certificate (default: in the certificate file)"),
     ):
         parser.add_argument(f"--openai-ssl-{option}", type=_parse_file, metavar="FILE", help=text)
     parser.add_argument(
@@ -391,7 +392,7 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="folder of adapters that the OpenAI API can load; can be repeated (default: hub, HTTP and S3 only)",
+        help="local folder whose adapters the OpenAI API can load; repeatable (default: none, only hub, HTTP and S3)",
     )
 
 
