@@ -3,7 +3,7 @@
 error.
 
 The comparison lists metadata only. Started by the controller. A lasting difference ends the operator. If the cache
-still contains a deleted LLMService, it is evicted, and the operator continues.
+still contains a deleted LLMService, the verifier evicts that service, and the operator continues.
 """
 
 import asyncio

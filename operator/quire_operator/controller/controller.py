@@ -103,7 +103,7 @@ class Controller:
         """Heartbeats, one for each watch; the watcher of LLMServices adds its heartbeat."""
         self._tasks: list[asyncio.Task[None]] = []
         self.started = asyncio.Event()
-        """Set after the first lists, when the workers start."""
+        """Event that is set when the workers start, after the first lists."""
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[asyncio.Future[None]]:

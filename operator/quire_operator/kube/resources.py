@@ -68,7 +68,8 @@ OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONI
 """Kinds that an API server can lack, because it is too old or their CRD is not installed."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)
-"""Kinds that the operator watches. It does not watch Secrets, because the right to list them includes their values."""
+"""Kinds that the operator watches. The operator does not watch Secrets, because the right to list Secrets includes the
+right to read their values."""
 
 _BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
     (resource.api_version, resource.kind): resource for resource in CHILD_RESOURCES

@@ -7,7 +7,7 @@ from quire_operator.kube.resources import Resource
 
 
 class WatchHeartbeat:
-    """Times of the last data and the last response of one watch; it watches one kind, in one namespace or in all
+    """Times of the last data and the last response of one watch. A watch is for one kind, in one namespace or in all
     namespaces."""
 
     def __init__(self, resource: Resource, namespace: str | None = None) -> None:

@@ -64,7 +64,7 @@ class ApplyResult:
     rejections: list[str] = field(default_factory=list)
     """Errors of the manifests that the API server rejected."""
     forbidden: bool = False
-    """True if a Role or a quota rejected a manifest, so that a retry can succeed."""
+    """True if a missing permission or a quota caused a rejection, so that a later retry can succeed."""
     conflict: str = ""
     pending_deletion: str = ""
     """Name of an object whose deletion must end before manifests are applied; empty: there is no such object."""

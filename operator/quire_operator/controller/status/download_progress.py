@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download progress as fields of status.cache and as text. Updated rarely, because each update writes the status.
+"""Download progress as fields of status.cache and as text. The fields are updated rarely, because each update writes
+the status.
 
 Pure: the clock is an argument. Called by model_cache.py.
 """

@@ -87,7 +87,7 @@ def is_terminating(claim: Body | None) -> bool:
 def _evaluate_job_download(
     service: LLMService, observed: ObservedState, previous_cache: Mapping[str, Any], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """Evaluate the Job that downloads the model to the claim of all pods."""
+    """Evaluate the Job that downloads the model to the claim that all pods mount."""
     pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
     results = [outcome for pod in pods if (outcome := _download_result(pod))]
     last_result = results[-1] if results else None
