@@ -58,7 +58,7 @@ class CelRule:
 def iter_problems(
     schema: Schema, value: Any, old: Any = ABSENT, known_problems: Collection[Problem] = (), path: FieldPath = ()
 ) -> Iterator[Problem]:
-    """Yield a problem for each rule that a value with defaults violates, at every depth.
+    """Yield a problem for each rule that the value violates at any depth; defaults have been added to the value.
 
     `old` is the value before an update. `known_problems` are the problems that openapi_schema.py found. A rule that
     reads a field with such a problem is skipped, so that one mistake is reported once.

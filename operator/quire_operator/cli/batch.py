@@ -69,7 +69,7 @@ def _value(args: argparse.Namespace, name: str) -> str | None:
 
 
 def _reject(args: argparse.Namespace, names: tuple[str, ...], required: str) -> None:
-    """End with a usage error if one of the options is set."""
+    """End the command with a usage error if one of these options is set."""
     for name in names:
         if getattr(args, name) not in (None, []):
             option = {"volumes": "volume"}.get(name, name).replace("_", "-")

@@ -130,7 +130,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--vllm-repository",
         type=Path,
         metavar="DIR",
-        help="instead of -f: folder of an NVIDIA vllm_backend model (1/model.json); its name is the model name",
+        help="instead of -f: folder of an NVIDIA vllm_backend model (1/model.json), whose name is the model name",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="device for --vllm-repository if model.json sets none (default: cuda)"

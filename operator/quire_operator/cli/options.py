@@ -107,7 +107,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--error-file",
         type=Path,
         metavar="FILE",
-        help="file for failed lines (default: OUTPUT without suffix + .errors.jsonl)",
+        help="file for failed lines (default: OUTPUT with .errors.jsonl in place of its suffix)",
     )
     parser.add_argument(
         "--max-inflight",
@@ -129,7 +129,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--priority",
         type=int,
         metavar="N",
-        help="default priority of requests; lower runs first (default: 100; 0: none)",
+        help="priority of requests that set none; lower runs first (default: 100; 0: no priority is sent)",
     )
     server.add_argument(
         "--timeout", type=_parse_seconds, metavar="SECONDS", help="time limit of one request (default: 3600)"

@@ -144,7 +144,8 @@ async def check_work_queue(memo: kopf.Memo, **_: Any) -> str:
 
 
 class NoDiffStorage(kopf.DiffBaseStorage):
-    """Storage without diffs. Event handlers get no diffs; computing diffs would cause a third of kopf's CPU time."""
+    """Storage without diffs. Event handlers get no diffs, because computing diffs would take a third of kopf's CPU
+    time."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
         return kopf.BodyEssence()

@@ -40,7 +40,7 @@ class CachedObject:
     controller_uid: str
     """uid of the owner that controls the object; empty if there is none."""
     service_name: str
-    """Name of the LLMService, from the label."""
+    """Name of the LLMService, from the object's label."""
     spec_digest: str
     """Digest of everything except the status and the metadata that the API server maintains."""
     full_digest: str

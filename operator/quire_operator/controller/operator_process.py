@@ -30,7 +30,7 @@ DEFAULT_PORT = 8080
 PORT_VARIABLE = "QUIRE_OPERATOR_PORT"
 """Environment variable with the port for readiness and metrics; `kopf run` has no option for this port."""
 _CRD_POLL_S, _CRD_LOG_INTERVAL_S = 2.0, 60.0
-"""Seconds between checks for the CRD, and between log lines while the CRD is missing."""
+"""Seconds between checks whether the CRD exists, and seconds between log lines while the CRD is missing."""
 
 
 @dataclass(frozen=True, slots=True)

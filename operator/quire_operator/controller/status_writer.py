@@ -36,7 +36,7 @@ class StatusWriter:
 
         Raises:
             StaleService: the service has a later version, was replaced, or was deleted.
-            ApiError: the status was not written. For events that cannot be written, there is only a log line.
+            ApiError: the status was not written. Events that cannot be written are only logged.
         """
         namespace, name = desired.key
         # Preconditions: a new service of the same name or a later generation must not get this status, and a status

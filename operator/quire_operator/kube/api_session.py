@@ -146,7 +146,8 @@ class ApiSession:
         """Yield the lines of a long response, whose headers must arrive within `response_timeout_s`.
 
         Raises:
-            ApiError: the API server rejected the request. Later errors are aiohttp's, raised by the iterator.
+            ApiError: the API server rejected the request. Later errors are raised by the iterator; they are aiohttp's
+            errors.
         """
         request_line = f"watch {path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)

@@ -27,7 +27,7 @@ def unknown_field(status: int, reason: str) -> FieldPath | None:
 
 
 def remove_fields(value: Any, paths: Collection[FieldPath]) -> Any:
-    """Return a JSON value without these fields."""
+    """Return a copy of a JSON value without the fields at `paths`."""
     if not paths:
         return value
     if isinstance(value, list):

@@ -27,7 +27,7 @@ CPU_MAX_NUM_SEQS = (64, 32, 16, 8, 4, 2, 1)
 GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
 """Pairs of minimum GPU memory and token budget: a larger GPU needs more tokens in a step for full utilization."""
 CPU_TOKEN_BUDGET = 512
-"""Token budget on a CPU: with 2048, one long prompt would delay running requests by seconds."""
+"""Token budget of a step on a CPU. With 2048 tokens, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
 """Largest integer that a status can contain. The KV cache size in a spec can exceed this number."""
 MAX_CPU_KV_BYTES = 4 * GIB

@@ -59,7 +59,7 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
 
 
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
-    """Return the reason why the planner does not try `tp` GPUs for a spec without a number of GPUs; "" if it tries
+    """Return why the planner does not try `tp` GPUs if the spec sets no number of GPUs; "" if the planner tries
     them."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"

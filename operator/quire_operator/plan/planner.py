@@ -14,7 +14,8 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import VERSION, Plan
 
 DEFAULT_IMAGES = {"GPU": "quire:gpu", "CPU": "quire:cpu"}
-"""Tags of the targets in backend/Dockerfile. The chart passes the images of its own release to the operator."""
+"""Default images: the tags of the targets in backend/Dockerfile. The chart passes the images of its own release to the
+operator."""
 
 
 def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES) -> Plan:

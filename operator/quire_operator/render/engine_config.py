@@ -83,7 +83,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the content of engine.json.
 
-    The values of the plan win; where the spec sets a field, the plan has the same value.
+    Values of the plan take precedence; if the spec sets a field, the plan has the same value.
 
     `chat_template` is the file with the template of spec.openai.chatTemplate; None if the spec sets no template.
     `draft` is the location of spec.engine.speculativeConfig.model.

@@ -158,7 +158,8 @@ def _template_overrides(service: LLMService) -> Manifest:
 
 
 def _mapping_entries(entries: Any) -> list[Mapping[str, Any]]:
-    """Return the objects in a list of a patch, without `$patch` directives. The API server rejects other entries."""
+    """Return the objects in a list of a patch, without `$patch` directives. Entries that are not objects are omitted,
+    because the API server rejects them."""
     items = entries if isinstance(entries, list) else []
     return [entry for entry in items if isinstance(entry, Mapping) and "$patch" not in entry]
 

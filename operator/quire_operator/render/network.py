@@ -31,9 +31,10 @@ def headless_service(service: LLMService) -> Manifest:
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 
-    Ingress: clients to the exposed ports (HTTP, gRPC, OpenAI); Prometheus, the operator and an endpoint picker to the
-    health port; Prometheus to the port of the server's metrics. Egress: DNS and the ports of adapter sources. Port 443
-    is always included, because adapters can be added later.
+    Ingress: clients can connect to the exposed ports (HTTP, gRPC, OpenAI). Prometheus, the operator and an endpoint
+    picker can connect to the health port, and Prometheus also to the port of the server's metrics. Egress: pods can
+    connect to DNS and to the ports of adapter sources. Port 443 is always included, because adapters can be added
+    later.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]

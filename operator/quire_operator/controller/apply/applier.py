@@ -341,7 +341,7 @@ async def _gather(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _with_applied_digest(manifest: Manifest) -> Manifest:
-    """Add the digest annotation, except to a Secret: a digest would help to guess its values."""
+    """Add the annotation with the digest, but not to a Secret, because a digest helps to guess the Secret's values."""
     if manifest["kind"] == resources.SECRET.kind:
         return manifest
     text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()

@@ -219,7 +219,8 @@ class CheckpointStore:
         return messages
 
     async def _describe_pod_problem(self, waiting_service: ServiceKey, job_service: ServiceKey, job_name: str) -> str:
-        """Return the reason why a pod of the Job of `job_service` does not run, for the status of `waiting_service`."""
+        """Return the reason why the pod of a Job does not run. The Job belongs to `job_service`; the status of
+        `waiting_service` shows the reason."""
         bodies = self._job_pods(job_service, job_name)
         for body in bodies:
             for condition in body.get("status", {}).get("conditions") or ():

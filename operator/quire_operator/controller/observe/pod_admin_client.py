@@ -95,8 +95,8 @@ class PodAdminClient:
         its progress (GET /progress).
 
         All pods with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to
-        it (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only with
-        `replace_newer`: the caller then knows that `catalog` is the newest. None pushes no catalog. A visit takes at
+        it (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only if `replace_newer`
+        is true, because the caller then knows that `catalog` is the latest. None pushes no catalog. A visit takes at
         most 4 s, for unresponsive pods usually 1 s. Errors of a pod are not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)

@@ -30,7 +30,7 @@ def needs_push(report: PodStatus, version: CatalogVersion) -> bool:
 
 
 def has_newer_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod has a newer catalog than `version`, so that the cached service is stale."""
+    """Whether a pod has a newer catalog than `version`, which means that the cached service is stale."""
     return report.generation > version.generation and not has_catalog(report, version)
 
 
@@ -146,7 +146,8 @@ def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> 
 
 
 def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, AdapterStatus]:
-    """Return the status of each adapter on a pod; empty if the pod has another catalog, whose names can differ."""
+    """Return the status of each adapter on a pod; empty if the pod has another catalog, because names in another
+    catalog can mean other adapters."""
     if pod.report is None or not has_catalog(pod.report, version):
         return {}
     return {status.name: status for status in pod.report.adapters}

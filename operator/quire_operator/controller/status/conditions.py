@@ -90,7 +90,7 @@ class Condition:
 
     @property
     def status(self) -> str:
-        """Return True, False or Unknown."""
+        """Return the status as the API server stores it: True, False or Unknown."""
         return "Unknown" if self.is_true is None else str(self.is_true)
 
 

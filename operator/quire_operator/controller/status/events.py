@@ -34,7 +34,7 @@ _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, Condi
 
 
 class EventReason(StrEnum):
-    """Reasons of events other than the reasons of conditions."""
+    """Reasons of events that are not also reasons of conditions."""
 
     REPLANNED = "Replanned"
     PLAN_DIFFERS = "PlanDiffers"

@@ -246,7 +246,7 @@ def _secret_hint(path: FieldPath, source: Source) -> str:
 
 
 def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | None:
-    """Return a condition of a Job if it is True."""
+    """Return the Job's condition of a type if its status is True, else None."""
     conditions = ((job or {}).get("status") or {}).get("conditions") or ()
     return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
 

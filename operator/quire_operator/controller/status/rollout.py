@@ -116,7 +116,7 @@ def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaCounts:
-    """Counts of a Deployment's status."""
+    """Numbers of replicas, from the status of a Deployment."""
 
     is_current: bool
     """True if the status belongs to the Deployment's newest generation."""
