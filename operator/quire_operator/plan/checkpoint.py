@@ -41,7 +41,7 @@ class CheckpointInfo:
     """Bytes of all tensors in the weights' files."""
     size_source: SizeSource
     config_digest: str
-    """Digest (sha256:...) of the values in config.json; their formatting does not change it."""
+    """Digest (sha256:...) of the values in config.json; the formatting of the file does not change the digest."""
 
     @property
     def dtype(self) -> str:

@@ -76,5 +76,5 @@ class DraftInfo:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the files; for heads, they are estimated with 2 bytes for each weight."""
+        """Bytes of the weights' files; for heads, the number is estimated as 2 bytes for each weight."""
         return self.checkpoint.weights_bytes if self.checkpoint is not None else 2 * self.num_elements

@@ -76,7 +76,7 @@ class DeviceMemory:
     reserve: int
     """Memory for CUDA graphs, the server and fragmentation; only on a GPU."""
     draft: int = 0
-    """Weights of the draft model or of its heads; kv includes their KV cache."""
+    """Weights of the draft model or of its heads; the field kv includes their KV cache."""
 
     @property
     def total(self) -> int:
@@ -93,7 +93,7 @@ class HostMemory:
     loraCopies: int
     sharedMemory: int
     model: int
-    """On a CPU: the total of DeviceMemory, because the model is in host memory."""
+    """On a CPU, this is the total of DeviceMemory, because the model is in host memory."""
     total: int
     """Memory request of the container: the value in the spec, else the sum of all uses."""
     swap: int = 0

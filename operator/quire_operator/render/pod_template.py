@@ -95,8 +95,8 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
 def _overrides(service: LLMService) -> Manifest:
     """Return spec.podTemplate without the labels that select pods.
 
-    Labels of spec.podTemplate must not change them. The API server rejects a Deployment whose pods do not match its
-    selector, and the operator ignores pods without these labels.
+    Labels in spec.podTemplate must not change the labels that select pods. The API server rejects a Deployment whose
+    pods do not match its selector, and the operator ignores pods without these labels.
     """
     overrides = dict(service.spec.podTemplate)
     meta = dict(overrides.get("metadata", {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategic merge of a pod template, with the result of `kubectl patch --type=strategic` for a PodSpec.
+"""Strategic merge of a pod template; the result equals that of `kubectl patch --type=strategic` for a PodSpec.
 
 Objects are merged field by field, and null removes a field. Lists with a merge key are merged by that key; other lists
 are replaced. `$patch: delete` removes an entry, and `$patch: replace` replaces the value by the patch.

@@ -38,7 +38,7 @@ class CachedSecret:
 
     @property
     def values(self) -> dict[str, str]:
-        """Values by key, without values that are not text."""
+        """Text values by key; values that are not text are omitted."""
         decoded = {}
         for key, text in ((self.body or {}).get("data") or {}).items():
             try:

@@ -169,7 +169,7 @@ def _adapter_state(name: str, pod: PodState, by_name: dict[str, dict[str, Adapte
 
 
 def _common_digest(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> dict[str, str]:
-    """Return the adapter's digest if all digests that pods report are equal."""
+    """Return the adapter's digest if all pods that report a digest report the same one."""
     digests = set(_known_digests(name, pods, by_name))
     return {"digest": digests.pop()} if len(digests) == 1 else {}
 

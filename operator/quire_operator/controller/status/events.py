@@ -50,7 +50,7 @@ class ServiceEvent:
     type: str
     """Normal or Warning."""
     reason: str
-    """One word, at most 128 characters."""
+    """Reason of the event: one word, at most 128 characters."""
     message: str
     """At most 1,024 characters."""
 

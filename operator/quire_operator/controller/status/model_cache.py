@@ -66,7 +66,7 @@ def download_jobs(jobs: Iterable[CachedObject], service: LLMService) -> dict[str
 
 
 def job_succeeded(job: Body | None, claim: Body | None) -> bool:
-    """Whether a download Job has completed for the existing claim, which is not being deleted."""
+    """Whether a download Job has completed for the existing claim, and the claim is not being deleted."""
     return job_condition(job, "Complete") is not None and not predates_claim(job, claim) and not is_terminating(claim)
 
 
