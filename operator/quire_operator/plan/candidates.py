@@ -29,7 +29,7 @@ GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
 CPU_TOKEN_BUDGET = 512
 """Token budget of a step on a CPU. With 2048 tokens, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
-"""Largest integer that a status can contain. The KV cache size in a spec can exceed this number."""
+"""Largest integer that a status can contain. The KV cache size in a spec can result in more tokens than this."""
 MAX_CPU_KV_BYTES = 4 * GIB
 """Largest KV cache on a CPU if the spec sets neither kvCacheMemory nor a memory limit."""
 

@@ -40,8 +40,8 @@ def build_status(
 ) -> dict[str, Any]:
     """Build the whole .status, which replaces the previous .status if it differs.
 
-    `service` is None if the spec cannot be parsed; planning.spec_error contains the reason. Each time in the status
-    changes only when the value beside it changes, so the status of an unchanged service stays the same.
+    `service` is None if the spec cannot be parsed; planning.spec_error contains the reason. Each timestamp in the
+    status changes only when the value beside it changes, so the status of an unchanged service stays the same.
     """
     if service is None:
         evaluated = _evaluate_unreadable_spec(planning, observed, previous)
