@@ -68,7 +68,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The outputs of a prompt."""
+    """All outputs of the beam search for one prompt."""
 
     sequences: list[BeamSearchSequence]
     """Outputs of the search, best first."""

@@ -42,7 +42,7 @@ class Workload:
     """Sampling parameters of each request, by name."""
     seed: int = 0
     adapters: tuple[AdapterDigest, ...] = ()
-    """Digests of loaded adapters, used in turn; empty for the base model."""
+    """Digests of loaded adapters, which the requests use in turn; if empty, all requests use the base model."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len"):
@@ -62,8 +62,8 @@ class LatencyStats:
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float]) -> "LatencyStats | None":
-        """Return the statistics; None without values. For example, requests with one output token have no times between
-        tokens.
+        """Return the statistics of these values; None if there are no values. For example, requests with one output
+        token have no times between tokens.
         """
         if not seconds:
             return None
@@ -89,7 +89,7 @@ class BenchmarkReport:
     ttft_ms: LatencyStats | None
     """Time from arrival to the first token."""
     itl_ms: LatencyStats | None
-    """Time between two tokens of a request."""
+    """Time between two consecutive tokens of a request."""
     num_steps: int
     num_preemptions: int
 

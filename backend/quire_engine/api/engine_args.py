@@ -15,7 +15,7 @@ from quire_spec.engine.vllm_arguments import OTHER_VLLM_ARGUMENTS
 
 
 class _CliArguments:
-    """Command line options for all fields of a dataclass."""
+    """Base class of dataclasses: defines a command line option for each field."""
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

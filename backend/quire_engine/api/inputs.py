@@ -26,7 +26,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids; the objects can have a cache_salt."""
+"""A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts can also contain cache_salt."""
 
 _PROMPT_FORMATS = "use a text, {'prompt': text}, {'prompt_token_ids': ids} or a list of token ids"
 _MAX_TOKEN_ID = 2**31 - 1
@@ -107,8 +107,8 @@ def broadcast_to_prompts(
 
 
 def _parse_token_ids(values: object) -> list[int]:
-    """Convert token ids to int; they can be integers of other libraries, such as NumPy. The engine checks that they are
-    in the vocabulary."""
+    """Convert token ids to int, also if they are integers of another library, such as NumPy. The engine checks later
+    that the ids are in the vocabulary."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidArgument(f"prompt: invalid prompt {str(values)[:80]!r}; {_PROMPT_FORMATS}")
     try:

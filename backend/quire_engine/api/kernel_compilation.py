@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_engine compile`: compiles GPU kernels into a folder, which can be part of an image. Needs no GPU.
 
-A model on the meta device runs the same steps as an engine at start, and each kernel launch compiles the kernel. A new
-kernel needs no entry in a list: it is compiled if a model uses it.
+A model on the meta device runs the steps that an engine runs at start, and each kernel launch compiles the kernel.
+There is no list of kernels: a new kernel is compiled if a model uses it.
 """
 
 import re
@@ -47,8 +47,8 @@ _LLAMA_3_1_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-"""Configuration of Llama-3.1-8B. Mistral 7B has another vocabulary and Qwen3-8B another MLP, but most of their kernels
-are the same.
+"""Configuration of Llama-3.1-8B. Most kernels of Mistral 7B (another vocabulary) and of Qwen3-8B (another MLP) are the
+same as those of Llama-3.1-8B.
 """
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
@@ -56,7 +56,8 @@ _MIN_CAPABILITY_FOR_E4M3 = (8, 9)
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
 """Numbers of spans in the compiled steps: one number for each variant of the attention plan up to 257 spans."""
 _LONGEST_STEP = 8192
-"""Number of tokens of a step so long that even models with hundreds of experts use tiles of many rows."""
+"""Number of tokens of the longest compiled step, in which even models with hundreds of experts use tiles of many
+rows."""
 
 
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
@@ -98,8 +99,8 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig) -> Iterator[CausalLM]:
-    """Yield the model without quantization at load; if its checkpoint is not quantized, also with each quantization at
-    load."""
+    """Yield the model without quantization at load, and, if its checkpoint is not quantized, once with each
+    quantization at load."""
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
         try:
@@ -114,7 +115,8 @@ def _models(shape: ModelConfig) -> Iterator[CausalLM]:
 
 
 def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme) -> None:
-    """Replace the weights of linear layers that are quantized in the checkpoint and remain quantized in memory."""
+    """Give the linear layers that remain quantized in memory empty quantized weights, as if a checkpoint had been
+    loaded."""
     info = model.shape.architecture_info
     path_by_name = {path.rpartition(".")[2]: path for path in info.linears}
     for layer, linear in model.linears():
@@ -128,7 +130,8 @@ def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme)
 
 
 def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features: int) -> LinearWeight:
-    """Return a weight on the meta device in the layout into which `pack_quantized` packs weights of a checkpoint."""
+    """Return an empty weight on the meta device, with the memory layout that `pack_quantized` gives to weights of a
+    checkpoint."""
     group_size = scheme.block[1] if scheme.block is not None else in_features
     scales = torch.empty(out_features, -(-in_features // group_size), device=_DEVICE)
 

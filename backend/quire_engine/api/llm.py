@@ -114,7 +114,8 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one or many prompts, batched by the engine; outputs are in the order of the prompts.
+        """Generate outputs for one or many prompts, which the engine batches; the outputs are in the order of the
+        prompts.
 
         `sampling_params`, `lora_request` and `priority` apply to all prompts, or are lists with one entry per prompt.
         If `lora_request` is None, the base model is used. `use_tqdm` can be a function that creates the progress bar.
@@ -216,9 +217,9 @@ class LLM:
         """Answer one or many conversations: render each with the chat template, then `generate`.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
-        `ChatTemplate.render`. If `chat_template` is None, the template of this object is used, or else the template of
-        the model. Templates always receive contents as text, so `chat_template_content_format` must be "string" or
-        "auto".
+        `ChatTemplate.render`. If `chat_template` is None, the template that was passed to the constructor is used, or
+        else the template of the model. Templates always receive contents as text, so `chat_template_content_format`
+        must be "string" or "auto".
 
         Raises:
             InvalidArgument: no template exists, it rejects the messages, or `generate` rejects an argument.

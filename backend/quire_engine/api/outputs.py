@@ -69,8 +69,8 @@ class CompletionOutput:
     cumulative_logprob: float | None
     """Sum of the log probabilities of the output tokens; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None
-    """For each position, the sampled token and then the most likely tokens, by token id; None unless logprobs were
-    requested.
+    """One dict per output token, by token id: the sampled token first, then the most likely tokens. None unless
+    logprobs were requested.
     """
     finish_reason: str | None
     """stop or length."""

@@ -101,8 +101,8 @@ class Engine:
             layout,
         )
         self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
-        """Called to copy an adapter into a slot; by default, copies at once. The owner of the engine can replace it, to
-        copy in another thread and then call `on_slot_loaded`."""
+        """Function that copies an adapter into a slot; the default copies at once, in the calling thread. The owner of
+        the engine can replace it with a function that copies in another thread and then calls `on_slot_loaded`."""
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
         """Time at which each copy into a slot was requested, on the engine's clock."""
         self._adapter_events: list[AdapterEvent] = []
@@ -258,8 +258,8 @@ class Engine:
             digest: content digest of the adapter.
             path: folder of the adapter.
             packed_adapter: result of `read_adapter`.
-            pinned: True or False registers the adapter in any case, even if it is being removed. None is for reads that
-                `pop_adapter_reads` requested; an adapter that is already registered then stays as it is.
+            pinned: True or False registers the adapter in any case, even if it is being removed. With None, which is
+                for reads that `pop_adapter_reads` requested, an adapter that is already registered is not changed.
             read_s: seconds that reading took.
 
         Raises:
@@ -304,7 +304,8 @@ class Engine:
             self._fail_waiting_sequences(digest, error)
 
     def read_pending_adapters(self) -> None:
-        """Read the adapters from `pop_adapter_reads` in this thread; for owners that have no other threads."""
+        """In the calling thread, read the adapters that `pop_adapter_reads` returns; for owners of an engine that have
+        no other threads."""
         reads = self.pop_adapter_reads()
         try:
             while reads:
@@ -356,8 +357,8 @@ class Engine:
         )
 
     def live_snapshot(self) -> dict[str, Any]:
-        """Return the state that the live page shows. The time grows with the number of sequences, not with the number
-        of KV blocks.
+        """Return the state that the live page shows. This takes time in proportion to the number of sequences, not to
+        the number of KV blocks.
 
         `adapters` contains [digest, state, running sequences, waiting sequences, KV blocks] for at most
         MAX_LIVE_ADAPTERS adapters; the digest of the base model is None.
@@ -491,7 +492,7 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
     """Return an empty registry.
 
     Raises:
-        ConfigError: cpu_lora_memory_bytes is too small for the host copies of as many adapters as there are slots.
+        ConfigError: cpu_lora_memory_bytes is too small for the host copies of `max_loras` adapters, one per slot.
     """
     max_adapter_bytes = (
         lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
@@ -507,7 +508,8 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
 
 
 def slot_copy_error(slot_load: SlotLoad, reason: str) -> Internal:
-    """Return the error for sequences of an adapter whose copy into a slot failed."""
+    """Return the error with which the sequences of an adapter fail if the copy of the adapter into a slot has
+    failed."""
     return Internal(f"adapter {slot_load.adapter_digest!r}: copying it into a slot failed: {reason}")
 
 

@@ -23,8 +23,8 @@ from quire_spec.errors import Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
-"""Consecutive failed steps after which the process exits. A single failed step can come from a request; three come from
-the device, and only a new process gets a new device context.
+"""Number of consecutive failed steps after which the process exits. A request can cause a single failed step, but three
+in a row come from the device. Only a new process gets a new device context.
 """
 
 IDLE_CHECK_S = 1.0
@@ -67,7 +67,7 @@ class EngineLoop:
         self._open_sequence_ids: set[int] = set()
         """Unfinished sequences of the client."""
         self._stats_dirty = False
-        """True if the engine has changed since the last published result."""
+        """True if the state of the engine has changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
         """Adapter events that occurred while no client was connected."""
         self._integrity_checked = True

@@ -21,7 +21,7 @@ class GrammarQueue:
     def __init__(
         self, get_compiler: Callable[[], GrammarCompiler], generate: Callable[[int, SequenceRequest], None]
     ) -> None:
-        """`generate` starts a sequence of a client; `get_compiler` can take seconds."""
+        """`generate` starts a sequence of a client. `get_compiler` returns the compiler, which can take seconds."""
         self._get_compiler = get_compiler
         self._generate = generate
         self._thread_pool = ThreadPoolExecutor(1, "compile-grammar")

@@ -33,9 +33,9 @@ from quire_spec.protocol.messages import (
 )
 
 MAX_UNSENT_BYTES = 256 * 2**20
-"""Maximum bytes of unsent results: the output of several minutes under full load. A text process that has not read more
-than this is considered to hang, so its connection is aborted. This ends its sequences, and the health checks of the
-supervisor then fail.
+"""Maximum bytes of unsent results: the output of several minutes under full load. If the unread results of a text
+process exceed this limit, it is considered to hang and its connection is aborted. This ends its sequences, and the
+health checks of the supervisor then fail.
 """
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class CoreServer(ConnectionHandler):
     """Handler of all connections of the core process."""
 
     def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
-        """Create the server of an engine that `compute_thread` has loaded."""
+        """Create the server for an engine; `compute_thread` is the thread that has loaded the engine."""
         self._engine = engine
         self._compute_thread = compute_thread
         self._event_loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class CoreServer(ConnectionHandler):
             self._engine_loop.detach_client(self._client_id)
 
     def _publish(self, client_id: int, result: StepResult) -> None:
-        """Called in the engine's thread."""
+        """Send a result to its client; called in the engine's thread."""
         self._event_loop.call_soon_threadsafe(self._send_result, client_id, result)
 
     def _send_result(self, client_id: int, result: StepResult) -> None:
@@ -122,11 +122,11 @@ class CoreServer(ConnectionHandler):
             self._text_connection.abort()
 
     def _on_adapter_needed(self, digest: AdapterDigest, path: Path) -> None:
-        """Called in the engine's thread."""
+        """Start to read an adapter; called in the engine's thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._reload_adapter(digest, path)))
 
     def _on_slot_copy(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
-        """Called in the engine's thread."""
+        """Start to copy an adapter into a slot; called in the engine's thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._copy_to_slot(slot_load, copy)))
 
     def _start_task(self, coroutine: Awaitable[None]) -> None:

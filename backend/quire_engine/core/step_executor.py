@@ -59,8 +59,8 @@ class StepExecutor:
         return self._step_async() if self.async_scheduling else self._step_sync()
 
     def pop_started(self) -> list[tuple[int, float]]:
-        """Return the id and the seconds in the queue of each sequence that ran for the first time since the last
-        call."""
+        """Return, for each sequence that ran for the first time since the last call, its id and its seconds in the
+        queue."""
         started, self._started = self._started, []
         return started
 

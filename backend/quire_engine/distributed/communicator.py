@@ -20,9 +20,10 @@ from torch import Tensor
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
-"""Time limit of one call. All ranks start a call within milliseconds of each other unless a rank hangs."""
+"""Time limit of one collective operation, which all ranks start within milliseconds of each other unless a rank
+hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
-"""Time that torch waits for a store's file if the file was deleted; torch's default is 5 minutes."""
+"""Time that torch waits for the file of its store if the file was deleted; torch's default is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -87,8 +88,8 @@ class Communicator:
             self._abort_thread.start()
 
     def wait_for_abort(self, timeout_s: float) -> None:
-        """Wait until an abort has ended; call this after the graphs were released. Otherwise, if the thread returns
-        from NCCL while the interpreter ends, the process ends with SIGABRT."""
+        """Wait until an abort has ended; call this after the graphs were released. Without this call, the process ends
+        with SIGABRT if the aborting thread returns from NCCL while the interpreter ends."""
         if self._abort_thread is not None:
             self._abort_thread.join(timeout_s)
 

@@ -31,7 +31,7 @@ class SharedMemoryRing:
     """The rows of the ring, mapped into the memory of this process."""
 
     def __init__(self, memory_fd: int, num_elements: int) -> None:
-        """Map the memory behind `memory_fd`, which `allocate` has sized for rows of `num_elements`."""
+        """Map the memory file `memory_fd`, whose size `allocate` has set, as rows of `num_elements` elements."""
         # Pages that no row uses are never allocated.
         size = _NUM_ROWS * num_elements * torch.int64.itemsize
         self._rows = torch.frombuffer(mmap.mmap(memory_fd, size), dtype=torch.int64).view(_NUM_ROWS, num_elements)

@@ -41,8 +41,8 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 _EXIT_DETECTION_S = 1.0
 """Maximum seconds until the exit of a worker is noticed."""
 _POLL_S = 20e-6
-"""Seconds between two polls of a device. The operating system extends this to about 80 us, which is short, because a
-step takes milliseconds."""
+"""Seconds between two polls of a device. The operating system extends this to about 80 us, which is short compared with
+a step, which takes milliseconds."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class _PendingCall:
 
 
 class WorkerGroup:
-    """The tensor-parallel workers of a model, which are all ranks except rank 0. `communicator` is the one of rank 0;
-    call `start_serving` before `broadcast_step`."""
+    """The tensor-parallel workers of a model, which are all ranks except rank 0. `communicator` is the communicator of
+    rank 0. Call `start_serving` before `broadcast_step`."""
 
     def __init__(
         self,
@@ -169,7 +169,8 @@ class WorkerGroup:
         return result
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Poll `is_done` until it returns True: until the device has finished work that may depend on the other ranks.
+        """Poll `is_done` until it returns True, which means that the device has finished work that may depend on other
+        ranks.
 
         Raises:
             RunnerLost: a worker has ended or hangs.
@@ -192,8 +193,8 @@ class WorkerGroup:
         self._rendezvous_dir.cleanup()
 
     def startup_error(self, error: Exception) -> Exception:
-        """Return the cause of a failed startup: the error of a worker if one reported an error, otherwise `error` of
-        rank 0."""
+        """Return the cause of a failed startup: the error that a worker reported, or `error`, the error of rank 0, if
+        none did."""
         errors = [worker_error for call in self._pending_calls.values() for worker_error in call.errors]
         return ConfigError(str(errors[0])) if errors else error
 

@@ -11,7 +11,7 @@ MAX_CALL_BYTES = 64 << 10
 """Maximum bytes of a call or a reply; each is one packet."""
 
 _EXIT_TIMEOUT_S = 5.0
-"""Seconds that a process can take to exit after it closed its socket."""
+"""Maximum seconds between the moment when a worker process closes its socket and its exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class WorkerHandle(Protocol):
 class WorkerProcess:
     """A worker in a process of its own.
 
-    The thread that creates it must live as long as the worker, see `process.set_parent_death_signal`.
+    The thread that creates this object must live as long as the worker, see `process.set_parent_death_signal`.
     """
 
     def __init__(self, channels: WorkerChannels) -> None:

@@ -24,7 +24,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ABORT_TIMEOUT_S = 5.0
-"""Seconds for which a process that exits waits for an abort. An abort takes milliseconds."""
+"""Maximum seconds for which an exiting process waits until a started abort has ended. An abort takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -120,7 +120,7 @@ def create_runner(
     start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
     timeout_s: float = TIMEOUT_S,
 ) -> "DeviceModelRunner | TensorParallelRunner":
-    """Create the runner for a configuration and the workers of the other ranks; raises the same errors as
+    """Create the runner for a configuration, and start the workers of the other ranks. Raises the errors of
     DeviceModelRunner.
 
     Args:

@@ -94,7 +94,7 @@ class TensorParallelWorker:
         self._call_queue.put({"call": "stop"})
 
     def close_control(self) -> None:
-        """Close the socket, by which rank 0 notices the end of this worker."""
+        """Close the socket; this tells rank 0 that the worker ends."""
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
 

@@ -28,8 +28,8 @@ class ConnectionHandler:
     """Receives the events of a connection; the default methods do nothing. All calls come from the event loop."""
 
     def on_connected(self, connection: "Connection") -> None:
-        """Called when the Hello was received and `connection.peer` is set, or, on the connecting end, when the Hello
-        was sent."""
+        """Called when the Hello was sent (connecting end), or received and stored in `connection.peer` (listening
+        end)."""
 
     def on_message(self, connection: "Connection", message: IpcMessage) -> None:
         """Called for each message."""
@@ -43,7 +43,7 @@ class ConnectionHandler:
         """Called when writing is no longer paused."""
 
     def on_closed(self, connection: "Connection") -> None:
-        """Called last, when either end has closed the connection; called even if `on_connected` was not."""
+        """Called last, when either end has closed the connection, even if `on_connected` was never called."""
 
 
 class Connection(asyncio.Protocol):

@@ -84,8 +84,8 @@ def exit_now(exit_code: int) -> NoReturn:
 def set_parent_death_signal() -> None:
     """Make the kernel kill this process when its parent dies, even by SIGKILL.
 
-    The kernel sends the signal already when the thread of the parent that started this process ends. So the supervisor
-    must start this process from its main thread.
+    The kernel sends the signal when the thread that started this process ends, even if the parent process lives on. So
+    the supervisor must start this process from its main thread.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -29,8 +29,8 @@ class BlockHasher:
     kv_dtype: str
     block_size: int
     long_rope_threshold: int | None = None
-    """Sequences with more tokens use the rotary embedding for long sequences, see ModelConfig; None: no sequence uses
-    it.
+    """Sequences with more tokens use the rotary embedding for long sequences, see ModelConfig; if None, no sequence
+    does.
     """
     layer_groups: tuple[int, ...] = ()
     """The group of each layer, see KVLayout; empty if the layout has only one group. Blocks of group 0 are identified

@@ -24,8 +24,8 @@ class BlockManager:
     shared or cached block is never written: if the shared prefix of a sequence ends within a block, the sequence gets a
     copy of that block.
 
-    While a sequence runs, blocks that its sliding window has left are freed, if their layers have a window. If the
-    layers are divided into groups (see KVLayout), one block of each group is allocated at a time.
+    While a sequence runs, blocks of layers with a sliding window are freed when all their tokens are outside the
+    window. If the layers are divided into groups (see KVLayout), one block of each group is allocated at a time.
     """
 
     def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts, layout: KVLayout) -> None:
@@ -72,7 +72,8 @@ class BlockManager:
         )
 
     def allocate(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
-        """Give a sequence blocks for all its tokens, and plan the copies that fill them from shared and host blocks."""
+        """Give a sequence blocks for all its tokens, and plan the copies that fill new blocks from shared blocks and
+        host blocks."""
         # Shared blocks are acquired first, because the allocation below could evict them. Copy sources stay acquired
         # until the step is complete.
         self._block_pool.acquire(prefix.held_blocks + prefix.copy_sources)
@@ -104,8 +105,7 @@ class BlockManager:
         return True
 
     def append_blocks(self, beams: abc.Sequence[Sequence], builder: StepPlanBuilder) -> bool:
-        """Ensure that each beam has a block that only this beam uses for its next token. Return False if too few blocks
-        are free.
+        """Ensure that each beam has a block of its own for its next token. Return False if too few blocks are free.
 
         Beams share all blocks with the beam from which they continue. If several beams need to write to the same block,
         all beams except one get a copy of the block (copy-on-write).
@@ -178,8 +178,8 @@ class BlockManager:
         sequence.num_freed_entries = end
 
     def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
-        """Plan copies of a sequence's computed blocks to host memory, if the copies fit there and cost less time than
-        computing them again.
+        """Plan copies of a sequence's computed blocks to host memory, if they fit there and copying takes less time
+        than computing the blocks again.
 
         Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
         cached. Blocks that are neither copied nor cached are computed again.
@@ -209,7 +209,8 @@ class BlockManager:
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """Release the blocks that a step read. If the step failed, also drop its copies to host memory."""
+        """Release the blocks from which a completed step has copied, on the device and in host memory. If the step
+        failed, also drop its copies to host memory."""
         self._block_pool.free([copy.source for copy in plan.copies])
         self._host_pool.free(self._swap_in_host_blocks)
         self._swap_in_host_blocks = []
@@ -218,8 +219,8 @@ class BlockManager:
         self._swapping_out = []
 
     def num_blocks_freed_by(self, sequences: Iterable[Sequence], prefix: PrefixHit) -> list[int]:
-        """Return, for i = 1, 2, ..., how many blocks become free if the first i sequences stop; blocks of `prefix` do
-        not count."""
+        """Return how many blocks become free if the first sequence stops, the first two stop, and so on; blocks of
+        `prefix` do not count."""
         excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
         total, totals = 0, []
         for sequence in sequences:
@@ -235,7 +236,8 @@ class BlockManager:
     def check_integrity(
         self, block_holders: abc.Sequence[Sequence], waiting: Iterable[Sequence], plans: abc.Sequence[StepPlan]
     ) -> None:
-        """Raise Internal if the block pools are not used by exactly these sequences and the steps in flight.
+        """Raise Internal unless the used blocks of the pools are exactly those of these sequences and of the steps in
+        flight.
 
         Only `block_holders` can have blocks, and only `waiting` can have host blocks.
         """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache: device memory for keys and values. Only this module depends on their dtype, layout and addresses.
+"""The KV cache: device memory for keys and values. Only this module depends on the dtype, layout and addresses of keys
+and values.
 
-The scheduler assigns block ids. The runner converts them to addresses (vLLM: `slot_mapping`), and each layer passes its
-own tensor to the kernels.
+The scheduler assigns block ids. The runner converts block ids to addresses (vLLM: `slot_mapping`), and each layer
+passes its own tensor to the kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -103,7 +104,8 @@ class KVCache:
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy the contents of blocks, for all layers in a block. A block cannot be both a source and a destination."""
+        """Copy the contents of blocks, which are the keys and values of all layers in a block. A block cannot be both a
+        source and a destination."""
         for source_ids, batch_destinations in self._batches(sources, destinations):
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
@@ -146,7 +148,8 @@ class KVCache:
             del contents
 
     def _batches(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Yield batches of block ids on the device, with their rows; each batch fits in the temporary buffer."""
+        """Yield batches of blocks that fit in the temporary buffer: the block ids on the device, and the rows of these
+        blocks."""
         assert len(blocks) == len(rows)
         for start in range(0, len(blocks), self.max_blocks_per_copy):
             end = start + self.max_blocks_per_copy
@@ -155,7 +158,7 @@ class KVCache:
     def zero_new_blocks(self, addresses: Tensor) -> None:
         """Zero the blocks whose first token is among `addresses` (on the CPU), before a step writes to them.
 
-        Does nothing if attention reads only the tokens that were written.
+        Does nothing if the attention kernels read only tokens that were written.
         """
         if not self._zeroes_new_blocks:
             return

@@ -43,7 +43,8 @@ class HostSwap:
                 )
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
-        """Measure the seconds to swap a block and the seconds to compute a token. Overwrites the contents of blocks.
+        """Measure the seconds to swap a block and the seconds to compute a token. The measurement overwrites the
+        contents of blocks.
 
         Args:
             compute: runs a step and returns its number of tokens.
@@ -59,7 +60,7 @@ class HostSwap:
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:
-    """Return the seconds per unit of work that `function` does: the best of three runs after a warm-up run."""
+    """Return the seconds that `function` takes per unit of work: the shortest of three runs after a warm-up run."""
     best_s = float("inf")
     for attempt in range(4):
         _synchronize()
