@@ -91,8 +91,8 @@ class BlockPool:
     def cache_block(self, block: BlockId, block_hash: bytes) -> None:
         """Cache a used, fully computed block under the hash of its contents.
 
-        If another block is already cached under this hash, the other block stays cached, and this block is not cached.
-        The table of a running sequence never changes, so a duplicate is never replaced.
+        If another block is already cached under this hash, that block stays cached instead of this one. The table of a
+        running sequence never changes, so a duplicate is never replaced.
         """
         assert self._ref_counts[block] > 0 and self._block_hashes[block] is None
         if block_hash not in self._block_by_hash:

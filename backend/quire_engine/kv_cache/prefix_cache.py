@@ -28,7 +28,8 @@ class PrefixHit:
     """`num_freed_entries` and `kept_blocks` are explained in Sequence."""
     kept_blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[BlockId] = field(default_factory=list)
-    """Host blocks with the tokens after `blocks`; only for a swapped-out sequence, which has no `copy_sources`."""
+    """Host blocks that contain the tokens after `blocks`; used only for a swapped-out sequence, which has no
+    `copy_sources`."""
 
     @property
     def held_blocks(self) -> list[BlockId]:
@@ -40,11 +41,11 @@ class PrefixCache:
     """Shares blocks between sequences with the same first tokens, adapter and salt.
 
     If the layers are divided into groups, each group has its own blocks, and blocks of layers with a window can be
-    evicted alone. A prefix can then end only where the blocks of its last window are cached.
+    evicted alone. A prefix can then end only at a position whose preceding window is cached completely.
     """
 
     def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, layout: KVLayout, enabled: bool) -> None:
-        """Create the cache. Even if the cache is disabled, a fork shares the blocks of its parent."""
+        """Create the cache. A fork shares the blocks of its parent even if the cache is disabled."""
         self._block_pool = block_pool
         self._layout = layout
         self._block_hasher = block_hasher
@@ -82,7 +83,7 @@ class PrefixCache:
         return self._extend_with_swapped(sequence, hit)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
-        """Return the part of `hit` that consists of full blocks; it needs no copy of a block."""
+        """Return the part of `hit` that consists of full blocks, which needs no copy of a block."""
         num_rows = len(hit.blocks) // self._layout.num_groups
         return self._make_hit(hit.blocks, num_rows * self._block_hasher.block_size)
 
@@ -154,7 +155,8 @@ class PrefixCache:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
 
         With several groups, uncached blocks of layers with a window are replaced by the first block of their row. The
-        result ends at a row after which a sequence that uses at most `max_tokens` tokens reads no replaced block.
+        result ends at a row after which a sequence of at most `max_tokens` tokens can continue without reading a
+        replaced block.
         """
         block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []

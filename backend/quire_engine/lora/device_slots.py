@@ -15,7 +15,7 @@ from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
 
 ModuleKey = tuple[int, str]
-"""Key of a module that adapters can change: the number of its layer, and its name in the layer."""
+"""Key of a module that adapters can change: the number of the layer, and the name of the module in the layer."""
 
 
 class DeviceAdapterSlots:

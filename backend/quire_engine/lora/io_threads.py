@@ -15,7 +15,7 @@ from typing import TypeVar
 
 _NICENESS = 10
 """Nice value of the threads: steps have priority if both need a core. With the value 10, a task still gets a tenth of a
-busy core, so a request waits at most seconds for its adapter.
+busy core, so a request waits some seconds at most for its adapter.
 """
 
 T = TypeVar("T")

@@ -22,11 +22,11 @@ class _Adapter:
     path: Path
     removed: bool = False
     num_sequences: int = 0
-    """Number of unfinished sequences, whether they run or not."""
+    """Number of unfinished sequences, both running and waiting."""
     needed_since: int | None = None
-    """Tick at which sequences of the adapter began to wait while none of them runs."""
+    """Tick since which sequences of the adapter have waited; None if it has no sequences or one of them runs."""
     starved_since: int | None = None
-    """Tick at which a sequence was first kept waiting by the adapter, even if other sequences of the adapter run."""
+    """Tick at which a sequence first had to wait for the adapter, even if other sequences of the adapter run."""
     last_used: int = 0
     """Tick of the last arrival or start of a sequence. The adapter with the lowest tick is evicted first."""
     num_bytes: int = 0
@@ -41,15 +41,16 @@ class AdapterRegistry:
     when a sequence of that adapter arrives. The adapter whose sequence has waited longest is read first.
 
     Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. After
-    that, a copy is evicted only for an adapter with an older need. So the oldest need is always met, no matter how many
-    adapters are needed. The copy of an adapter with running sequences is never evicted.
+    that, a copy is evicted only for an adapter that has been needed for longer. So the adapter that has been needed
+    longest always gets its copy, no matter how many adapters are needed. The copy of an adapter with running sequences
+    is never evicted.
     """
 
     def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
         """Create an empty registry.
 
-        `max_host_bytes` limits all host copies together; None means no limit. It must be large enough for as many
-        adapters of the largest size as there are slots.
+        `max_host_bytes` limits all host copies together; None means no limit. It must be large enough for one adapter
+        of the largest size per slot.
         """
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
@@ -72,8 +73,8 @@ class AdapterRegistry:
             num_bytes: size of the host copy.
 
         Returns:
-            Whether the caller must keep the copy. It is False if host memory is full of copies with an older need, or
-            if the adapter was removed during the read.
+            Whether the caller must keep the copy. It is False if host memory is full of copies that have been needed
+            for longer, or if the adapter was removed during the read.
 
         Raises:
             InvalidArgument: every slot is pinned already.
@@ -166,7 +167,7 @@ class AdapterRegistry:
         self._remove_if_unused(digest, adapter)
 
     def begin_step(self, now: float) -> None:
-        """Called before the first `can_run` of a step. Assign slots to pinned adapters."""
+        """Assign slots to pinned adapters. Called before the first `can_run` of a step."""
         for digest in sorted(self.slot_table.pinned_adapters):
             if self.slot_table.lookup(digest) is None and digest in self._on_host:
                 self.slot_table.assign_pinned(digest)
@@ -280,7 +281,7 @@ class AdapterRegistry:
         return True
 
     def _needed_since(self, digest: AdapterDigest) -> float | None:
-        """Return the tick since which a host copy is needed; inf for an idle pinned adapter, None if no copy is
+        """Return the tick since which a host copy has been needed; inf for an idle pinned adapter, None if no copy is
         needed."""
         needed_since = self._adapters[digest].needed_since
         if needed_since is None and digest in self.slot_table.pinned_adapters:
@@ -291,7 +292,7 @@ class AdapterRegistry:
         return digest in self._on_host or digest in self._reading
 
     def _order_of_need(self, digest: AdapterDigest) -> float:
-        """Return the sort key by which host copies and reserved slots are granted; the lowest comes first."""
+        """Return the sort key of an adapter; adapters with lower keys get host copies and reserved slots first."""
         needed_since = self._needed_since(digest)
         return math.inf if needed_since is None else needed_since
 
@@ -321,8 +322,8 @@ class AdapterRegistry:
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: AdapterDigest) -> bool:
-        """Ensure that the host copy of an adapter fits. Copies with a later need are evicted if this frees enough
-        memory.
+        """Ensure that the host copy of an adapter fits. Copies of adapters that are not needed, or needed for a shorter
+        time, are evicted if this frees enough memory.
         """
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):

@@ -30,12 +30,11 @@ class _Slot:
     last_started: int = 0
     """Tick of the last start of a sequence. The slot with the lowest tick is drained first."""
     loading: bool = False
-    """True while an adapter is copied into the slot: adapter `digest`, or an adapter evicted during the copy if
-    `digest` is None.
+    """True while an adapter is copied into the slot. If `digest` is None, the adapter was evicted during the copy.
     """
     held_for_waiters: bool = False
-    """The slot's adapter was loaded for sequences that have not started. No other adapter gets the slot before they
-    start.
+    """True if the slot's adapter was loaded for sequences that have not started; no other adapter gets the slot before
+    one starts.
     """
 
     @property
@@ -50,13 +49,14 @@ class SlotTable:
     answer, the sequences of the adapter wait. Then the slot is held until the first of these sequences starts, so that
     no later adapter can take it.
 
-    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. It is an idle slot, or else
-    the slot of the running adapter whose last sequence started longest ago. Then no new sequences of the slot's current
-    adapter start, so the slot drains. The only exception is the sequence for which the current adapter was loaded. An
-    idle slot waits for its new adapter only if the new adapter has a host copy or is being read. Otherwise other
-    adapters can use the slot. At most half of the slots are reserved at a time, for the adapters that have waited
-    longest. The other slots keep their large batches. If D adapters wait and R slots can be reserved, the last adapter
-    thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest sequence and one load.
+    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. The reserved slot is an
+    idle slot, or else the slot of the running adapter whose last sequence started longest ago. Then no new sequences of
+    the slot's current adapter start, so the slot drains. Only the sequence for which the current adapter was loaded can
+    still start. An idle slot waits for its new adapter only if the new adapter has a host copy or is being read.
+    Otherwise other adapters can use the slot. At most half of the slots are reserved at a time, for the adapters that
+    have waited longest. The other slots keep their large batches. If D adapters wait and R slots can be reserved, the
+    last adapter thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest sequence and
+    one load.
 
     Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. An idle pinned adapter loses
     its slot only if all slots are pinned, because serving requests has priority over keeping adapters warm.
@@ -124,15 +124,15 @@ class SlotTable:
         is_on_host_or_reading: Callable[[AdapterDigest], bool],
         order_of_need: Callable[[AdapterDigest], float],
     ) -> None:
-        """Called before the first `can_start` of a step. Reserve slots for adapters that have waited too long.
+        """Reserve slots for adapters that have waited too long. Called before the first `can_start` of a step.
 
         Args:
             now: monotonic seconds.
-            is_on_host_or_reading: whether an adapter has a host copy or is being read. Adapters for which it returns
-                True come first.
-            order_of_need: the order in which host copies are granted, lowest first. Slots are reserved in the same
-                order as host copies are granted. Otherwise an adapter with a host copy could take the slot that is
-                reserved for another one, and start only one of its sequences there.
+            is_on_host_or_reading: function that returns whether an adapter has a host copy or is being read; such
+                adapters come first.
+            order_of_need: sort key of an adapter for host copies, lowest first. Slots are reserved in the same order.
+                Otherwise an adapter with a host copy could take the slot that is reserved for another one, and start
+                only one of its sequences there.
         """
         self._without_slot.clear()
         if self._waiting_since and len(self._reservations) < self._max_reserved:
@@ -259,8 +259,8 @@ class SlotTable:
         is_on_host_or_reading: Callable[[AdapterDigest], bool],
         order_of_need: Callable[[AdapterDigest], float],
     ) -> None:
-        """Reserve slots for overdue adapters without a slot: adapters with host copies come first; otherwise the oldest
-        need comes first.
+        """Reserve slots for overdue adapters without a slot. Adapters with host copies come first, then those that have
+        been needed longest.
         """
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [

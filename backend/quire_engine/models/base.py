@@ -83,7 +83,7 @@ class CausalLM(ABC):
             yield from ((index, linear) for linear in layer.linears())
 
     def tensors(self) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the name of every tensor in the checkpoint, with the parameter or shard that the tensor fills."""
+        """Yield the name of every tensor in the checkpoint, each with the parameter or shard that the tensor fills."""
         parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
         yield f"{parent}.embed_tokens.weight", embedding_shard(self.embed_tokens, self.communicator)
         for index, layer in enumerate(self.layers):
@@ -107,9 +107,7 @@ class CausalLM(ABC):
         self.num_bytes += self._num_packed_bytes() - loaded_bytes
 
     def _num_packed_bytes(self) -> int:
-        """Return the bytes of linear layers and experts. An output projection that is tied to the embedding is not
-        counted.
-        """
+        """Return the bytes of linear layers and experts, without an output projection that is tied to the embedding."""
         is_tied = self.lm_head.weight is self.embed_tokens
         head = 0 if is_tied else self.lm_head.num_bytes
         return head + sum(layer.packed_bytes for layer in self.layers)

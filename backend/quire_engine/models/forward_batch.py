@@ -41,7 +41,7 @@ class ForwardBatch:
     """Adapters of the tokens; None if no span has an adapter."""
     logit_rows: Tensor | None
     """[num_logits] int64, indices of the tokens that need logits: first for sampling, then for prompt log
-    probabilities. None: all tokens need logits, in this order.
+    probabilities. If None, all tokens need logits, in the order of the batch.
     """
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()

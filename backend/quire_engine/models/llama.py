@@ -34,7 +34,7 @@ FeedForward: TypeAlias = MLP | MoE
 
 
 class LlamaDecoderLayer(Module):
-    """Attention and MLP. Both read the normalized residual stream and add their output to the stream."""
+    """A decoder layer: attention and MLP, which both read the normalized residual stream and add their output to it."""
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
     MLP: ClassVar[type[MLP]] = MLP

@@ -22,7 +22,7 @@ class Tool:
 
     @classmethod
     def from_request(cls, tool: Mapping[str, Any], is_enforced: bool) -> "Tool":
-        """Convert a tool definition of the OpenAI API; unless `is_enforced`, the tool accepts any object as
+        """Convert a tool definition of the OpenAI API; if `is_enforced` is False, the tool accepts any object as
         arguments."""
         function = tool["function"]
         schema = (function.get("parameters") or {}) if is_enforced else {}
@@ -44,8 +44,8 @@ class CallGrammar:
     """Grammar of the calls in one format."""
 
     start: str
-    """Text of the mark before a call; empty if the format has no mark, so that an output consists of either calls or
-    text."""
+    """Text of the mark before a call; empty if the format has no mark, in which case an output consists of either calls
+    or text."""
     call: str
     """Expression for the call that follows the mark."""
     separator: str | None

@@ -86,12 +86,12 @@ def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGra
 
 
 def messages_before_answer(marks: Marks) -> str:
-    """Return the expression for reasoning and other messages before an answer or a call."""
+    """Return the grammar expression that matches reasoning and other messages before an answer or a call."""
     channel, message = marks.terminal(_CHANNEL), marks.terminal(_MESSAGE)
     end = f'{marks.terminal("<|end|>")} {marks.terminal("<|start|>")} "assistant"'
     return f'({channel} ("analysis" | "commentary") {message} TEXT {end})*'
 
 
 def answer_message(marks: Marks, text: str) -> str:
-    """Return the expression for an answer message that contains `text`."""
+    """Return the grammar expression that matches an answer message that contains `text`."""
     return f'{marks.terminal(_CHANNEL)} "final" {marks.terminal(_MESSAGE)} {text}'

@@ -25,8 +25,8 @@ class JsonCallReader:
         self._object = JsonObjectReader()
         self._name_text = ""
         self._arguments = ""
-        """Arguments that are withheld until the name is known or, if they are a string that contains JSON, until the
-        string is complete."""
+        """Arguments that are withheld until the name is known; arguments in a string are withheld until the string is
+        complete."""
         self._has_arguments = False
         self._is_quoted = False
         """True if the arguments are a string that contains JSON."""

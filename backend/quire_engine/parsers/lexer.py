@@ -55,7 +55,7 @@ class Lexer:
         )
         self._num_decoded_chars = 0
         self._mark_spans: deque[tuple[int, int, bool]] = deque()
-        """Start and end offsets in the output of marks whose text has not arrived; the third value is False for skipped
+        """Marks whose text has not arrived: start and end offset in the output, and a flag that is False for skipped
         tokens."""
         self._token_ends: deque[int] = deque()
         """End offsets of the tokens whose text was not returned yet."""
@@ -67,8 +67,8 @@ class Lexer:
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
         """Yield the lexemes that are completed by the next tokens.
 
-        `text` is the next part of the output with its special tokens. It can end earlier than the text of these tokens,
-        because possible parts of a stop string are withheld; it never ends later.
+        `text` is the next part of the output with its special tokens. It can end before the end of the tokens, because
+        possible parts of a stop string are withheld, but never after it.
         """
         if self._detokenizer is not None:
             for token_id in token_ids:
@@ -94,8 +94,8 @@ class Lexer:
             yield self._take(self._offset + len(self._text))
 
     def _plain_text(self, end: int, complete: bool) -> Iterator[Lexeme]:
-        """Yield the text before `end`, split at the marks that it contains as characters. Unless `complete`, text at
-        the end that may be the beginning of a mark is kept for later.
+        """Yield the text before `end`, split at the marks that it contains as characters. If `complete` is False, text
+        at the end that may be the beginning of a mark is kept for later.
         """
         if self._written_marks is not None:
             while (match := self._written_marks.search(self._text, 0, max(0, end - self._offset))) is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grammar of a chat output: reasoning, then tool calls, text or a constrained answer.
 
-The text process builds it if tools are required, named or strict, and for constrained answers of models that reason.
-The process that checks constraints compiles the grammar together with the JSON schemas to which the grammar refers.
+The text process builds this grammar if tools are required, named or strict, or if the answer of a reasoning model is
+constrained. The process that checks constraints compiles the grammar together with the JSON schemas to which the
+grammar refers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ _CALL_GRAMMARS: Mapping[str, Callable[[Sequence[Tool], Marks, bool], CallGrammar
 }
 _TEXT = r"TEXT: /(.|\n)*/"
 _NO_CALL = r"NO_CALL: /[^\[{](.|\n)*/"
-"""Text that is not a call in formats without a mark: it does not begin with [ or {."""
+"""Text that is not a call, in formats without a mark before calls: text that does not begin with [ or {."""
 
 
 def compose_grammar(
@@ -109,7 +110,7 @@ def _optional(calls: CallGrammar, marks: Marks, rules: list[str], answers: Seque
 
 
 def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -> str:
-    """Return the expression for the reasoning before the answer."""
+    """Return the grammar expression that matches the reasoning before the answer."""
     if names.reasoning_parser not in REASONING_MARKS or state == "done":
         return ""
     start, end = REASONING_MARKS[names.reasoning_parser]

@@ -43,7 +43,8 @@ class ParserNames:
         return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
 
     def check_thinking_budget(self, num_tokens: int | None) -> None:
-        """Raise InvalidArgument if a budget is set but the marks around reasoning are unknown or depend on channels."""
+        """Raise InvalidArgument if a thinking budget is set for a format whose marks around reasoning are unknown or
+        depend on channels."""
         if num_tokens is not None and (self.reasoning_parser not in REASONING_MARKS or self.is_harmony):
             raise InvalidArgument(
                 "sampling parameter 'thinking_token_budget': not possible, because the format of this model's "

@@ -35,12 +35,13 @@ _TENSOR_NAME = re.compile(
     r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight))"
 )
 NO_LAYER = -1
-"""Layer number of modules outside the layers: the embedding and the output projection."""
+"""Layer number that stands for modules outside the layers: the embedding and the output projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter as read from its files, in host memory; `ModelRunner.read_adapter` packs it for the slots."""
+    """An adapter in host memory, in the form in which its files contain it; `ModelRunner.read_adapter` packs it for the
+    slots."""
 
     rank: int
     """The largest LoRA rank among the adapter's modules."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Target modules: determines, by the same rule as PEFT, which modules were adapted according to an adapter's config. A
-part of PeftConfig.
+"""Determines from an adapter's config, by the rule that PEFT uses, which modules were adapted. A part of PeftConfig.
 
 PEFT silently ignores tensors of modules that the config does not target. The reader rejects a file with such tensors.
 
@@ -32,7 +31,7 @@ class TargetModules:
     layers: frozenset[int] | None
     """Layers to which names apply; None: all layers."""
     layer_regexes: tuple[str, ...]
-    """Each expression matches the layer number in a module's path. The first match is used."""
+    """Regular expressions that find the layer number in a module's path; the first one that matches is used."""
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Self:

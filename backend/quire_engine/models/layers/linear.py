@@ -45,11 +45,10 @@ class ParamFactory:
     dtype: torch.dtype
     device: torch.device
     communicator: Communicator | None = None
-    """Connects the tensor-parallel ranks; None if there is one rank. The sizes of layers are the sizes in this rank's
-    shard."""
+    """Connects the tensor-parallel ranks; None if there is one rank. All sizes of layers refer to this rank's shard."""
     quantization: str | None = None
-    """A value of EngineConfig.quantization, or int8_weight_only, which the output projection gets if the model gets
-    int4."""
+    """A value of EngineConfig.quantization, or int8_weight_only for the output projection of a model that is quantized
+    to int4."""
     checkpoint: QuantizedTensors | None = None
     """Quantized tensors of the checkpoint; None if the checkpoint has none, or if all weights are dequantized when they
     are loaded.
@@ -60,14 +59,14 @@ class ParamFactory:
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def empty_weight(self, *size: int) -> Tensor:
-        """Return the weight of a linear layer: on the meta device if the checkpoint may contain it quantized, otherwise
-        uninitialized."""
+        """Return an uninitialized weight of a linear layer; it is on the meta device if the checkpoint may contain a
+        quantized weight."""
         return self.empty(*size) if self.checkpoint is None else torch.empty(size, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShard:
-    """The part of a linear layer in the checkpoint that a rank needs."""
+    """The part that a rank needs of a linear layer in the checkpoint."""
 
     shape: tuple[int, int]
     """Number of output features and of input features in the checkpoint."""
@@ -214,7 +213,7 @@ class Linear:
 
     @property
     def unread_bytes(self) -> int:
-        """If `pack` reads the weight from the checkpoint, the bytes of the weight in the model's dtype; otherwise 0."""
+        """Bytes of the weight in the model's dtype if `pack` reads the weight from the checkpoint, otherwise 0."""
         return weight_bytes(self.weight) if self._quantized_parts else 0
 
     @property

@@ -13,7 +13,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class MLP(Module):
-    """Gated feed-forward layer. Subclasses define the names of its linear layers."""
+    """Gated feed-forward layer. Subclasses define the names of the linear layers in it."""
 
     GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     """Names of the gate and up layers; a single name if the checkpoint has one fused layer."""

@@ -11,7 +11,7 @@ from quire_kernels import HugePageArena
 
 
 class Module:
-    """A part of a model. Its attributes have the same names as in the checkpoint and are in the order in which they are
+    """A part of a model. Its attributes have the names that the checkpoint uses, and are in the order in which they are
     computed.
 
     A merged linear layer is an exception: its slices have the names that the checkpoint uses.

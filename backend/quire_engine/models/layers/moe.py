@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class MoE(Module):
     """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs. Each expert
     is a gated MLP. With tensor parallelism each rank has a part of the intermediate features of every expert.
-    Subclasses define the names of tensors, for checkpoints with one tensor per expert and projection.
+    Subclasses define the tensor names of checkpoints that have one tensor per expert and projection.
     """
 
     PATH: ClassVar[str] = "mlp"
@@ -214,5 +214,5 @@ def _check_quantization(factory: ParamFactory, hidden_size: int, intermediate_si
 
 @functools.cache
 def _log_dequantization(reason: str) -> None:
-    """Log the reason only once, not for every layer."""
+    """Log why experts are dequantized, but only once, not for every layer."""
     logger.info("experts dequantized reason=%r", reason)

@@ -50,7 +50,7 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
 
 
 def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTarget:
-    """Return the part of this rank's embedding that is filled from the checkpoint; the rest is padding."""
+    """Return the part of this rank's embedding that the checkpoint fills; the other rows are padding."""
     if communicator is None:
         return table
     tokens = communicator.shard.vocab_range
