@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of the engine: `python -m quire_engine generate|bench|convert|compile`, without a server.
 
-Parses arguments and prints results; `api/llm.py`, `api/benchmark.py`, `weights/pickle_conversion.py` and
-`api/kernel_compilation.py` do the work.
+This module only parses arguments and prints results; it calls `api/llm.py`, `api/benchmark.py`,
+`weights/pickle_conversion.py` and `api/kernel_compilation.py`.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def _profile_steps(llm: LLM, args: argparse.Namespace) -> AbstractContextManager
 
 
 def _engine_settings(llm: LLM) -> dict[str, Any]:
-    """Return the settings that a benchmark result depends on."""
+    """Return the engine settings that affect a benchmark result."""
     engine = llm.engine
     field_names = ("model", "device", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
     settings = {name: getattr(engine.config, name) for name in field_names}
@@ -235,8 +235,8 @@ def _format_as_json(output: RequestOutput) -> str:
 
 
 _Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
-"""Name of an option, name of its value in help texts, type (bool: a flag), help text, and further arguments for
-argparse."""
+"""A command line option: its name, the name of its value in help texts, its type (bool for a flag), help text, and
+further arguments for argparse."""
 
 _REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
 _PARAM_HELP = "set a sampling parameter of docs/parameters.md to a JSON value; repeatable"

@@ -16,10 +16,10 @@ BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 
 PLACEHOLDER_TOKEN = -1
-"""Placeholder, in the output of a sequence, for the token that the step in flight will sample."""
+"""Stands in the output of a sequence for a token that the step in flight will sample."""
 MAX_ASYNC_LOGPROBS = 32
-"""Maximum log probabilities per token that can arrive on the host one step late. Larger numbers would need device
-memory.
+"""Maximum log probabilities per token that can arrive on the host one step late; larger numbers would need
+device memory.
 """
 
 
@@ -80,7 +80,7 @@ class BeamGroup:
 
     @property
     def num_unused_places(self) -> int:
-        """Number of further sequences that can run once the group runs: new beams and waiting beams."""
+        """Number of further sequences, new beams and waiting beams, that can run if the group runs; otherwise 0."""
         num_running = sum(sequence.status is SequenceStatus.RUNNING for sequence in self.sequences)
         return self.width - num_running if num_running else 0
 
@@ -137,15 +137,15 @@ class Sequence:
     pool again, but the entries stay, so that the table on the device stays valid; attention ignores what it reads
     there."""
     kept_blocks: list[BlockId] = field(default_factory=list)
-    """The blocks of these entries that the sequence keeps, because they belong to layers without a window."""
+    """Blocks of the freed entries that the sequence keeps, because they belong to layers without a window."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Content hashes of its full blocks, as far as they are computed."""
+    """Content hashes of the full blocks of this sequence, as far as they are computed."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens that the prefix cache contained at the first run; None before the first run."""
     num_computed_prompt_logprobs: int = 0
-    """Prompt positions with finished log probabilities, if the request requires them."""
+    """Number of prompt positions whose log probabilities are computed, if the request requires them."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
-    """Finished log probabilities of prompt positions; returned with the first output token."""
+    """Log probabilities of prompt positions computed so far; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
     """While swapped out: host copies of the blocks after the first num_shared_blocks."""
     num_shared_blocks: int = 0
@@ -153,7 +153,7 @@ class Sequence:
     num_swapped_tokens: int = 0
     """While swapped out: tokens [0, num_swapped_tokens) are in the shared blocks and the host blocks."""
     num_cached_blocks: int = 0
-    """Number of blocks at the start of the table that came from the prefix cache or were offered to it."""
+    """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, int, int] = (0, 0, 0)
     """The scheduler's sort key: priority, arrival number, number of the beam."""
     finish_reason: FinishReason | None = None
@@ -172,13 +172,13 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[BlockId]:
-        """The blocks of its table that the sequence has a reference to."""
+        """The blocks in the table of this sequence to which it has a reference."""
         return self.kept_blocks + self.block_table[self.num_freed_entries :]
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Number of tokens that can be computed without the other beams: all tokens, or all except the last token of a
-        beam.
+        """Number of tokens that can be computed independently of other beams: all tokens, or, for a beam, all except
+        the last one.
         """
         has_siblings = self.beam_group is not None and len(self.beam_group.sequences) > 1
         return self.num_tokens - 1 if has_siblings else self.num_tokens

@@ -67,8 +67,8 @@ class Lexer:
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
         """Yield the lexemes that are completed by the next tokens.
 
-        `text` is the next part of the output with its special tokens. It can end before the end of the tokens, because
-        possible parts of a stop string are withheld, but never after it.
+        `text` is the next part of the output with its special tokens. `text` can end before the text of these
+        tokens, because possible parts of a stop string are withheld, but never after it.
         """
         if self._detokenizer is not None:
             for token_id in token_ids:

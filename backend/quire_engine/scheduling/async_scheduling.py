@@ -3,8 +3,8 @@
 completes.
 
 The step will compute all tokens of its spans. A span that reaches the end of its sequence will also sample one token,
-and only the value of that token is unknown. PLACEHOLDER_TOKEN stands for it. The scheduler calls this module, and
-learns only when the step completes whether the sequence finished with that token.
+and only the value of that token is unknown. PLACEHOLDER_TOKEN stands for it. The scheduler calls this module. Only when
+the step completes does it learn whether the sequence finished with that token.
 
 Source: the placeholders of vLLM's async scheduling (v1/core/sched/async_scheduler.py). The overlap schedulers of
 SGLang (managers/overlap_utils.py) and mini-sglang resolve the values on the device, too.

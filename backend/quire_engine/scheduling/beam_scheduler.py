@@ -7,8 +7,8 @@ blocks. A beam that was chosen several times forks: the forks share all blocks, 
 write to it.
 
 A preempted group loses the blocks of all its beams. The beams resume one after the other, like other sequences, and
-share the blocks of the prompt again. The scheduler calls this module. The module decides which sequences exist, and the
-scheduler which of them run.
+share the blocks of the prompt again. The scheduler calls this module. This module decides which beams exist, and the
+scheduler decides which of them run.
 """
 
 from collections import defaultdict
@@ -27,11 +27,11 @@ class BeamUpdate:
 
     group: BeamGroup
     dropped: list[Sequence] = field(default_factory=list)
-    """Beams that end without an output."""
+    """Beams that end without becoming an output of the search."""
     forks: list[Sequence] = field(default_factory=list)
-    """New beams, which run at once."""
+    """New beams, which start to run at once."""
     outputs: list[tuple[Sequence, SpanOutput]] = field(default_factory=list)
-    """If the search is finished, its outputs, best first; then all its beams are dropped."""
+    """Outputs of the search, best first, if it is finished; in this case all its beams are dropped."""
 
 
 class BeamScheduler:
@@ -47,14 +47,15 @@ class BeamScheduler:
 
     @property
     def num_unused_places(self) -> int:
-        """Number of sequences that the running groups can still add."""
+        """Number of sequences that the running groups can still add to those that run."""
         return sum(group.num_unused_places for group, _ in self._searches.values())
 
     def check_request(self, sequence: Sequence) -> None:
         """Check a new sequence with beam search.
 
         Raises:
-            InvalidArgument: the beams exceed max_num_seqs, or cannot have enough KV blocks even if nothing else runs.
+            InvalidArgument: there are more beams than max_num_seqs, or too few KV blocks for the beams even if nothing
+                else runs.
         """
         width = sequence.params.num_sequences
         name = "n" if sequence.params.best_of is None else "best_of"
@@ -93,7 +94,8 @@ class BeamScheduler:
         return None if entry is None else entry[0]
 
     def extend(self, outputs: dict[Sequence, SpanOutput]) -> list[BeamUpdate]:
-        """Extend the beams that a step computed. `outputs` contains all beams of each of their groups."""
+        """Extend the beams that a step computed. If `outputs` contains a beam, it contains all beams of the same
+        group."""
         continuations: defaultdict[int, list[Continuation]] = defaultdict(list)
         for beam, output in outputs.items():
             assert beam.beam_group is not None and output.candidates is not None
@@ -162,8 +164,8 @@ class BeamScheduler:
 
 
 def _to_outputs(group: BeamGroup, search: BeamSearch) -> list[tuple[Sequence, SpanOutput]]:
-    """Return the best outputs as finished sequences, whose ids start at the request's id; if there are no outputs, one
-    error."""
+    """Return the best outputs as finished sequences, whose ids start at the request's id. If there are no outputs,
+    return one failed sequence."""
     beam, hypotheses = group.sequences[0], search.best_outputs()
     if not hypotheses:
         failed = replace(beam, id=group.id, status=SequenceStatus.FINISHED, finish_reason=FinishReason.ERROR)

@@ -4,8 +4,8 @@
 Policy only: this module uses tokens and scores, but no KV blocks, steps or devices. The beam scheduler calls it after
 each step of the beams.
 
-Source: `_beam_search` of transformers, whose outputs it reproduces. A score is the sum of the log probabilities of an
-output divided by its length to the power of `length_penalty`.
+Source: `_beam_search` of transformers; this module gives the same outputs. A score is the sum of the log probabilities
+of an output divided by its length to the power of `length_penalty`.
 """
 
 import math
@@ -27,7 +27,8 @@ class Hypothesis:
     """Score with the length penalty; higher is better."""
     cumulative_logprob: float
     finish_reason: FinishReason
-    """It is LENGTH even if a stop string ended the output, because the text process finds the stop string again."""
+    """The reason is LENGTH even if a stop string ended the output, because the text process finds the stop string
+    again."""
     logprobs: list[list[Logprob]] | None
 
 
@@ -40,7 +41,8 @@ class Continuation:
 
 
 def num_candidates(params: SamplingParams, num_stop_tokens: int) -> int:
-    """Return how many continuations a step needs: enough for `width` new beams if every stop token ends each beam."""
+    """Return how many continuations a step needs, so that `width` of them remain even if every stop token ends each
+    beam."""
     return max(2, 1 + num_stop_tokens) * params.num_sequences
 
 
@@ -59,8 +61,8 @@ class BeamSearch:
         self.is_finished = False
 
     def extend(self, continuations: Sequence[Continuation]) -> list[Continuation]:
-        """Choose the next beams among the continuations of all beams. Return them best first; none if the search has
-        ended.
+        """Choose the next beams among the continuations of all beams, and return them best first. If the search has
+        ended, return an empty list.
 
         If there are no continuations, because no log probability is finite, the search ends with the outputs found so
         far.

@@ -15,7 +15,8 @@ from quire_engine.step.builder import StepPlanBuilder
 
 
 class CapacityCheck:
-    """Limits of a step: `max_num_seqs`, and free blocks minus a reserve of one block per group and running sequence."""
+    """Limits of a step: `max_num_seqs`, and the free blocks, of which one per running sequence and group of layers
+    stays in reserve."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class CapacityCheck:
     def has_free_seq(
         self, sequence: Sequence, builder: StepPlanBuilder, preempted: abc.Sequence[Sequence] = ()
     ) -> bool:
-        """Return whether at most `max_num_seqs` sequences run after `preempted` stop and `sequence` starts.
+        """Return whether at most `max_num_seqs` sequences run after the sequences `preempted` have stopped and
+        `sequence` has started.
 
         Pending forks are counted as running. When the first beam of a search starts, all its beams are counted.
         """
@@ -49,7 +51,8 @@ class CapacityCheck:
         """Return the running sequences that must stop so that `sequence` can start: as few as possible, least urgent
         first.
 
-        None if `sequence` cannot start even if all less urgent sequences stop. All beams of a group stop together.
+        The result is None if `sequence` cannot start even if all less urgent sequences stop. All beams of a group stop
+        together.
         """
         if self._fits(sequence, prefix, builder):
             return []
@@ -83,7 +86,8 @@ class CapacityCheck:
         preempted: abc.Sequence[Sequence] = (),
         num_freed_blocks: int = 0,
     ) -> bool:
-        """Return whether a sequence can start if `preempted` running ones stop and free `num_freed_blocks`."""
+        """Return whether a sequence can start if the running sequences `preempted` stop and free `num_freed_blocks`
+        blocks."""
         num_places = self._num_places(builder, preempted)
         num_reserved = num_places + 1 if num_places and not sequence.resumes_beam_group else 0
         num_needed = self._block_manager.num_blocks_needed(sequence, prefix)
@@ -94,7 +98,7 @@ class CapacityCheck:
         )
 
     def _num_places(self, builder: StepPlanBuilder, preempted: abc.Sequence[Sequence] = ()) -> int:
-        """Return how many sequences run, or have a reserved place, after `preempted` stop."""
+        """Return how many sequences run or have a reserved place after the sequences `preempted` have stopped."""
         num_places = len(self._running) + self._beams.num_unused_places + len(builder.pending_forks)
         stopped_groups = {s.beam_group for s in preempted if s.beam_group is not None}
         num_stopped = sum(s.beam_group is None for s in preempted) + sum(group.width for group in stopped_groups)

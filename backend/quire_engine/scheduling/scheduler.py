@@ -56,8 +56,9 @@ class Scheduler:
 
     Urgency. If a waiting sequence does not fit, running sequences of lower priority (a larger number) are preempted,
     least urgent first, provided that this frees enough. The waiting sequence then starts in the same step. This moves
-    blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (Progress).
-    So every sequence finishes once no more urgent sequences arrive. Without priorities, this rule never applies.
+    blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (see
+    Progress). So every sequence finishes once no more urgent sequences arrive. Without priorities, this rule never
+    applies.
 
     Restart. When a sequence grows beyond the long-rope threshold of its model, all its keys change. The sequence is
     then queued again, once, with the same sort key. It computes all its tokens again and reuses none of its earlier
@@ -65,9 +66,8 @@ class Scheduler:
 
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
-    admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step: it
-    freed too few blocks for that, because the missing blocks were taken from them. If no other sequence runs, no
-    reserve is needed.
+    admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
+    because some of the blocks that it freed were taken at once. If no other sequence runs, no reserve is needed.
 
     Beams. All beams of a search decode in the same step or not at all, and are preempted together. The places of all
     its beams are reserved when a search starts. If a group runs, its waiting beams resume before other sequences start,
@@ -77,12 +77,13 @@ class Scheduler:
     computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected draft tokens.
 
     Async scheduling. A step can be planned while the previous step is in flight, as if the previous step were complete
-    (see async_scheduling). Such a plan never preempts or swaps in: if that is necessary, planning waits for the step in
-    flight. A sequence that turns out to be finished, or is aborted, keeps its blocks and its adapter slot until no step
-    in flight contains it.
+    (see async_scheduling). Such a plan never preempts or swaps in a sequence: if that is necessary, planning waits for
+    the step in flight. A sequence that turns out to be finished, or is aborted, keeps its blocks and its adapter slot
+    until no step in flight contains it.
 
     Raises:
-        ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or long rope excludes speculation.
+        ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or a model with long rope has
+            speculation.
     """
 
     def __init__(
@@ -194,7 +195,8 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Finish sequences; ignore unknown ids. Blocks that a step in flight can write are freed after it."""
+        """Finish sequences; ignore unknown ids. Blocks to which a step in flight can write are freed when that step is
+        complete."""
         for sequence_id in sequence_ids:
             if group := self._beams.find(sequence_id):
                 self._finish_beams(group, FinishReason.ABORT)
@@ -309,7 +311,7 @@ class Scheduler:
         return outputs
 
     def _start_fork(self, fork: Sequence) -> None:
-        """Add a beam that has its blocks already."""
+        """Add a new beam to the running sequences; it already has its blocks."""
         self._sequences[fork.id] = fork
         self._running.add(fork)
         if fork.adapter_digest is not None:
@@ -327,7 +329,8 @@ class Scheduler:
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
         """Finish and return the sequences of the earlier step in flight, which failed.
 
-        Blocks computed by earlier steps stay valid. The caller must also fail a step that was planned meanwhile.
+        Blocks computed by earlier steps stay valid. If another step was planned in the meantime, the caller must fail
+        that step too.
         """
         self._complete_step(plan, step_failed=True)
         failed_sequences = [span.sequence for span in plan.spans if span.sequence.status is not SequenceStatus.FINISHED]
@@ -359,7 +362,7 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def check_integrity(self) -> None:
-        """Raise Internal unless sequences, blocks and adapters agree."""
+        """Raise Internal if the states of sequences, blocks and adapters contradict each other."""
         finished = self._in_flight.finished_sequences
         block_holders = [*self._running, *finished]
         waiting_with_blocks = [s for s in self._waiting if s.block_table or s.num_computed_tokens]
@@ -384,7 +387,7 @@ class Scheduler:
     def _schedule_decodes(self, sequences: list[Sequence], builder: StepPlanBuilder) -> list[Sequence]:
         """Plan the decoding sequences among `sequences`, and return the sequences that have partial prefills.
 
-        The most urgent sequences come first, so a preempted sequence has no span yet.
+        The most urgent sequences are planned first, so a sequence that is preempted here has no span yet.
         """
         partial_prefills = []
         for sequence in sequences:
@@ -475,7 +478,7 @@ class Scheduler:
                 builder.add_prefill(self._make_span(sequence, min(remaining, builder.token_budget)))
 
     def _admit(self, sequence: Sequence, builder: StepPlanBuilder, now: float) -> bool:
-        """Start a waiting sequence, or skip it. Return False if the sequences behind it must wait too."""
+        """Start a waiting sequence, or skip it. Return False if the sequences after it in the queue must wait too."""
         if builder.token_budget == 0 and builder.prefills:
             return False
         if (
@@ -560,7 +563,7 @@ class Scheduler:
         return ScheduledSpan(sequence, sequence.num_computed_tokens, length, adapter_slot)
 
     def _append_tokens(self, sequence: Sequence, span_output: SpanOutput) -> SpanOutput:
-        """Append the tokens up to the one that finishes the sequence, and return them."""
+        """Append tokens to the sequence, up to the token that finishes the sequence, and return the appended tokens."""
         output = sequence.output_token_ids
         for count, token in enumerate(span_output.token_ids, 1):
             if sequence.grammar is not None and not sequence.grammar.accept_token(token):

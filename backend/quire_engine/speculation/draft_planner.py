@@ -78,7 +78,8 @@ class DraftPlanner:
             self._reserve_lookahead(builder, num_rows)
 
     def _reserve_lookahead(self, builder: StepPlanBuilder, num_rows: int) -> None:
-        """Request the next draft of each sequence that samples, and reserve the blocks that a draft model writes."""
+        """Request the next draft for each sequence that samples a token, and reserve the blocks to which the draft
+        model writes."""
         for spans in (builder.decodes, builder.prefills):
             for index, span in enumerate(spans):
                 sequence = span.sequence

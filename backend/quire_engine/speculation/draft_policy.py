@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft policy: how many draft tokens a sequence gets, by the size of the batch and by recent acceptance.
+"""Draft policy: decides how many draft tokens a sequence gets, from the size of the batch and the acceptance of recent
+drafts.
 
 Torch-free.
 """
@@ -10,7 +11,8 @@ from weakref import WeakKeyDictionary
 from quire_engine.sequence import Sequence
 
 _RIDGE_ROWS = {"cpu": 8, "cuda": 128}
-"""By device: number of rows from which the policy assumes that the time of a step is proportional to its rows."""
+"""For each device type: number of rows from which the policy assumes that a step's time is proportional to its
+rows."""
 _MIN_ROW_COST = 0.05
 """Minimum cost of a draft row, as a fraction of a step's time. Measured: 0.03 for a 135M model on two Zen 5 cores."""
 _FIRST_ACCEPTANCE = 0.6
@@ -64,7 +66,7 @@ class DraftPolicy:
         return length or int(len(sequence.output_token_ids) % _PROBE_INTERVAL == 0)
 
     def max_forced_length(self, num_rows: int) -> int:
-        """Return the maximum length of a draft that is certainly accepted, in a step of `num_rows` rows."""
+        """Return the maximum length of a draft that is certain to be accepted, in a step of `num_rows` rows."""
         return self.max_tokens if num_rows < self._ridge_rows else 0
 
     def record(

@@ -31,8 +31,8 @@ class NgramProposer(DraftProposer):
     """Finds the longest run at the end of a sequence that occurred earlier in it, and proposes the tokens that followed
     there.
 
-    Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py: the first of several occurrences is
-    used. The search compares bytes in C: a context of 4,096 tokens takes microseconds. The search reads no other
+    Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py. Of several occurrences, the first one
+    is used. The search compares bytes in C: a context of 4,096 tokens takes microseconds. The search reads no other
     sequence, so it reveals nothing about another tenant.
     """
 
@@ -47,7 +47,7 @@ class NgramProposer(DraftProposer):
         return self.find(sequence, max_tokens)[1]
 
     def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, list[int]]:
-        """Return how many of the last tokens occurred before (0 without a match), and the draft."""
+        """Return how many of the last tokens occurred before (0 if none did), and the draft."""
         context = self._contexts.setdefault(sequence, bytearray())
         new_tokens = sequence.tokens(len(context) // _TOKEN_BYTES, sequence.num_tokens)
         context += array("I", new_tokens).tobytes()
@@ -60,7 +60,8 @@ class NgramProposer(DraftProposer):
 
 
 def _find_tokens(context: bytearray, size: int) -> int | None:
-    """Return the offset after the first earlier occurrence of the last `size` bytes that starts at a whole token."""
+    """Find the first earlier occurrence of the last `size` bytes that starts at the beginning of a token; return the
+    offset of its end."""
     if size >= len(context):
         return None
     suffix, start = context[-size:], 0

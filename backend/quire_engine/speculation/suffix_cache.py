@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of past outputs for suffix decoding: a suffix tree per adapter and cache salt, bounded in bytes. Torch-free.
 
-A tenant's drafts, and with them the time of its requests, never depend on outputs of another adapter or salt. Outputs
-are added while they grow, one window per token, so no step waits for the addition of a long output. The oldest outputs
-are removed first.
+The drafts of a tenant never depend on outputs of another adapter or salt, so the duration of its requests does not
+either. Outputs are added while they grow, one window per token, so no step waits for the addition of a long output. The
+oldest outputs are removed first.
 """
 
 from array import array

@@ -14,7 +14,7 @@ TOKEN_BYTES = array("I").itemsize
 _NODE_BYTES = 180
 """Bytes of a node without the tokens of its label: the object, its entry in the parent, and the header of the label."""
 _CHILDREN_BYTES = 240
-"""Bytes of the table of children of a node that has children."""
+"""Bytes of the table of children, for a node that has children."""
 
 
 class _Node:
@@ -24,7 +24,7 @@ class _Node:
         self.label = label
         """The tokens between the parent and this node, as native unsigned integers."""
         self.count = count
-        """Number of windows that contain the run from the root to this node at their start."""
+        """Number of windows that start with the run of tokens from the root to this node."""
         self.children: dict[bytes, _Node] | None = None
         """Child nodes by the first token of their labels."""
 
@@ -74,8 +74,8 @@ class SuffixTree:
         self._join_only_child(node)
 
     def follow(self, context: bytes, max_match: int, max_tokens: int, min_probability: float) -> tuple[int, list[int]]:
-        """Find the longest run at the end of `context` for which the tree has a continuation, and its most frequent
-        continuation.
+        """Find the longest run at the end of `context` for which the tree has a continuation, and return its most
+        frequent continuation.
 
         Args:
             context: tokens.
@@ -85,7 +85,7 @@ class SuffixTree:
                 `min_probability`.
 
         Returns:
-            The number of tokens of the run, 0 without one, and the continuation.
+            The number of tokens of the run (0 if there is none), and the continuation.
         """
         # If the tree continues a run, it continues all shorter ones. So the longest one is found by bisection.
         shortest, longest, place = 0, min(max_match, len(context) // TOKEN_BYTES), None
@@ -154,7 +154,7 @@ class SuffixTree:
 
 
 def _num_common_bytes(label: bytes, window: bytes, start: int) -> int:
-    """Return how many bytes of a label the window repeats from `start`, in whole tokens."""
+    """Return how many bytes, in whole tokens, a label and the part of a window from `start` have in common."""
     num_bytes = TOKEN_BYTES
     while label[num_bytes : num_bytes + TOKEN_BYTES] == window[start + num_bytes : start + num_bytes + TOKEN_BYTES]:
         num_bytes += TOKEN_BYTES
