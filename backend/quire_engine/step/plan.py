@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as a value: the plan that the scheduler makes and the outputs that the runner returns.
+"""Dataclasses of a step: the plan that the scheduler makes, and the outputs that the runner returns.
 
 Torch-free. The scheduler and the runner both import this module, and do not import each other. Each sequence of a step
 gets one span of tokens: a chunk of its prompt, or one decoded token and the draft tokens that may follow it. The runner
@@ -26,7 +26,7 @@ class ScheduledSpan:
     draft_token_ids: tuple[int, ...] = ()
     """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
     num_lookahead_tokens: int = 0
-    """Draft tokens that a draft model proposes after the step. Blocks for this number of further tokens are
+    """Number of draft tokens that a draft model proposes after the step. Blocks for so many further tokens are
     reserved."""
 
     @property
@@ -41,7 +41,8 @@ class ScheduledSpan:
 
     @property
     def num_sampled_rows(self) -> int:
-        """Number of last tokens whose logits are sampled: none, or the last token of the sequence and all drafts."""
+        """Number of tokens at the end of the span whose logits are sampled: 0, or the last token of the sequence and
+        all draft tokens."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
@@ -99,7 +100,7 @@ class StepPlan:
     """Copies of blocks that other sequences share; spans write to the copies. No block is both a source and a
     destination."""
     started: list[tuple[int, float]] = field(default_factory=list)
-    """Sequences that run for the first time: id, and seconds in the queue. The runner does not use them."""
+    """Id and seconds in the queue of each sequence that runs for the first time. The runner does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +116,20 @@ class BeamCandidate:
 
 @dataclass(frozen=True, slots=True)
 class SpanOutput:
-    """Output of one span: no token if the span ends within the prompt, otherwise 1 + number of accepted draft tokens.
+    """Output of one span. It has no token if the span ends within the prompt, otherwise one token more than accepted
+    draft tokens.
 
     The output of a beam has candidates instead of a token.
     """
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None
-    """Per token: the sampled token, then the most likely ones. None unless the request requires them."""
+    """For each token, log probabilities of the sampled token and then of the most likely tokens. None unless the
+    request requires them."""
     prompt_logprobs: list[list[Logprob]] | None = None
-    """Log probabilities of the prompt token after each of `ScheduledSpan.prompt_logprob_positions`."""
+    """Log probabilities of the prompt tokens that follow the positions in `ScheduledSpan.prompt_logprob_positions`."""
     candidates: list[BeamCandidate] | None = None
-    """For a beam: the best continuations of its group that continue this beam, best first."""
+    """For a beam: those of the best continuations of its group that continue this beam, best first."""
     cumulative_logprob: float | None = None
     """For a finished output of a beam search: the sum of the log probabilities of its tokens."""
     next_draft_token_ids: tuple[int, ...] = ()

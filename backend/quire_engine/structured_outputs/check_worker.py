@@ -32,7 +32,8 @@ class CheckWorker:
         self._compiler: GrammarCompiler | None = None
 
     def answer(self, constraint: dict[str, Any]) -> dict[str, Any]:
-        """Compile a constraint. Return its grammar text, or an error if it does not compile."""
+        """Compile a constraint. Return the grammar text of the constraint, or an error if the constraint does not
+        compile."""
         try:
             if "lark" in constraint:
                 text = compose_grammar_text(ComposedConstraint(**constraint))

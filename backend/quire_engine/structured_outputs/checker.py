@@ -22,7 +22,7 @@ CHECK_TIMEOUT_S = 2.0
 """Seconds that one check may take. The largest schemas in common use take about 20 ms."""
 LOW_PRIORITY_AFTER_S = 0.1
 QUEUE_TIMEOUT_S = 30.0
-"""Seconds that a check may wait for a worker. This includes the start of the worker: seconds for a large
+"""Seconds that a check may wait for a worker, including the start of the worker, which takes seconds for a large
 vocabulary.
 """
 MAX_CACHE_BYTES = 64 * 2**20
@@ -56,7 +56,7 @@ class GrammarChecker:
         self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
         self.num_cached_bytes = 0
         self._waiting: dict[bytes, list[Callable[[CheckResult], None]]] = {}
-        """For each constraint that a worker checks now: the callbacks that get the result."""
+        """Callbacks that get the result, for each constraint that is being checked."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:

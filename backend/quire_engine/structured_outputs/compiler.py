@@ -2,8 +2,9 @@
 """Compiles grammars for one model's vocabulary, under limits of work and memory, and keeps the latest ones.
 
 The text process first compiles each constraint in a process that may die, and rejects a wrong constraint with an error.
-The core compiles the same text again. The core has the same limits, which count work and not time. So a text that
-compiled in the text process compiles in the core, too. Thread-safe; llguidance releases the GIL while it compiles.
+The core compiles the same text again. The core has the same limits, which do not depend on time but on the amount of
+work. So a text that compiled in the text process compiles in the core, too. Thread-safe; llguidance releases the GIL
+while it compiles.
 """
 
 import threading
@@ -55,7 +56,8 @@ class GrammarCompiler:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Self:
-        """Return the compiler of a checkpoint; raises InvalidArgument also if the checkpoint has no tokenizer."""
+        """Return the compiler for a checkpoint; raises InvalidArgument if the checkpoint has no tokenizer, and the
+        errors of the constructor."""
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is None:
             raise InvalidArgument("structured_outputs: the model has no tokenizer; leave it out")
@@ -71,7 +73,7 @@ class GrammarCompiler:
         return Grammar(template.deep_copy(), tuple(begin_after_token_ids), self._eos_token_ids)
 
     def check(self, grammar_text: str) -> None:
-        """Compile a grammar without keeping it; raises InvalidArgument as `create` does."""
+        """Compile a grammar without keeping it; raises the errors of `create`."""
         self._build_matcher(grammar_text)
 
     def compile(self, grammar_text: str) -> LLMatcher:
@@ -102,7 +104,7 @@ class GrammarCompiler:
 
 
 def describe_error(matcher: LLMatcher) -> str:
-    """Return the error of a matcher in one line of limited length."""
+    """Return the error message of a matcher, as one line of limited length."""
     return " ".join(str(matcher.get_error()).split())[:MAX_ERROR_CHARS]
 
 

@@ -23,15 +23,16 @@ class ComposedConstraint:
 
     lark: str
     parts: Mapping[str, Mapping[str, Any]]
-    """StructuredOutputsParams as JSON, by name."""
+    """The parts by name; each is a StructuredOutputsParams as JSON."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields, for JSON."""
+        """Return the fields as a dict that can be written as JSON."""
         return {"lark": self.lark, "parts": {name: dict(part) for name, part in self.parts.items()}}
 
 
 def quote(text: str) -> str:
-    """Return a Lark string. Lark has only these escapes; json.dumps would write surrogate pairs, which Lark lacks."""
+    """Return a Lark string. Lark supports only the escapes used here; json.dumps would write surrogate pairs, which
+    Lark does not support."""
     return f'"{_SPECIAL_CHARACTERS.sub(_escape, text)}"'
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one sequence's grammar: which tokens can come next.
 
-The scheduler advances it with each token of the sequence, the model runner reads its masks. Its methods have the names
-and meanings of vLLM's StructuredOutputGrammar. The thinking budget is a part of the grammar, because it also decides
-which tokens can come next.
+The scheduler advances the grammar with each token of the sequence, and the model runner reads its masks. Its methods
+have the names and meanings of vLLM's StructuredOutputGrammar. The thinking budget is a part of the grammar, because it
+also decides which tokens can come next.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ class Grammar:
 
     @property
     def has_begun(self) -> bool:
-        """False while the output is still before its constrained part."""
+        """True if the constrained part of the output has begun."""
         return not self._pending_begin
 
     @property
@@ -75,7 +75,8 @@ class Grammar:
         return False
 
     def forced_token_ids(self) -> list[int]:
-        """Return the tokens of the text that must come next; empty if there is a choice, or before the grammar begins.
+        """Return tokens for the text that must come next; the list is empty if there is a choice, or before the grammar
+        begins.
 
         A model can also write this text with other tokens.
         """
@@ -100,7 +101,7 @@ class Grammar:
         return token_ids[: num_allowed - ends]
 
     def num_rows_before_begin(self, draft_token_ids: Sequence[int]) -> int:
-        """Return how many of the next len(draft_token_ids) + 1 tokens precede the constrained part."""
+        """Return how many of the draft tokens and the one token after them precede the constrained part."""
         if not (begin := self._pending_begin):
             return 0
         last_token_ids = self._last_token_ids

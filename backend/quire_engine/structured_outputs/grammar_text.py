@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grammar text of a constraint, in llguidance's notation: what the text process checks and the core compiles.
 
-Pure functions. A hostile constraint can take long here, so the text process calls them in a process that may die.
+Pure functions. The text process calls them in a process that may die, because a hostile constraint can take long here.
 """
 
 import json
@@ -113,7 +113,8 @@ def _structural_tag_grammar(tag: dict[str, Any], params: StructuredOutputsParams
 
 
 def _read_tag(tag: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]]]:
-    """Return the triggers, and the begin, schema and end of each structure; raises InvalidArgument."""
+    """Return the triggers of a structural tag, and the begin, schema and end of each structure; raises
+    InvalidArgument."""
     triggers, structures = tag.get("triggers"), tag.get("structures")
     if not (isinstance(triggers, list) and triggers and isinstance(structures, list) and structures):
         raise _tag_error("give lists 'structures' and 'triggers', each with at least one entry")

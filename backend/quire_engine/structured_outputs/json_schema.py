@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a JSON schema (draft 2020-12) for llguidance: rejects keywords that it would not enforce, and rewrites
-keywords that it lacks.
+"""Prepares a JSON schema (draft 2020-12) for llguidance: rejects keywords that llguidance would not enforce, and
+rewrites keywords that it lacks.
 
 llguidance rejects keywords that it does not implement. This module handles keywords that llguidance accepts but does
-not enforce, found with JSON-Schema-Test-Suite and by experiment. It also handles keywords that have no effect or an
-equivalent.
+not enforce, found with JSON-Schema-Test-Suite and by experiment. It also removes keywords without effect, and replaces
+keywords that have an equivalent.
 """
 
 import re
@@ -100,7 +100,8 @@ def _allows_other_properties(schema: dict[str, Any]) -> bool:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield a string, or the strings of a list. Strings in objects are checked with their objects."""
+    """Yield a string, or the strings of a list. Strings inside objects are not yielded, because they are checked with
+    their objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -33,7 +33,7 @@ class ThinkingBudget:
         """Number of tokens of the end mark that were forced."""
         self._last_token_ids: tuple[int, ...] = ()
         self._state = "before" if self._start else "inside"
-        """Position of the next token: before, inside or behind the reasoning."""
+        """Position of the next token relative to the reasoning: before, inside or behind."""
         if self._start and (begin := _last_index(prompt_token_ids, self._start)) > _last_index(
             prompt_token_ids, self._end
         ):
@@ -47,7 +47,7 @@ class ThinkingBudget:
 
     @property
     def num_unforced(self) -> int:
-        """Number of next tokens that are certainly not forced; a large number behind the reasoning."""
+        """Number of next tokens that are certainly not forced; a large number after the end of the reasoning."""
         return sys.maxsize if self._state == "behind" else max(0, self._num_left)
 
     def accept_token(self, token_id: int) -> bool:

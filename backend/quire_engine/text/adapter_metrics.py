@@ -15,12 +15,12 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
 
 MAX_ADAPTER_LABELS = 100
-"""Number of adapters with their own series; all other adapters share one. Each adapter adds about 60 lines to a
-scrape, most of them buckets, so 1,000 adapters would make a scrape larger than the traffic it describes.
+"""Number of adapters that have their own series; all other adapters share one series. Each adapter adds about 60 lines
+to a scrape, most of them buckets, so 1,000 adapters would make a scrape larger than the traffic it describes.
 """
 
 _MAX_UNNAMED_ADAPTER_EVENTS = 256
-"""Maximum number of adapter events that are kept until the adapter has a name."""
+"""Maximum number of events that are kept for adapters whose names are not known yet."""
 
 # The buckets are coarse: they only show which part of the time to first token was spent on waiting or loading.
 _QUEUE_TIME_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
@@ -149,7 +149,7 @@ class AdapterMetrics:
             self._update_residency()
 
     def mean_load_times(self) -> dict[tuple[str, str], float]:
-        """Return the mean seconds of loading by adapter label and destination (host or slot)."""
+        """Return how many seconds loading took on average, by adapter label and destination (host or slot)."""
         sums: dict[tuple[str, str], dict[str, float]] = {}
         for sample in next(iter(self._load_time.collect())).samples:
             suffix = sample.name.rpartition("_")[2]
@@ -168,8 +168,7 @@ class AdapterMetrics:
 
 
 class AdapterLabels:
-    """Label values of adapters: each of the first MAX_ADAPTER_LABELS adapters that were used has its own label
-    value."""
+    """Label values of adapters: the first MAX_ADAPTER_LABELS adapters that were used have label values of their own."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -185,7 +184,7 @@ class AdapterLabels:
         return name
 
     def set_names(self, names: Collection[str]) -> set[str]:
-        """Set the names in the catalog. Return the names whose series must be removed."""
+        """Set the adapter names that the catalog contains, and return the names whose series must be removed."""
         self._names = set(names)
         removed_names = self._labelled_names - self._names
         self._labelled_names -= removed_names

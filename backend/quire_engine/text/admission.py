@@ -62,7 +62,8 @@ class RequestLimits:
 
     @property
     def max_frame_bytes(self) -> int:
-        """Maximum bytes of a GenerateRequest frame. JSON needs up to 2 bytes per prompt byte and 16 per token id."""
+        """Maximum bytes of a GenerateRequest frame. In JSON, a prompt byte needs up to 2 bytes and a token id up to
+        16."""
         return min(2**20 + max(2 * self.max_prompt_bytes, 16 * self.max_model_len), MAX_FRAME_BYTES)
 
 
@@ -74,9 +75,9 @@ class AdmittedRequest:
     adapter_name: AdapterName | None
     """None for the base model."""
     adapter_digest: AdapterDigest | None
-    """Content digest that the name had when the request was admitted."""
+    """Content digest of the adapter that had this name when the request was admitted."""
     parsing: OutputParsing | None = None
-    """How the outputs are parsed; None: the outputs are returned as text."""
+    """How the outputs are parsed; None if they are returned as text."""
 
 
 def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
@@ -112,7 +113,8 @@ class AdmissionController:
     ) -> None:
         self.limits = limits
         self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
-        """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
+        """Digest by adapter name; the mapping is never changed, only replaced. None until the supervisor has sent the
+        names."""
         self.chat_templates: Mapping[str, str] = {}
         """File of the chat template by adapter name, only for adapters with their own template."""
         self.loading_names: Set[str] | None = None
@@ -198,7 +200,8 @@ class AdmissionController:
             )
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
-        """Return the error for a request of `num_bytes` bytes, whose prompt cannot fit into max_model_len."""
+        """Return the error for a request of `num_bytes` bytes, which is too large for a prompt of max_model_len
+        tokens."""
         return InvalidArgument(
             f"the request has {num_bytes} bytes; a prompt of max_model_len {self.limits.max_model_len} tokens has at "
             f"most {self.limits.max_prompt_bytes}; shorten the prompt or raise max_model_len"

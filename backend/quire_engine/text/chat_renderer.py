@@ -36,7 +36,7 @@ class ChatRenderer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the workers in the background, unless they already run or only adapters can have a template."""
+        """Start the workers in the background; do nothing if they already run or if the checkpoint has no template."""
         if self.has_template:
             self._workers.start()
 

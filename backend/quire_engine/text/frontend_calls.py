@@ -110,7 +110,7 @@ class FrontendCalls:
         return {"text": await asyncio.get_running_loop().run_in_executor(None, render)}
 
     async def _live(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that the live page shows. It is computed only when a page requests it."""
+        """Return the state that the live page shows. The state is computed only when a page requests it."""
         core = await self._call_core("live", _LIVE_TIMEOUT_S)
         digests_by_name = self._admission.digests_by_name or {}
         load_times = self._metrics.adapter_metrics.mean_load_times()
@@ -126,7 +126,7 @@ class FrontendCalls:
         }
 
     async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the token ids of `prompt`, or of the conversation `chat` with `model`.
+        """Return the token ids of `prompt`, or of the conversation `chat` in the chat template of `model`.
 
         `return_token_strs` adds their texts.
         """

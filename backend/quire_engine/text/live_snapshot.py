@@ -2,8 +2,8 @@
 """The state that the live page shows: KV blocks by owner and adapters by name. Pure function; the state contains no
 text of requests.
 
-The core reports digests, and the text process adds names. A digest with several names is one owner with the first
-name.
+The core reports digests, and the text process adds names. If a digest has several names, it is shown as one owner with
+the first of these names.
 """
 
 from collections.abc import Mapping

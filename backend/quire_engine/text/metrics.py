@@ -35,7 +35,7 @@ _REQUEST_LATENCY_BUCKETS = (
 )
 
 MAX_API_KEY_LABELS = 100
-"""Number of API keys with their own series; all other keys share one."""
+"""Number of API keys that have their own series; all other keys share one series."""
 
 _KV_CACHE_INFO_LABELS = (
     *("model_name", "block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks"),
@@ -60,7 +60,7 @@ class RequestMetrics:
         self._create_histograms(_token_buckets(max_model_len))
 
     def set_active_adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
-        """Set the names of the adapters of running and of waiting requests."""
+        """Set the names of the adapters that running requests use, and of those that waiting requests use."""
         if not self._config.enable_lora:
             return
         # Only one series is kept: readers use the newest one, and old combinations of names would never disappear.
@@ -124,7 +124,7 @@ class RequestMetrics:
             self._api_key_tokens.labels(self._model_name, label, "completion").inc(num_tokens)
 
     def _api_key_label(self, name: str) -> str:
-        """Return the label of a key; the first MAX_API_KEY_LABELS keys have their own."""
+        """Return the label of an API key; the first MAX_API_KEY_LABELS keys have labels of their own."""
         if name not in self._api_key_labels and len(self._api_key_labels) >= MAX_API_KEY_LABELS:
             return OTHER_LABEL
         self._api_key_labels.add(name)
@@ -307,7 +307,7 @@ class _VllmBackendCollector:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the series. A model has one version, as in its repository."""
+        """Yield the series. Each model has only version 1, as in the model repository."""
         for metric in self._registry.collect():
             if not metric.name.startswith("vllm:"):
                 continue

@@ -31,11 +31,12 @@ _EVENT_BYTES = 200
 
 
 class OutputDeltaBuffer:
-    """Waiting deltas: at most one per output of a request, and the final delta of a request after its other deltas."""
+    """Waiting deltas: at most one per output of a request. The final delta of a request comes after its other
+    deltas."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[int, _PendingOutput]] = {}
-        """By request id, then by output index."""
+        """Waiting outputs by request id, then by output index."""
         self._num_bytes = 0
         self._max_merged_bytes = 0
 

@@ -48,7 +48,7 @@ class RequestState:
         self._stream_interval = request.stream_interval
         self.api_key_name = request.api_key_name
         self.parsing = admitted_request.parsing
-        """How its outputs are parsed; None: the outputs are returned as text."""
+        """How its outputs are parsed; None if they are returned as text."""
         self.tools: Sequence[Mapping[str, Any]] = (request.chat or {}).get("tools") or ()
         """Tools of the conversation."""
         self.reasoning = "possible"
