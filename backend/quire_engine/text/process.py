@@ -134,7 +134,7 @@ async def _serve(
 
 
 def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:
-    """Return the checkpoint's templates, or the configured template; raises ConfigError if the latter is not a
+    """Return the checkpoint's templates, or the configured template, if any; raises ConfigError if that is not a
     template."""
     files = ChatTemplateFiles.from_folder(folder)
     if config.chat_template is None:
@@ -176,7 +176,8 @@ def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any
 
 
 def _create_throttle(config: EngineConfig) -> ResponseThrottle:
-    """Return a throttle that delays responses only if the engine computes on the same CPU."""
+    """Return a throttle; it delays responses only if the engine runs on the CPU, whose cores it shares with this
+    process."""
     if config.device != "cpu":
         return ResponseThrottle(None)
     return ResponseThrottle(RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0)))

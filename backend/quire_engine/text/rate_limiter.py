@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rate limiter: the limits that the adapter catalog sets per adapter, for this pod.
+"""Rate limiter of this pod: enforces the limits that the adapter catalog sets for each adapter.
 
 Policy only: the caller passes the time. A request over a limit is rejected, not queued: queued requests would fill the
 queue that all adapters share. The client decides whether to retry. The request manager calls the limiter for each
@@ -15,8 +15,8 @@ from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
 
 BURST_S = 10.0
-"""Capacity of a token bucket, in seconds of its rate. It allows bursts of requests, each of which has hundreds of
-tokens."""
+"""Capacity of a token bucket, as the number of seconds in which its rate fills it. This capacity allows bursts of
+requests, each of which has hundreds of tokens."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class AdapterRateLimiter:
         self._num_open: Counter[str] = Counter()
 
     def set_limits(self, limits: Mapping[str, AdapterLimits], now: float) -> None:
-        """Replace all limits. Open requests and used tokens are still counted."""
+        """Replace all limits. Requests that are open and tokens that were used before count for the new limits, too."""
         self._limits = dict(limits)
         previous_buckets = self._buckets
         self._buckets = {

@@ -22,7 +22,7 @@ from quire_spec.errors import Code, ConfigError, InvalidArgument, QuireError, Un
 
 MAX_MEMORY_BYTES = 1 * 2**30
 MAX_ADAPTER_TEMPLATES = 64
-"""Maximum number of compiled templates of adapters that are kept."""
+"""Maximum number of adapters whose compiled templates are kept."""
 
 
 class RenderWorker:
@@ -68,7 +68,8 @@ class RenderWorker:
         return text
 
     def _adapter_templates(self, file: str) -> "_Templates":
-        """Return the templates of an adapter. Its file never changes, because the folder is named by its digest."""
+        """Return the templates of an adapter. The adapter's file never changes, because its folder is named by the
+        adapter's digest."""
         if file not in self._adapter_files:
             try:
                 files = self._files.replaced_by(Path(file))

@@ -2,7 +2,7 @@
 """The open requests of all frontends, from GenerateRequest to the final output delta.
 
 Admits requests, tokenizes them, sends them to the engine core, and sends the results of each step to the frontends.
-Runs on the event loop and has no knowledge of sockets: the text server and the result coalescer call it,
+Runs on the event loop and has no knowledge of sockets. The text server and the result coalescer call it;
 `FrontendSink.send` and `send_to_core` are its outputs. Every request ends exactly once, and none of its sequences stays
 in the core, even if a frontend or the core fails.
 """
@@ -47,7 +47,7 @@ class FrontendSink(Protocol):
     """The frontend that sent a request."""
 
     def send(self, delta: OutputDelta) -> None:
-        """Send an output delta. Implementations must not call the request manager."""
+        """Send an output delta. Implementations of this method must not call the request manager."""
 
 
 class RequestManager:
@@ -119,7 +119,7 @@ class RequestManager:
         self._tokenize(request, request_state)
 
     def reject_oversize(self, frontend: FrontendSink, client_request_id: int, num_bytes: int) -> None:
-        """Reject a request whose frame exceeds the size limit and was not read."""
+        """Reject a request that was not read, because its frame exceeds the size limit."""
         self._reject(frontend, client_request_id, self._admission.oversize_error(num_bytes))
 
     def cancel(self, frontend: FrontendSink, client_request_ids: Iterable[int]) -> None:
@@ -128,7 +128,7 @@ class RequestManager:
         self._abort([open_requests[i] for i in client_request_ids if i in open_requests], frontend)
 
     def on_frontend_closed(self, frontend: FrontendSink) -> int:
-        """Abort all requests of a frontend that disconnected. Return how many were open."""
+        """Abort all requests of a frontend that disconnected. Return the number of these requests."""
         request_states = list(self._by_frontend[frontend].values())
         self._abort(request_states, frontend)
         del self._by_frontend[frontend]
@@ -197,7 +197,7 @@ class RequestManager:
         self._metrics.set_active_adapters(running, waiting)
 
     def status(self) -> dict[str, Any]:
-        """Return counts and the parsers of chat outputs for the supervisor."""
+        """Return the status for the supervisor: counts of requests, and the names of the parsers of chat outputs."""
         return {
             "num_open": self.num_open,
             "num_queued": self.num_queued,
@@ -352,8 +352,8 @@ class RequestManager:
         self._metrics.record_started(request_state.adapter_name, queue_s)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
-        """Send a result to its frontend. Return the sequences that the text process ended while the core still runs
-        them.
+        """Send a result to its frontend. Return the sequences that have ended in the text process but that the core
+        still runs.
         """
         entry = self._by_sequence.get(result.id)
         if entry is None:
@@ -440,7 +440,8 @@ class RequestManager:
 
 
 def _retryable(result: SequenceDelta) -> SequenceDelta:
-    """Turn NOT_FOUND into UNAVAILABLE: admission knew the adapter, so a restarted core has not loaded it yet."""
+    """Replace the error NOT_FOUND by UNAVAILABLE: a restarted core has not yet loaded the adapter, which admission
+    knew."""
     if result.error_code != Code.NOT_FOUND:
         return result
     return replace(result, error_code=Code.UNAVAILABLE, error="the adapter is being loaded after a restart; try again")

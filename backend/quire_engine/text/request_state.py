@@ -33,7 +33,7 @@ class RequestState:
         self.adapter_name = admitted_request.adapter_name
         self.arrival_time = arrival_time
         self.submit_time: float | None = None
-        """Time when its sequences were sent to the engine core; None before."""
+        """Time when the sequences of the request were sent to the engine core; None before that."""
         self.is_started = False
         """True if a step has run one of the sequences, so that the request is no longer queued."""
         self.is_closed = False
@@ -113,11 +113,12 @@ class RequestState:
         return fan_out(base_request, self.params)
 
     def completion(self, sequence_id: int) -> CompletionState:
-        """Return the output of a sequence."""
+        """Return the state of the output that a sequence generates."""
         return self.completions[sequence_id - self.sequence_ids.start]
 
     def update(self, result: SequenceDelta) -> list[OutputDelta]:
-        """Return the deltas for a result of the engine core; none while outputs are collected until their end."""
+        """Return the deltas for a result of the engine core; the list is empty while outputs are collected until their
+        end."""
         if result.error_code is not None:
             return [self.to_error_delta(result.error_code, result.error)]
         delta = self.completion(result.id).update(result)
@@ -179,7 +180,7 @@ class RequestState:
         )
 
     def _best_outputs(self) -> list[OutputDelta]:
-        """Return the most likely outputs, with new indices."""
+        """Return the `n` most likely outputs, numbered from 0."""
         best_indices = select_best_of(self.completions, self.params.n)
         output_deltas = [
             replace(self._to_output_delta(i, *self._output_buffers[i].take()), index=output_index)
@@ -213,7 +214,7 @@ class _OutputBuffer:
     logprobs: list[list[list[float]]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     is_first: bool = True
-    """True until the first part is taken."""
+    """True until the first part of the output is taken."""
 
     def add(self, delta: CompletionDelta, events: list[Event]) -> None:
         self.texts.append(delta.text)

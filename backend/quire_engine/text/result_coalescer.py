@@ -20,17 +20,17 @@ token at once (up to 250 per second and core); 64 streams on two cores get their
 than a person reads.
 """
 OPENAI_RESPONSE_COST = 0.25
-"""CPU cost of a response of the OpenAI front, relative to a response of the server: 64 streams get their tokens every
-32 ms."""
+"""CPU cost of a response of the OpenAI front, relative to a response of the server. 64 streams thus get their tokens
+every 32 ms."""
 
 
 class ResponseThrottle:
-    """Limits the rate of responses: after n responses, the next ones wait for n intervals. The caller passes the
-    time.
+    """Limits the rate of responses: after n responses were sent at once, the next ones wait for n intervals. The caller
+    passes the time.
     """
 
     def __init__(self, responses_per_s: float | None) -> None:
-        """With `responses_per_s` None, nothing is delayed, for an engine that does not compute on the CPU."""
+        """If `responses_per_s` is None, because the engine does not compute on the CPU, nothing is delayed."""
         self._interval_s = 1.0 / responses_per_s if responses_per_s else 0.0
         self._next_send_at = 0.0
 
@@ -53,8 +53,8 @@ class ResultCoalescer:
         self._throttle = throttle
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, list[SequenceDelta]] = {}
-        """Waiting results by sequence. The list is empty for a sequence that has its first tokens but no waiting
-        result."""
+        """Waiting results by sequence. The list is empty for a sequence whose first tokens were passed on and that has
+        no waiting result."""
         self._last_step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -81,7 +81,7 @@ class ResultCoalescer:
         self._listener.on_step(replace(step, results=ready_results))
 
     def _add_result(self, result: SequenceDelta, is_throttled: bool) -> list[SequenceDelta]:
-        """Return the results to pass on now; none if this result waits."""
+        """Return the results to pass on now; the list is empty if this result has to wait."""
         pending = self._pending.get(result.id)
         if result.error_code is not None:
             self._pending.pop(result.id, None)
@@ -100,7 +100,7 @@ class ResultCoalescer:
     def _flush(self) -> list[SequenceDelta]:
         """Remove and return all waiting results.
 
-        Forgets sequences that have no waiting result and were not in the last step, because they can have ended.
+        Forgets sequences that have no waiting result and were not in the last step, because they may have ended.
         """
         assert self._last_step is not None, "a result was added"
         pending_results = [results for results in self._pending.values() if results]

@@ -25,13 +25,13 @@ from quire_spec.errors import InvalidArgument
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_FINAL_MESSAGE_TAG = "CONTINUE_FINAL_MESSAGE "
-"""Appended to the content that the model must continue, to find the end of this content in the rendered text. The text
-that a template writes after the content can contain the same characters. A template that trims contents removes the
-trailing space.
+"""Tag that is appended to the content that the model must continue, to find the end of this content in the rendered
+text. The end of the content alone is not sufficient, because a template can write the same characters after the
+content. A template that trims contents removes the trailing space.
 """
 
 ChatMessage = Mapping[str, Any]
-"""{"role": "user", "content": "..."}, in the format of the OpenAI API."""
+"""A message such as {"role": "user", "content": "..."}, in the format of the OpenAI API."""
 
 
 class ChatTemplate:
@@ -61,8 +61,8 @@ class ChatTemplate:
         """Return the template in chat_template.jinja or else tokenizer_config.json; None if the checkpoint has no
         template.
 
-        `template_override` replaces this template, with the special tokens of the checkpoint. With `has_tools`, a
-        separate template for conversations with tools is preferred.
+        `template_override` is used instead of this template, but with the special tokens of the checkpoint. If
+        `has_tools` is True, a separate template for conversations with tools is preferred.
 
         Raises:
             ConfigError: tokenizer_config.json is invalid.
@@ -139,7 +139,8 @@ def _is_list(value: object) -> bool:
 
 
 def load_chat_template(chat_template: str | Path) -> str:
-    """Return the text of a template, given as text or as a path. A path contains neither a brace nor a line break.
+    """Return the text of a template, given as text or as a path. A text without a brace and without a line break is a
+    path.
 
     Raises:
         InvalidArgument: the file cannot be read.
@@ -174,8 +175,8 @@ def flatten_content(message: object) -> dict[str, Any]:
 
 
 def _parse_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object: clients send the arguments as text, which templates would
-    encode again.
+    """Return a tool call with its arguments as an object. Clients send the arguments as JSON text, which templates
+    would encode again.
     """
     function: Any = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None

@@ -55,8 +55,8 @@ class ChatTemplateFiles:
         return cls(default if isinstance(default, str) else None, tool_use, special_tokens)
 
     def replaced_by(self, path: Path) -> Self:
-        """Return these files with the template in `path` instead of their own; raises ConfigError if it cannot be
-        read."""
+        """Return these files with the template in `path` in place of their templates; raises ConfigError if `path`
+        cannot be read."""
         try:
             return replace(self, default=path.read_text(encoding="utf-8"), tool_use=None)
         except (OSError, UnicodeDecodeError) as error:

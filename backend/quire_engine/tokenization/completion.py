@@ -13,8 +13,8 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
-"""Replaces the logarithm of zero and NaN, which JSON cannot represent; vLLM uses the same number. As the first
-argument of `max`, it is the result if the second argument is NaN.
+"""Replaces the logarithm of zero and NaN, which JSON cannot represent; vLLM uses the same number. If it is the first
+argument of `max` and the second argument is NaN, `max` returns it.
 """
 
 
@@ -76,8 +76,8 @@ class CompletionState:
 
 
 def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
-    """Return one core request per output. Ids count up from the id of `base_request`; all other requests are forks of
-    the first request.
+    """Return one core request per output. The ids count up from the id of `base_request`; each later request is a fork
+    of the first one.
 
     A beam search is one request; the ids of its outputs count up from the request's id.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control tokens in the text of users: marked before a chat template is rendered, encoded as plain text afterwards.
+"""Handles control tokens in the text of users: they are marked before a chat template is rendered, and then encoded as
+plain text.
 
 A template writes control tokens such as <|im_end|> between the contents of messages. The same text inside a content
 must not end a turn. This module imports no other module of Quire, because the process that renders templates uses it.
@@ -41,7 +42,7 @@ class ControlTokens:
         ]
 
     def mark(self, value: Any) -> Any:
-        """Return a value of plain data, such as tools, with the control tokens in its strings marked."""
+        """Return plain data, such as tools, in which the control tokens in all strings are marked."""
         return self._mark(value, self._all)
 
     def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
@@ -60,8 +61,8 @@ class ControlTokens:
 def split_marked(text: str) -> list[str]:
     """Return the pieces of a rendered text. No piece contains a control token that was marked.
 
-    A marked token is cut after its first character. A template can separate the marks of a token; each single mark is
-    removed, and the text is cut there.
+    A marked token is cut after its first character. If a template has separated the two marks of a token, each mark is
+    removed and the text is cut there.
     """
     if START not in text and END not in text:
         return [text]

@@ -16,7 +16,7 @@ _SURROGATES_TO_REPLACEMENT = {0xDC00 + byte: "�" for byte in range(0x80, 0x100
 """Maps the code points by which "surrogateescape" represents invalid bytes to U+FFFD."""
 
 _MAX_INCOMPLETE_CHARACTER_TOKENS = 8
-"""Number of tokens at the end of a prompt that can contain an incomplete character, special tokens included."""
+"""Maximum number of tokens at the end of a prompt, with special tokens, that can contain an incomplete character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,7 @@ class TextDelta:
     text: str
     """Text that no later token can change."""
     num_tokens: int
-    """Number of tokens that belong to the output: fewer than were passed if a stop string ends before the last
-    token.
-    """
+    """Number of passed tokens that belong to the output; tokens after the end of a stop string do not."""
     stopped: bool
     """True if a stop string was found, so that the output ends with finish reason "stop"."""
     stop_string: str | None = None

@@ -31,8 +31,8 @@ class SegmentCache:
     ) -> list[int]:
         """Return the ids of all segments; `encode` is called for segments that are not cached.
 
-        A segment is a text and a flag: whether other text precedes it. Requests with different salts share no
-        segments.
+        A segment is a text and a flag that is True if other text precedes the segment. Requests with different salts
+        share no segments.
         """
         keys = [(salt, *segment) for segment in segments]
         with self._lock:

@@ -48,7 +48,7 @@ class Segmenter:
 
 
 def _cuttable(added_tokens: Collection[tokenizers.AddedToken]) -> Collection[str]:
-    """Return the tokens that the tokenizer finds in every text that contains them."""
+    """Return the added tokens that the tokenizer finds wherever a text contains them."""
     contents = [token.content for token in added_tokens]
     # Ends of other tokens: a token that begins with such an end can be part of an earlier match.
     ends = {content[i:] for content in contents for i in range(1, len(content))}

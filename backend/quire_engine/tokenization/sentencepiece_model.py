@@ -41,14 +41,15 @@ _FIELDS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
         ("remove_extra_whitespaces", 4, _Field.TYPE_BOOL, "true"),
     ),
 }
-"""Name, number, type and default of each field that is read, by message; enums are integers."""
+"""Fields that are read, by message: name, number, type and default of each field. Enums are read as integers."""
 
 
 def read_sentencepiece_model(path: Path) -> tuple[tokenizers.Tokenizer, str, str]:
     """Return the tokenizer of a SentencePiece model, without special tokens around a text, and its pieces for the
     beginning and the end of a sequence.
 
-    Text behind a user-defined piece gets a space, as in the conversion of transformers and unlike in SentencePiece.
+    A space is added to text that follows a user-defined piece; transformers' conversion does this too, but
+    SentencePiece does not.
 
     Raises:
         ConfigError: the file is not a SentencePiece model, or is of a kind that this engine does not convert.
@@ -99,7 +100,8 @@ def _build_model(path: Path, proto: Any) -> Any:
 
 
 def _merges(proto: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of normal pieces that form a normal piece, best score first."""
+    """Return all pairs of normal pieces that together form another normal piece; the pair whose result has the best
+    score is first."""
     normal = {p.piece: p.score for p in proto.pieces if p.type == _NORMAL}
     merges = [
         (score, (left, right))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings of one request as bytes. They detect whether a token ends an output, without the text of the whole
-output.
+"""Stop strings of one request as bytes. They are used to detect whether a token ends an output, which does not require
+the text of the whole output.
 
 The beam search of the scheduler uses them, because it must know at once which beams end. All other outputs are searched
 by the detokenizer of the text process.
@@ -40,7 +40,8 @@ class StopStrings:
         Args:
             token_id: the next token.
             tail: result of `tail` for the output before this token.
-            num_tokens: number of output tokens including this one; the first `min_tokens` tokens end no output.
+            num_tokens: number of output tokens including this one; an output does not end at its first `min_tokens`
+                tokens.
         """
         if num_tokens <= self._min_tokens or not (new_bytes := self._text_bytes(token_id)):
             return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of the bytes that each token adds to a text, so that streams are decoded in time linear in their length.
 
-A tokenizer's decoder converts a whole list of tokens to text. Decoding a growing list again for each token takes
-quadratic time, and decoding a part of the list is wrong for invalid bytes. The decoders of byte-level BPE and
+A tokenizer's decoder converts a whole list of tokens to text. Decoding the growing list again for each new token takes
+quadratic time, and decoding only a part of it gives wrong text for invalid bytes. The decoders of byte-level BPE and
 SentencePiece tokenizers are local: the bytes that a token adds do not depend on the tokens before it. There is one
 exception: the first token of a text can lose its space. This module reads the decoder's description and builds the
 table from it. The tokenizer owns the table, and the detokenizer reads it.
@@ -18,11 +18,12 @@ import tokenizers
 from quire_spec.errors import ConfigError
 
 _TokenDecoder = Callable[[str, bool], str | bytes]
-"""Function of a token, and of whether the token is the first of a text; returns the text or the bytes that it adds."""
+"""Function that returns the text or the bytes that a token adds; its second argument is True for the first token of a
+text."""
 
 
 class TokenBytesTable:
-    """Two tables of bytes by token id: for a token inside a text, and for the first token of a text.
+    """Two tables of bytes by token id: one for tokens inside a text, and one for the first token of a text.
 
     Raises:
         ConfigError: the tokenizer's decoder is not local or not supported.
@@ -32,7 +33,7 @@ class TokenBytesTable:
         self._tokenizer = tokenizer
         self._token_decoders: list[_TokenDecoder] = []
         self._stripped_prefix = b""
-        """Bytes that are removed once from the start of a text."""
+        """Prefix that is removed once from the start of a text."""
         self._is_fused = False
         """True if the remaining decoders apply to the whole text, not to single tokens."""
         self.decode_errors = "replace"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a checkpoint: text to token ids, and token ids to text as a whole.
+"""The tokenizer of a checkpoint: converts text to token ids, and complete lists of token ids to text.
 
 tokenizer_files.py reads the files. This module does not depend on requests, sockets or torch. The request manager of
 the text process and the offline LLM call it.
@@ -75,13 +75,14 @@ class Tokenizer:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        """Segmenter; it is built for the first conversation, because that takes time: it encodes texts."""
+        """The segmenter. It is built when the first conversation arrives, because building it takes time: it encodes
+        texts."""
         return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
 
     def encode_rendered(self, text: str, cache_salt: str = "") -> list[int]:
         """Return the token ids of a rendered conversation; marked control tokens are encoded as plain text.
 
-        The ids of segments are cached by `cache_salt`. Raises the errors of `encode`.
+        The ids of segments are cached separately for each `cache_salt`. Raises the errors of `encode`.
         """
         # Text after the first piece continues a word or a line.
         segments = [

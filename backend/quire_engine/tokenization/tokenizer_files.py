@@ -86,7 +86,7 @@ def _read_byte_level(folder: Path, add_prefix_space: bool) -> tokenizers.Tokeniz
 
 
 def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ...], files: str) -> None:
-    """Reject a tokenizer class whose rules are not contained in its files."""
+    """Reject a tokenizer class whose rules its files do not contain."""
     name = config.get("tokenizer_class")
     if name not in known:
         raise ConfigError(
@@ -96,7 +96,8 @@ def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ..
 
 
 def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Add the tokens around a text that add_bos_token and add_eos_token request."""
+    """Make the tokenizer add the tokens at the beginning and the end of a text that add_bos_token and add_eos_token
+    request."""
     template, special_tokens = "$A", []
     for name, form in (("bos_token", "{} $A"), ("eos_token", "{} {}")):
         if not config.get(f"add_{name}"):
