@@ -49,12 +49,12 @@ def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """Return one hash, `sampled-sha256:<hex>`. It covers config.json, and of each weight file the name, the size and 64
-    samples of 4 KiB.
+    """Return one hash, `sampled-sha256:<hex>`. The hash covers config.json and, for each weight file, its name, its
+    size and 64 samples of 4 KiB.
 
-    Hashing a whole checkpoint would take as long as loading it. Samples distinguish retrained weights, but not weights
-    edited in a few places. That is sufficient, because the fingerprint is only used for KV blocks, which never leave a
-    process.
+    Hashing a whole checkpoint would take as long as loading it. Samples detect that weights were retrained, but not
+    that they were edited in a few places. That is sufficient, because the fingerprint is only used for KV blocks, which
+    never leave a process.
 
     Raises:
         ConfigError: a file cannot be read.

@@ -24,8 +24,8 @@ BUFFER_BYTES = 16 << 20
 """Bytes of a pinned buffer; each thread has two."""
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
-"""Copies the tensor that the second argument returns to the first argument, at once or later. The two tensors can
-differ only in their dtypes."""
+"""Function with two arguments, a tensor and a function that returns a tensor. It copies the returned tensor to the first
+argument, at once or later. The two tensors can differ only in their dtypes."""
 
 
 class _CopyStream:
@@ -61,7 +61,7 @@ def open_copier(device: torch.device) -> Iterator[CopyFunction]:
     """Yield a function that copies chunks to parameters on `device`. All copies are complete when the context ends.
 
     Raises:
-        Exception: error of the first chunk that could not be read.
+        Exception: a chunk could not be read; this is the error of the first such chunk.
     """
     if device.type != "cuda":
         yield _copy_now

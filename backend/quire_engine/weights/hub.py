@@ -18,12 +18,12 @@ from quire_spec.net.redaction import describe_error, redact_urls
 
 _ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
 PICKLE_PATTERNS = ["pytorch_model*.bin"]
-"""Weights that only the converter downloads."""
+"""File name patterns of weights that only the converter downloads."""
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
-"""Errors of huggingface_hub: HfHubHTTPError is an OSError; an invalid hub id raises ValueError; a SOCKS proxy whose
-package is missing raises ImportError. Network errors are those of httpx.
+"""Errors that huggingface_hub raises: HfHubHTTPError is an OSError; an invalid hub id gives ValueError, and a SOCKS
+proxy without its package ImportError. Network errors are exceptions of httpx.
 """
 _TIMEOUT_S = 15.0
 
@@ -35,8 +35,8 @@ def resolve_model(
     download_dir: str | None = None,
     more_patterns: Sequence[str] = (),
 ) -> Path:
-    """Return the folder of `model`, which is a folder or a hub id such as `org/name`. Download files that are not
-    cached.
+    """Return the folder of `model`, which is a folder or a hub id such as `org/name`. Files of a hub id that are not
+    cached are downloaded.
 
     `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file. `download_dir` replaces
     the cache of huggingface_hub. `more_patterns` are names of further files to download.
@@ -79,7 +79,7 @@ def resolve_model(
 
 
 def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | None:
-    """Return the timeout error of a hub that accepts connections or drops packets but never replies, otherwise None.
+    """Return the timeout error if the hub accepts connections or drops packets but never replies, otherwise None.
 
     `snapshot_download` sends the same request without a time limit, so this request comes first.
     """

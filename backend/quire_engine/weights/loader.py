@@ -44,11 +44,11 @@ def load_weights(
     Args:
         folder: folder of the checkpoint.
         tensors: names of tensors in the checkpoint, each with the parameter or shard that the tensor fills.
-        tied_to: name of the embedding if the output projection shares its weight; a copy in the checkpoint is not
-            loaded.
+        tied_to: name of the embedding if the output projection shares its weight; a second copy of this weight in the
+            checkpoint is not loaded.
         progress: show a progress bar on stderr.
-        checkpoint: quantized tensors of the checkpoint; None: it has none. Tensors that `find` has returned are not
-            loaded.
+        checkpoint: quantized tensors of the checkpoint; None if it has none. Tensors that its method `find` has
+            returned are not loaded here.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, of another shape or dtype; or the output projection
@@ -135,8 +135,8 @@ class _FloatTensor:
             )
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return these rows and columns of a matrix or of matrix `expert` of several; for a vector, return elements
-        `rows`."""
+        """Return these rows and columns of a matrix (of matrix `expert` if there are several), or elements `rows` of a
+        vector."""
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
         return values
@@ -161,6 +161,6 @@ def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) ->
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return the first three names, the number of further names, and "is" or "are" as a verb."""
+    """Return a text with the first three names, the number of further names, and the verb "is" or "are"."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

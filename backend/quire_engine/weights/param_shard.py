@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """A parameter, or some rows of one, and the part of the checkpoint tensor that fills it."""
+    """A parameter or some of its rows, and the part of a checkpoint tensor that fills them."""
 
     tensor: Tensor
-    """Destination of `rows` of the checkpoint tensor, one range after the other. If both tensors are [experts, rows,
-    columns], each expert is filled in this way.
+    """The tensor to which the ranges in `rows` of the checkpoint tensor are copied, one after the other. If both
+    tensors are [experts, rows, columns], each expert is filled in this way.
     """
     checkpoint_shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
@@ -48,7 +48,8 @@ LoadTarget: TypeAlias = Tensor | ParamShard
 
 
 def unsharded(target: LoadTarget) -> ParamShard:
-    """Return the target as a shard. A target that is a tensor becomes a shard of the whole checkpoint tensor."""
+    """Return the target as a shard. If the target is a tensor, the result is a shard that covers the whole checkpoint
+    tensor."""
     if isinstance(target, ParamShard):
         return target
     return ParamShard(target, tuple(target.shape), (range(target.shape[0 if target.dim() < 3 else 1]),))
@@ -59,14 +60,15 @@ class TensorSource(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor; if it is quantized, of the matrix that it represents."""
+        """Shape of the tensor, or, if the tensor is quantized, shape of the matrix that it represents."""
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return these rows and columns of a matrix or of matrix `expert` of several; for a vector, return elements
-        `rows`. A quantized tensor is dequantized to `dtype`."""
+        """Return these rows and columns of a matrix (of matrix `expert` if there are several), or elements `rows` of a
+        vector. A quantized tensor is dequantized to `dtype`."""
 
 
 def read_rows(source: TensorSource, target: ParamShard, expert: int, rows: range) -> Tensor:
-    """Return the columns of a shard in the given rows, which `ParamShard.chunks` yields and which can have a step."""
+    """Return the given rows of the tensor, reduced to the columns of the shard. `ParamShard.chunks` yields the rows,
+    whose range can have a step."""
     columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
     return source.read(expert, range(rows[0], rows[-1] + 1), columns, target.tensor.dtype)[:: rows.step]

@@ -27,8 +27,8 @@ MIN_TORCH = (2, 6)
 """Minimum version of torch. Earlier versions can run code from a file even with weights_only=True (CVE-2025-32434)."""
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
-"""Maximum bytes of tensors for each byte of their file. Views of the same memory make tensors larger than the file; in
-checkpoints, only tied weights are such views.
+"""Maximum bytes of tensors for each byte of their file. Tensors can be larger than their file if they are views of the
+same memory; in checkpoints, only tied weights are such views.
 """
 _COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _FIX = "use a checkpoint from another source"

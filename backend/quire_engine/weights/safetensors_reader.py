@@ -3,8 +3,8 @@
 
 The safetensors library validates the file but maps its tensors. If a mapped file is truncated, an access kills the
 process (SIGBUS), whereas a read fails with an error. The library also holds the interpreter lock while it copies, and
-the steps of a running engine need this lock. For an adapter of 20 MB, the library holds it for 10 ms, and this reader
-for 0.02 ms.
+the steps of a running engine need this lock. To read an adapter of 20 MB, the library holds the lock for 10 ms, and
+this reader for 0.02 ms.
 """
 
 import json

@@ -69,7 +69,7 @@ class TensorFiles:
         return self._open_files[path]
 
     def _locate_tensors(self) -> dict[str, Path]:
-        """Return the file of each tensor."""
+        """Return a dict that contains the file of each tensor."""
         if (self.folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
             return self._read_index()
         path = self.folder / SAFE_WEIGHTS_NAME

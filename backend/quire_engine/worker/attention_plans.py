@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation of the attention of long prompts at start: cuDNN's plans and their memory, before requests come.
+"""Prepares the attention of long prompts at start, so that cuDNN's plans and their memory exist before the first
+request.
 
 The startup of a model runner calls it. Models with a soft cap on attention logits always use the project's own kernel.
 """
@@ -15,7 +16,7 @@ from quire_spec.engine.config import EngineConfig
 def select_for_prompts(
     config: EngineConfig, model: CausalLM, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Select the implementation for prompts without a context, by running it for all lengths of a step."""
+    """Select the implementation for prompts without a context; a trial run covers all lengths that a step can have."""
     shape = model.shape
     if shape.attention_softcap is None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -25,7 +26,7 @@ def select_for_prompts(
 def prepare_for_chunks(
     config: EngineConfig, model: CausalLM, max_model_len: int, dtype: torch.dtype, kv_cache: KVCache
 ) -> None:
-    """Build the plans for chunks behind a context; a plan depends on the number of blocks of `kv_cache`."""
+    """Build the plans for chunks that follow a context. A plan depends on the number of blocks of `kv_cache`."""
     if model.shape.attention_softcap is None:
         prepare_chunk_attention(
             kv_cache.layers[0],

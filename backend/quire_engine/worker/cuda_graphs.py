@@ -53,8 +53,8 @@ _ROWS, _STARTS, _TOKENS, _SLOTS, _QUERY_STARTS = range(5)
 
 
 _SEGMENT_BYTES = 20 << 20
-"""Bytes of a segment of PyTorch's allocator. Graphs share no segment with other memory, so hidden states in graphs need
-one segment more than in steps without a graph.
+"""Bytes of a segment of PyTorch's allocator. Graphs share no segment with other memory, so the hidden states of graphs
+need an additional segment.
 """
 
 
@@ -102,7 +102,7 @@ class CudaGraphRunner:
         """By group of layers."""
         self._decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
         self._hidden: Tensor | None = None
-        """[max_tokens, hidden_size]: hidden states of the last step; allocated by the first one."""
+        """[max_tokens, hidden_size]: hidden states of the last step; the first step allocates this tensor."""
         self._max_tokens = max_tokens
         self.num_bytes = 0
         """Device memory of the graphs and of their persistent tensors; 0 before the capture, or if it is not known."""
@@ -150,7 +150,8 @@ class CudaGraphRunner:
         self._hidden = None
 
     def build_input(self, plan: StepPlan) -> GraphStepInput | None:
-        """Return the input of a graph, or None if no graph can compute the step. Run every input once, in order."""
+        """Return the input of a graph, or None if no graph can compute the step. Every returned input must be run
+        exactly once, in the order of the calls."""
         spans = plan.spans
         shape = self._select_shape(spans)
         if shape is None:
@@ -302,8 +303,8 @@ class CudaGraphRunner:
 
 
 def _reject_uncapturable_attention() -> tuple[AttentionGroup, ...]:
-    """Raise an error if the attention kernel needs spans that the host has grouped. A graph has no groups, so such a
-    kernel would silently compute nothing."""
+    """Raise an error; called if the attention kernel needs spans that the host has grouped. A graph has no groups, so
+    such a kernel would silently compute nothing."""
     raise ConfigError(
         "paged_attention: the selected kernel cannot be captured in a CUDA graph; remove it from QUIRE_KERNELS, or set "
         "QUIRE_GRAPHS=0"

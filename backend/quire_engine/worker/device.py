@@ -62,9 +62,9 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     """Return the dtype of weights and activations.
 
-    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 without compiled
-    kernels on a CPU without AVX-512 BF16, AMX or Arm BF16, where torch would convert each operand. float16 becomes
-    float32, because few CPUs multiply it.
+    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 if there are no compiled
+    kernels and the CPU lacks AVX-512 BF16, AMX and Arm BF16: torch would convert each operand. float16 becomes float32,
+    because few CPUs can multiply float16.
 
     Raises:
         ConfigError: the engine cannot compute in the checkpoint's dtype.
@@ -140,11 +140,11 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     """Set the number of threads for matrix products: one per 32 MiB of weights, but at most one per CPU core, and at
     most OMP_NUM_THREADS if this is set. Tensor-parallel ranks share the cores.
 
-    A second core makes a small model little faster and can make it much slower. Threads wait for each other in every
-    product, so another busy process on one core delays all threads. Measured with 64 sequences on two Zen 5 cores: a
-    step with 6 MB of weights takes 6.2 ms on one thread and 5.7 ms on two. While another process keeps one core busy,
-    the same step takes 6.7 ms on one thread and 272 ms on two. A step with 326 MB takes 90 ms on one thread and 53 ms
-    on two.
+    A small model becomes little faster with a second core, and can become much slower. Threads wait for each other in
+    every product, so another busy process on one core delays all threads. Measured with 64 sequences on two Zen 5
+    cores: a step with 6 MB of weights takes 6.2 ms on one thread and 5.7 ms on two. While another process keeps one
+    core busy, the same step takes 6.7 ms on one thread and 272 ms on two. A step with 326 MB takes 90 ms on one thread
+    and 53 ms on two.
     """
     cores, requested = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     max_threads = int(requested) if requested.isdecimal() else cores
@@ -209,8 +209,8 @@ def check_free_memory(
 ) -> None:
     """Check that weights and adapter slots fit, before anything is loaded.
 
-    `quantized_bytes` is the size of the files of a quantized checkpoint. Most of its weights stay quantized on
-    machines with kernels for them.
+    `quantized_bytes` is the size of the files of a quantized checkpoint. Most weights of such a checkpoint stay
+    quantized on machines with kernels for them.
 
     Raises:
         ConfigError: they do not fit; unlike the device's own error, the message contains the bytes.

@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""For each number of bits: an int32 in which each packed integer is 1."""
+"""For each number of bits, an int32 in which all packed integers are 1."""
 
 
 class GPTQTensor(QuantizedTensor):

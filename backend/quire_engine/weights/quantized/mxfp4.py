@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4, the format of the experts of gpt-oss: 4-bit floating point in blocks of 32 with a power of 2 as their scale.
+"""MXFP4, the format of the experts of gpt-oss: 4-bit floating point, with a power of 2 as the scale of each block of
+32.
 
 Values and scales are those of the OCP Microscaling Formats specification: E2M1 and E8M0.
 """
@@ -89,7 +90,7 @@ class MXFP4Tensor:
         return dequantize_mxfp4(self._blocks[index], self._scales[index], dtype)[:, start : start + len(columns)]
 
     def read_codes(self, expert: int, rows: range, columns: range) -> WeightCodes:
-        """Return a part of the weight of an expert; `columns` begin and end with blocks."""
+        """Return a part of the weight of an expert; `columns` begins and ends at block boundaries."""
         blocks = slice(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
         index = (expert, slice(rows.start, rows.stop), blocks)
         scales = self._scales[index].contiguous().view(torch.float8_e8m0fnu)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the format `pack-quantized` of compressed-tensors.
 
-Values are packed along the input features, and zero points along the output features, both with an offset of half
-their range. If features are ordered by activation, `weight_g_idx` contains the group of each input feature.
+Values are packed along the input features and zero points along the output features; both are stored with an offset of
+half their range. If features are ordered by activation, `weight_g_idx` contains the group of each input feature.
 """
 
 import math

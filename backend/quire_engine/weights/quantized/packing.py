@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs the quantized weights of a linear layer, or of the experts of a layer, for the kernels, straight from the files
-one layer at a time."""
+"""Packs the quantized weights of a linear layer, or of the experts of a layer, for the kernels. It reads the files one
+layer at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from quire_spec.model.quantization import FP8_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Rows and columns of a quantized tensor, which fill the first rows of a part of a linear layer."""
+    """A part of a linear layer: the rows and columns of a quantized tensor that fill the first rows of the part."""
 
     tensor: QuantizedTensor | MXFP4Expert
     rows: tuple[range, ...]
@@ -45,10 +45,10 @@ class WeightPart:
 def pack_quantized(
     parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device, arena: HugePageArena
 ) -> tuple[LinearWeight, Tensor | None]:
-    """Return the weight of a linear layer, and the input feature of each column; None: column i is feature i.
+    """Return the weight of a linear layer, and the input feature of each column, or None if column i is feature i.
 
     The weight stays quantized if this machine has kernels for its scheme, its shape and `dtype`. Otherwise it is
-    dequantized: without a kernel, every step would have to do that.
+    dequantized here, because without a kernel every step would have to dequantize it.
     """
     shape = sum(part.num_rows for part in parts), len(parts[0].columns)
     if has_quantized_kernel(dtype, device) and (device.type != "cpu" or has_kernel_for_shape(*shape)):
@@ -92,7 +92,7 @@ def dequantize_experts(
 
 
 def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
-    """Return the codes of all parts as one weight; None if the parts have no common form."""
+    """Return the codes of all parts as one weight; None if the forms of the parts differ."""
     all_codes: list[WeightCodes] = []
     for part in parts:
         for rows in part.rows:
@@ -106,7 +106,7 @@ def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
 
 
 def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: range) -> WeightCodes | None:
-    """Return the codes of these rows and columns; None if kernels do not support their groups."""
+    """Return the codes of these rows and columns; None if the kernels do not support the groups in this part."""
     if rows.step != 1:
         return None
     all_rows, all_columns = tensor.align(rows, columns)
@@ -117,7 +117,7 @@ def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: rang
 
 
 def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
-    """Return codes of zeros that have `num_rows` rows and otherwise the form of `codes`."""
+    """Return `num_rows` rows of zeros in the form of `codes`, as padding."""
     values = torch.zeros(num_rows, codes.values.shape[1], dtype=torch.uint8).view(codes.values.dtype)
     grid = torch.zeros(num_rows, codes.scales.shape[1])
     zeros = None if codes.zeros is None else grid.to(codes.zeros.dtype)
@@ -127,7 +127,7 @@ def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
 def _pack_codes(
     codes: WeightCodes, dtype: torch.dtype, device: torch.device, arena: HugePageArena, *, is_w8a8: bool
 ) -> QuantizedWeight | None:
-    """Return codes for the kernels; None if there is no kernel for their scheme."""
+    """Convert codes to the form that the kernels read; return None if there is no kernel for their scheme."""
     values, scales, num_groups = codes.values.to(device).contiguous(), codes.scales.to(device), codes.scales.shape[1]
     if codes.groups is not None:
         return None

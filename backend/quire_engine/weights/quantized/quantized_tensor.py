@@ -49,7 +49,8 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def read_codes(self, rows: range, columns: range) -> WeightCodes:
-        """Read output features `rows` and input features `columns`, which start at the required multiples."""
+        """Read output features `rows` and input features `columns`, which start at multiples of `row_multiple` and
+        `column_multiple`."""
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return a part of the weight [len(rows), len(columns)]; `expert` is 0."""
@@ -59,7 +60,7 @@ class QuantizedTensor(ABC):
         return weight[row : row + len(rows), column : column + len(columns)]
 
     def align(self, rows: range, columns: range) -> tuple[range, range]:
-        """Return the smallest ranges that contain `rows` and `columns` and that `read_codes` accepts."""
+        """Return the smallest ranges that `read_codes` accepts and that contain `rows` and `columns`."""
         return (
             _align(rows, self.row_multiple, self.shape[0]),
             _align(columns, self.column_multiple, self.shape[1]),
@@ -83,7 +84,7 @@ class QuantizedTensor(ABC):
         return shape[0], shape[1]
 
     def slice_of(self, suffix: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Any:
-        """Return the slice of the tensor with this suffix, after checking its shape and dtype.
+        """Check the shape and dtype of the tensor with this suffix, and return its slice.
 
         Raises:
             ConfigError: the slice has another shape or dtype.

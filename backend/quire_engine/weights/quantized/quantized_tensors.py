@@ -63,13 +63,14 @@ class QuantizedTensors:
         return tensor_class(module, {suffix: self.files.get_slice(f"{module}{suffix}") for suffix in suffixes}, scheme)
 
     def find_linear(self, module: str) -> QuantizedTensor | None:
-        """Return the weight of a linear layer by its name in the model; see `find`."""
+        """Return the weight of the linear layer that has this name in the model; see `find`."""
         tensor = self.find(f"{self.files.name_in_file(module)}{_WEIGHT}")
         assert not isinstance(tensor, MXFP4Tensor)
         return tensor
 
     def is_known(self, name: str) -> bool:
-        """Return whether a tensor in the files belongs to a result of `find`, or is of a kind that is not used."""
+        """Return whether a tensor in the files is expected: it belongs to a result of `find`, or the engine does not
+        use it."""
         return name in self._found or (
             self._scheme is not None and (name.endswith(_UNUSED_SUFFIXES) or self._is_zero_bias(name))
         )
@@ -103,6 +104,6 @@ class QuantizedTensors:
         return _WEIGHT if name in self.files and self.files.get_slice(name).get_dtype() in _CODE_DTYPES else None
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a bias of zeros. AutoGPTQ adds one to each layer without a bias."""
+        """Return whether a tensor is a bias of zeros. AutoGPTQ adds such a bias to each layer that has none."""
         module = name.removesuffix(".bias")
         return module in self._modules and module != name and not self.files.get_slice(name)[...].any()

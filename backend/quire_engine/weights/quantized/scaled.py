@@ -2,7 +2,7 @@
 """Reads weights that are stored unpacked as float8_e4m3fn or int8: formats `fp8`, `fbgemm_fp8`, and float-quantized,
 int-quantized and naive-quantized of compressed-tensors.
 
-The scale is called `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. With both names, values are
+The scale is called `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. In both cases, values are
 multiplied by the scale.
 """
 

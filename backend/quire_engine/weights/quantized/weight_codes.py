@@ -28,17 +28,17 @@ class WeightCodes:
     rounded up.
     """
     zeros: Tensor | None
-    """Zero points, uint8 in the shape of `scales`. None: they are all 0, or all `1 << (num_bits - 1)` if `values` are
+    """Zero points, uint8 in the shape of `scales`. If None, all of them are 0, or `1 << (num_bits - 1)` if `values` are
     uint8."""
     block: tuple[int, int]
-    """Output and input features that share a scale."""
+    """Number of output features and of input features that share a scale."""
     num_bits: int
     """Bits of a value; 4 or 8."""
     groups: Tensor | None = None
     """[in_features] int64: the column of `scales` that each input feature uses, if features of a group are not adjacent
-    (act order); None: feature i uses column i // block[1]."""
+    (act order). If None, feature i uses column i // block[1]."""
     is_e2m1: bool = False
-    """Whether `values` are indices of `e2m1_codebook`, without zero points."""
+    """Whether `values` are indices of `e2m1_codebook`; there are then no zero points."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features]. The product is computed in float32 and rounded once."""
@@ -61,8 +61,8 @@ class WeightCodes:
         return replace(self, scales=scales, zeros=zeros, block=(1, width))
 
     def cut(self, first_row: int, num_rows: int, first_column: int, num_columns: int) -> Self | None:
-        """Return a part of the weight. If the part begins or ends within a group, its groups are smaller. None if they
-        are too small, or if features of a group are not adjacent."""
+        """Return a part of the weight. If the part begins or ends within a group, its groups are smaller. Return None
+        if they would be too small, or if the features of a group are not adjacent."""
         weight, (rows, columns) = self.by_row(), (slice(first_row, first_row + num_rows), self.values.shape[1])
         size = math.gcd(weight.block[1], first_column, num_columns) if weight.scales.shape[1] > 1 else num_columns
         if num_columns != columns and (weight.groups is not None or size < _MIN_GROUP):
@@ -83,8 +83,8 @@ class WeightCodes:
         )
 
     def in_group_order(self) -> tuple[Self, Tensor | None]:
-        """Return the weight with its columns sorted by group, and the input feature of each column; None: column i is
-        feature i. Columns are not sorted if the groups have unequal sizes.
+        """Return the weight with its columns sorted by group, and the input feature of each column, or None if column i
+        is feature i. Columns are not sorted if the groups have unequal sizes.
         """
         if self.groups is None:
             return self, None
@@ -98,8 +98,8 @@ class WeightCodes:
         return self.values.dtype, self.num_bits, self.block, self.is_e2m1
 
     def _expand(self, grid: Tensor) -> Tensor:
-        """Return, for each value, the entry of its block in `grid`; a dimension of size 1 is not expanded but
-        broadcast.
+        """Return a tensor that contains, for each value, the entry of its block in `grid`. A dimension of size 1 is
+        kept, for broadcasting.
         """
         rows, columns = self.values.shape
         if grid.shape[0] > 1:
@@ -110,7 +110,8 @@ class WeightCodes:
 
 
 def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
-    """Return weights concatenated along their rows, with scales by row; None if they differ in more than their rows."""
+    """Concatenate weights along their rows, with scales for each row; return None if they differ in more than the
+    number of rows."""
     parts = [part.by_row() for part in parts]
     first = parts[0]
     for part in parts[1:]:
