@@ -22,7 +22,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class AdapterStore:
-    """Reads, packs and keeps adapters in host memory, and loads them into slots."""
+    """Reads and packs adapters, keeps them in host memory, and loads them into slots."""
 
     def __init__(self, slots: DeviceAdapterSlots | None, read_host_adapter: Callable[[Path], HostAdapter]) -> None:
         """Create an empty store.

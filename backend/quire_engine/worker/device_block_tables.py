@@ -16,7 +16,8 @@ class _DeviceRow:
 
     row: int
     table: list[BlockId] = field(default_factory=list)
-    """The sequence's own list; it grows in place and is replaced by a new list after each preemption."""
+    """The block table of the sequence, not a copy: it grows in place, and a new list replaces it after each
+    preemption."""
     num_sent: int = 0
     """Number of blocks of the table that were sent to the device."""
 

@@ -21,11 +21,11 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 DeviceWait: TypeAlias = Callable[[Callable[[], bool]], None]
-"""Function that waits until its argument, another function, returns True."""
+"""Function that calls its argument, another function, until this returns True."""
 
 
 class FutureTokens:
-    """The tokens that the most recently launched step sampled, one for each sequence that samples."""
+    """The tokens that the most recently launched step has sampled, one for each sequence that got a token."""
 
     def __init__(
         self, device: torch.device, communicator: Communicator | None = None, device_wait: DeviceWait | None = None
@@ -48,7 +48,8 @@ class FutureTokens:
         """Replace the placeholder tokens of a step by the tokens that the previous step sampled.
 
         Args:
-            token_ids: tokens of all spans in order, int64 on the device, padding at the end is allowed; modified.
+            token_ids: tokens of all spans in order, int64 on the device, possibly with padding at the end; modified in
+                place.
             spans: spans of the step that reads the tokens; None on ranks other than 0.
         """
         if spans is not None:

@@ -16,14 +16,15 @@ def should_capture(device: torch.device) -> bool:
 
 
 class GraphCapture:
-    """Captures functions as CUDA graphs that share one memory pool; only one of them may run at a time."""
+    """Captures functions as CUDA graphs. All graphs share one memory pool, so only one graph may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: CapturedFunction) -> None:
-        """Run a function on the stream of the captures, which creates kernels, library workspaces and connections."""
+        """Run a function on the stream of the captures. This creates the kernels, library workspaces and connections
+        that it needs."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the steps that have a CUDA graph, and the choice of one for a step. Pure arithmetic.
+"""Shapes for which there is a CUDA graph, and the choice of a shape for a step. Pure arithmetic.
 
 A graph of single tokens computes steps in which each sequence has one token. A mixed graph computes steps in which
 sequences have prompts, chunks of prompts, or a token with drafts. Only the number of tokens of a mixed graph is fixed:
@@ -53,12 +53,12 @@ class GraphShapes:
 
     @property
     def kinds(self) -> list[list[GraphShape]]:
-        """The shapes by kind, each list ascending. The kind that needs the most memory comes first."""
+        """One ascending list of shapes for each kind of graph. The kind that needs the most memory comes first."""
         return [shapes for shapes in self._shapes.values() if shapes]
 
     def select(self, num_tokens: int, *, is_mixed: bool, has_adapters: bool) -> GraphShape | None:
-        """Return the smallest shape for a step; None if the step has too many tokens, or has adapters while no graph
-        supports them."""
+        """Return the smallest shape for a step; None if the step has too many tokens, or adapters although no graph
+        supports adapters."""
         shapes = self._shapes.get((is_mixed, has_adapters), [])
         return next((shape for shape in shapes if shape.num_tokens >= num_tokens), None)
 
@@ -81,7 +81,8 @@ def mixed_sizes(max_num_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLIN
 
 
 def _double(base: int, largest: int, sizes_per_doubling: int) -> list[int]:
-    """Return sizes from `base` to at least `largest`, with `sizes_per_doubling` equal steps in each doubling."""
+    """Return ascending sizes from `base` to at least `largest`: between a size and its double there are
+    `sizes_per_doubling` equal steps."""
     sizes = [base]
     while base < largest:
         sizes += [base + base * step // sizes_per_doubling for step in range(1, sizes_per_doubling + 1)]

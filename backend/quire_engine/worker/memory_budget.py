@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the number of KV blocks from the configuration and the free memory; builds the errors for what does not fit.
+"""Computes the number of KV blocks from the configuration and the free memory, and creates the errors if something does
+not fit.
 
 Pure arithmetic; `startup.py` measures the bytes.
 """
@@ -91,7 +92,7 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
 
 
 def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: int) -> ConfigError:
-    """Return the error for the case that the largest step does not fit; all sizes are in bytes."""
+    """Return the error that is raised if the largest step does not fit; all sizes are in bytes."""
     return ConfigError(
         f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences "
         "does not fit next to the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"
@@ -101,7 +102,7 @@ def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: i
 
 @contextmanager
 def naming_setting_on_oom(name: str) -> Iterator[None]:
-    """Replace an allocation error in the body of the context by an error that names the setting.
+    """Replace an allocation error in the body of the context by an error that contains the name of the setting.
 
     Raises:
         ConfigError: the memory cannot be allocated.

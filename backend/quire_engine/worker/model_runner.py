@@ -143,7 +143,7 @@ class DeviceModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute_as_worker(self, step_input: StepInput | GraphStepInput) -> None:
-        """Compute this rank's part of a step, on a rank other than 0, while rank 0 executes the same step."""
+        """On a rank other than 0, compute this rank's part of a step while rank 0 executes the same step."""
         if isinstance(step_input, GraphStepInput):
             self._graph_logits(step_input, None)
             return
@@ -187,9 +187,9 @@ class DeviceModelRunner(ModelRunner):
         kv_cache: KVCache,
         bitmask: BitmaskFuture | None = None,
     ) -> list[SpanOutput]:
-        """Compute a step without a CUDA graph; one output per span, in order.
+        """Compute a step without a CUDA graph; return one output per span, in order.
 
-        Without `bitmask`, the step is a warm-up step; a bitmask that allows all tokens is applied to its logits.
+        If `bitmask` is None, the step is a warm-up step, and a bitmask that allows all tokens is applied to its logits.
         """
         if bitmask is None:
             bitmask = partial(self._sampler.grammar_bitmask.allow_all, sum(span.samples for span in spans))
@@ -210,7 +210,7 @@ class DeviceModelRunner(ModelRunner):
     def _run_graph(
         self, graph_input: GraphStepInput, spans: list[ScheduledSpan], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Compute a step by a CUDA graph; one output per span, in order."""
+        """Compute a step with a CUDA graph; return one output per span, in order."""
         logits = self._graph_logits(graph_input, spans)
         return self._sampler.sample(spans, iter([] if logits is None else [self._wait_on_device(logits)]), bitmask)
 

@@ -22,7 +22,7 @@ from quire_spec.errors import ConfigError
 def build_drafter(
     config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
 ) -> Drafter | None:
-    """Allocate the weights of a drafter; None if the method needs none, or on a rank other than 0.
+    """Return a drafter whose weights are allocated; None if the method needs no drafter, or on a rank other than 0.
 
     Rank 0 has the whole drafter: a drafter is small, every rank has the hidden states, and only rank 0 has the tokens
     of a step.

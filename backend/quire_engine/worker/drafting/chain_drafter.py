@@ -35,7 +35,7 @@ class _Chain:
 
     @property
     def end(self) -> int:
-        """Position after the tokens and the draft tokens that the draft model has read."""
+        """Position after the last token or draft token that the draft model has read."""
         return self.span.start + len(self.token_ids) + max(0, len(self.draft) - 1)
 
 
@@ -88,8 +88,8 @@ class ChainDrafter(Drafter):
         return [replace(o, next_draft_token_ids=tuple(drafts.get(i, ()))) for i, o in enumerate(outputs)]
 
     def _first_tokens(self, index: int, span: ScheduledSpan, output: SpanOutput) -> _Chain:
-        """Return the tokens that the draft model reads at the step's positions and, before a draft, at the next
-        position."""
+        """Return the tokens that the draft model reads at the positions of the step and, if a draft follows, at the
+        next position."""
         sequence, num_draft = span.sequence, len(span.draft_token_ids)
         tokens = sequence.tokens(span.start, span.end - num_draft)
         # The output contains the accepted draft tokens, and the last token that was sampled. A beam has no sampled
@@ -125,7 +125,8 @@ class ChainDrafter(Drafter):
             batch = self._batch(active, tokens, list(range(len(active))))
 
     def _batch(self, chains: list[_Chain], tokens: list[tuple[int, list[int]]], logit_rows: list[int]) -> ForwardBatch:
-        """Return the batch of a pass; `tokens` are the first position and the tokens of each chain."""
+        """Return the batch of a pass; `tokens` contains, for each chain, the position of its first token and the
+        tokens."""
         assert self._kv_cache is not None
         block_ids: list[int] = []
         for chain, (start, token_ids) in zip(chains, tokens, strict=True):

@@ -31,11 +31,11 @@ class DraftModel(ABC):
     """Proposes the token after each row that needs logits."""
 
     shape: ModelConfig
-    """Configuration that determines the shape of its KV cache."""
+    """Model configuration, which determines the shape of the draft model's KV cache."""
     num_bytes: int
     """Bytes of its parameters."""
     reads_hidden_states: bool
-    """True if a row reads the hidden states at its position and the token after it; False if a row reads the token at
+    """If True, a row reads the hidden states at its position and the token after it; if False, it reads the token at
     its position."""
 
     @abstractmethod
@@ -49,16 +49,17 @@ class DraftModel(ABC):
         Args:
             batch: the tokens that the rows read.
             kv_cache: KV cache of this draft model.
-            hidden: hidden states that the rows read: those of the target in the first pass of a draft, later those
-                that this method returned. None if the model reads no hidden states.
+            hidden: hidden states that the rows read: in the first pass of a draft those of the target, later those that
+                this method has returned. None if the model reads no hidden states.
 
         Returns:
-            Hidden states and proposed tokens, [num_logits] int64, of the rows that need logits, at least one.
+            Hidden states of the rows that need logits (at least one row), and the tokens proposed after these rows,
+            [num_logits] int64.
         """
 
     @abstractmethod
     def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
-        """Compute a pass in which no row needs logits, to fill the KV cache."""
+        """Compute a pass that only fills the KV cache, because no row needs logits."""
 
 
 class SmallDraftModel(DraftModel):
@@ -108,14 +109,14 @@ class Eagle3DraftModel(DraftModel):
         self._head = Eagle3Head(config, target.shape.hidden_size, factory)
         self._embedding_source = self._find_embedding(target_folder)
         self._embedding: Tensor | None = None
-        """None: the head reads the embedding of the model."""
+        """None if the head reads the embedding of the model."""
         if self._embedding_source is not None:
             self._embedding = factory.empty(target.shape.vocab_size, target.shape.embedding_size)
         self.num_bytes = self._head.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
         target.aux_hidden_state_layers = config.aux_layers
 
     def _find_embedding(self, target_folder: Path) -> tuple[Path, str] | None:
-        """Return folder and name of an embedding to load; None if the model's embedding is the right one and this rank
+        """Return folder and name of the embedding to load; None if the head uses the model's embedding and this rank
         has all of it.
 
         Raises:

@@ -16,7 +16,7 @@ class Drafter(ABC):
     num_bytes: int
     """Bytes of the weights."""
     block_bytes: int
-    """Bytes that the drafter stores for each KV block of the model."""
+    """Bytes of the drafter's own KV cache for each KV block of the model."""
 
     @abstractmethod
     def load(self) -> None:
@@ -35,7 +35,7 @@ class Drafter(ABC):
         copies: Sequence[BlockCopy],
         aux_hidden_states: Tensor | None,
     ) -> list[SpanOutput]:
-        """Return the outputs of a step with the drafts for the next step added.
+        """Return the outputs of a step, to which the drafts for the next step were added.
 
         Args:
             spans: spans of the step, in the order of computation.

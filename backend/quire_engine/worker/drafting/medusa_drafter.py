@@ -4,7 +4,7 @@
 The heads compute no attention, so they have no KV cache, and a draft costs one pass.
 
 Source: Cai et al. 2024 (Medusa); the layout of heads is that of FasterDecoding/Medusa, with tensor names in
-safetensors. A draft is the chain of each head's most likely token; trees of candidates are not used.
+safetensors. A draft consists of the most likely token of each head; trees of candidates are not used.
 """
 
 import re
@@ -60,7 +60,7 @@ class MedusaDrafter(Drafter):
             [(factory.empty(size, size), factory.empty(size)) for _ in range(self._num_blocks)]
             for _ in range(num_tokens)
         ]
-        """Weight and bias of each residual block, by head and block."""
+        """For each head, weight and bias of each of its residual blocks."""
         self._projections = [factory.empty(target.vocab_size, size) for _ in range(num_tokens)]
         self.num_bytes = sum(tensor.nbytes for tensor in self._parameters().values())
 
@@ -88,7 +88,7 @@ class MedusaDrafter(Drafter):
         copies: Sequence[BlockCopy],
         aux_hidden_states: Tensor | None,
     ) -> list[SpanOutput]:
-        """See Drafter; the hidden states are the output of the last layer, [num_tokens, hidden_size]."""
+        """See Drafter. `aux_hidden_states` is the output of the last layer, [num_tokens, hidden_size]."""
         assert aux_hidden_states is not None
         ends = accumulate(span.length for span in spans)
         active = [

@@ -19,8 +19,8 @@ from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
 _BLOCK_TOKENS = 64
-"""Number of tokens of a block; the first top-k uses the maximum of each block. A maximum is vectorized, a top-k is
-not."""
+"""Number of tokens of a block; the first top-k uses the maximum of each block. This is faster, because a maximum is
+vectorized and a top-k is not."""
 
 
 class BeamCandidates:
@@ -56,7 +56,7 @@ class BeamCandidates:
         """Return the log probabilities (float32) and the ids of the best tokens of each beam, both [len(beams),
         num_tokens].
 
-        All candidates of a group can come from one beam, so `num_tokens` is the number of candidates of a group.
+        `num_tokens` is the number of candidates of a group, because all of them can come from one beam.
         """
         # On a GPU, the chunks limit the float32 copies to a small part of the memory that the warm-up measured.
         vocab_size = logits.shape[1]

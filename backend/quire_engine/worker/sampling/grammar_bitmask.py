@@ -36,7 +36,8 @@ class TokenBitmask:
     """[len(rows), ceil(vocab_size / 32)] int32 on the device: bit i of word w allows token 32 * w + i."""
 
     def for_rows(self, rows: slice) -> "TokenBitmask | None":
-        """Return the bitmask for a slice of the batch, with rows numbered in the slice; None if it has no rows."""
+        """Return the bitmask for a slice of the batch, with rows numbered from the start of the slice; None if it has
+        no rows there."""
         start, stop = bisect_left(self.rows, rows.start), bisect_left(self.rows, rows.stop)
         if start == stop:
             return None
@@ -61,7 +62,7 @@ BitmaskFuture: TypeAlias = Callable[[], TokenBitmask | None]
 
 
 def no_bitmask() -> None:
-    """Return None, which is the bitmask of a step without grammars."""
+    """Return None: a step without grammars has no bitmask."""
 
 
 class GrammarBitmask:
@@ -87,10 +88,10 @@ class GrammarBitmask:
         return TokenBitmask(list(range(num_rows)), to_device_async(bits, self._device))
 
     def fill(self, spans: Sequence[ScheduledSpan]) -> TokenBitmask | None:
-        """Return the bitmask of spans that all sample: one row per span and per draft token; None if no span has a
-        grammar.
+        """Return the bitmask of spans, each of which samples: one row per span and one per draft token; None if no span
+        has a grammar.
 
-        A row after draft tokens contains the tokens that the grammar allows after these draft tokens.
+        The row of a draft token contains the tokens that the grammar allows after this draft token.
         """
         rows: list[int] = []
         begun: list[tuple[LLMatcher, int, list[int]]] = []
@@ -126,7 +127,8 @@ class GrammarBitmask:
         return TokenBitmask(rows, to_device_async(bits, self._device))
 
     def _fill_begun(self, matchers: list[tuple[LLMatcher, int, list[int]]], bits: Tensor) -> None:
-        """Fill the rows of grammars that have begun; for each grammar, its first row and its draft tokens are given."""
+        """Fill the rows of grammars that have begun; `matchers` contains, for each grammar, its matcher, first row and
+        draft tokens."""
         if not matchers:
             return
         if self._executor is None:

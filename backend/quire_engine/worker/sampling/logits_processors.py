@@ -60,7 +60,7 @@ class LogitsProcessors:
     def __call__(
         self, logits: Tensor, positions: abc.Sequence[int], drafts: abc.Sequence[tuple[int, ...]] | None = None
     ) -> Tensor:
-        """Return processed logits [num_rows, vocab_size], a float32 copy; `logits` itself if nothing changes.
+        """Return the processed logits [num_rows, vocab_size] as a float32 copy, or `logits` itself if nothing changes.
 
         `positions` are the positions of the sampled tokens in their sequences. `drafts` are the accepted draft tokens
         before them; None if there are no drafts.
@@ -171,8 +171,8 @@ class Penalties:
 
 
 class BadWords:
-    """Finds tokens that would complete a bad word. It looks up only the last token of a sequence, so that long lists of
-    bad words cost little."""
+    """Finds tokens that would complete a bad word. Words are looked up by the last token of a sequence, so that long
+    lists of bad words cost little."""
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
         self._single_token_words: list[int] = []

@@ -24,7 +24,8 @@ _MAX_COLUMNS_TO_LIST = 128
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
-"""Which further tokens a row returns: the number of most likely tokens (-1: all), or a tuple of token ids."""
+"""The further tokens that a row returns: a number of most likely tokens (-1 means all tokens), or a tuple of token
+ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class LogprobTensors:
 
     tensors: tuple[Tensor, ...]
     """The tokens, their log probabilities and their ranks, each [num_rows]; then the most likely tokens, or those that
-    the request names, and their log probabilities, each [num_rows, max_logprobs]. If a request names tokens, also the
-    ranks of the tokens.
+    the request names, and their log probabilities, each [num_rows, max_logprobs]. If a request names tokens, the ranks
+    of these tokens follow.
     """
     num_logprobs: list[int]
-    """Number of requested log probabilities per row."""
+    """For each row, the number of log probabilities that its request needs."""
 
     def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
         """Return a list per row: its token, then the requested tokens. `tensors` are `self.tensors` or copies."""
@@ -51,7 +52,7 @@ class LogprobTensors:
         return logprob_lists
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
-        """Return the first entries of each row: the number of entries that its request returns."""
+        """Return the first entries of each row, as many as the request of the row needs."""
         # Lists of whole vocabularies would take seconds, so wide rows stay tensors until they are cut.
         rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
         truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
@@ -148,8 +149,8 @@ def _compute_chunks(
 def _compute_chunk(
     values: Tensor, token_ids: Tensor, max_logprobs: int, named: Mapping[int, Sequence[int]] | None
 ) -> tuple[Tensor, ...]:
-    """Return LogprobTensors.tensors for float32 logits [num_rows, vocab_size]; `named` contains requested token ids by
-    row."""
+    """Return the value of LogprobTensors.tensors for float32 logits [num_rows, vocab_size]; `named` contains the
+    requested token ids by row."""
     # The normalizer is subtracted only from a few values per row, not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)
     token_logits = values.gather(-1, token_ids[:, None])

@@ -3,7 +3,7 @@
 
 The table is allocated for `max_num_seqs` rows when the first penalized sequence arrives and never grows. The warm-up
 steps include a penalized sequence, so the memory profiling at startup accounts for the table. A sequence keeps its row
-until it is freed. While the sequence does not run, another one can take its row; the tokens of the first one are then
+until it is freed. If another sequence takes the row of a sequence that does not run, the tokens of the latter are
 counted again later.
 """
 
@@ -36,8 +36,8 @@ class TokenCounts:
         self._free_rows: list[int] = []
 
     def rows_for(self, sequences: abc.Iterable[Sequence], running: abc.Sequence[Sequence]) -> list[int]:
-        """Return the row of each sequence, and count its tokens if the row is new. Sequences that are not `running`
-        (in this step) can lose their rows."""
+        """Return the row of each sequence, and count its tokens if the row is new. Sequences that are not in `running`,
+        the sequences of this step, can lose their rows."""
         return [self._row_for(sequence, running) for sequence in sequences]
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:
@@ -47,7 +47,8 @@ class TokenCounts:
                 self._free_rows.append(row)
 
     def token_ids(self, rows: list[int]) -> Tensor | None:
-        """Return the tokens of the rows, [len(rows), max_tokens] int64 with duplicates; None on a GPU."""
+        """Return the tokens of the rows, [len(rows), max_tokens] int64, with duplicates; None on a GPU, which does not
+        use them."""
         if self._token_ids is None:
             return None
         max_tokens = max(self._num_listed_tokens[row] for row in rows)
@@ -106,6 +107,6 @@ class TokenCounts:
 
 
 def _uses_token_lists(device: torch.device) -> bool:
-    """Return whether penalties use lists of tokens. On a CPU, penalties read a sequence's tokens; on a GPU, they read
-    the whole vocabulary."""
+    """Return whether penalties use lists of tokens. On a CPU, penalties read only the tokens of a sequence; on a GPU,
+    they read counts of the whole vocabulary."""
     return device.type == "cpu"
