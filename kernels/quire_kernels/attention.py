@@ -36,28 +36,28 @@ class AttentionGroup:
     """Spans of the same length, which the gathering implementation computes in one call."""
 
     rows: slice | Tensor
-    """Rows of the spans' tokens in the batch, span after span; a slice if the rows are contiguous."""
+    """Rows in the batch of the tokens of all spans, span after span; a slice if the rows are contiguous."""
     num_spans: int
     length: int
     """Tokens of each span."""
     blocks: Tensor
     """[num_spans * blocks per span] int64: KV blocks of the spans, padded with a block of the same span."""
     num_keys: int
-    """Number of keys of each span that are read: whole blocks for decoding spans, the exact length for prompts."""
+    """Number of keys that are read for each span: whole blocks for decoding spans, the exact length for prompts."""
     positions: Tensor
     """[num_spans or 1, length] int64: each token's position in its sequence. The prompts of a group share one row."""
     first_position: int
     """The smallest position of a token in the group."""
     masks: dict[int | None, Tensor]
-    """Cache of `get_mask` by window, for this step."""
+    """Results of `get_mask` for this step, by window."""
 
     @property
     def is_prompts(self) -> bool:
-        """Whether the spans are whole prompts or first chunks: a token attends only to earlier tokens of its span."""
+        """Whether the spans are whole prompts or first chunks, whose tokens attend only to tokens of the same span."""
         return 1 < self.length == self.num_keys
 
     def num_skipped_keys(self, window: int | None, block_size: int) -> int:
-        """Return the number of keys, in whole blocks, that are outside every token's window."""
+        """Return the number of keys in the blocks that are completely outside the windows of all tokens."""
         return 0 if window is None else max(self.first_position - window + 1, 0) // block_size * block_size
 
     def get_mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ class AttentionGroup:
 
 
 class PrefillSpan(NamedTuple):
-    """A span of a prompt. If it begins its sequence, its tokens attend only to each other."""
+    """A span of a prompt. If the span begins its sequence, its tokens attend only to each other."""
 
     span_index: int
     first_row: int
@@ -106,25 +106,25 @@ class AttentionMetadata:
     chunk_spans: tuple[PrefillSpan, ...] = ()
     """Spans of several tokens that continue their sequences; empty in a captured step."""
     separate_prefill_min_tokens: int | None = None
-    """Skip prefill spans of at least this number of tokens, because another kernel computes them."""
+    """Minimum tokens of a prefill span that another kernel computes; this kernel skips such spans."""
     separate_chunk_min_tokens: int | None = None
-    """Skip chunk spans of at least this number of tokens, because another kernel computes them."""
+    """Minimum tokens of a chunk span that another kernel computes; this kernel skips such spans."""
     work_plans: dict[object, Tensor] = field(default_factory=dict)
-    """Work plans on the device, cached by an implementation for all layers of the step."""
+    """Work plans on the device, which an implementation keeps for all layers of the step."""
 
     @functools.cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """The spans in groups, for the gathering implementation."""
+        """The spans, divided into groups for the gathering implementation."""
         return self.build_groups()
 
     @functools.cached_property
     def min_query_len(self) -> int:
-        """Tokens of the shortest span."""
+        """Number of tokens of the shortest span."""
         return min(self.lengths)
 
     @functools.cached_property
     def max_query_len(self) -> int:
-        """Tokens of the longest span that this kernel computes; 0 if it computes none."""
+        """Number of tokens of the longest span that this kernel computes; 0 if it computes no span."""
         separate_spans = {
             span.span_index
             for spans, min_tokens in (
@@ -172,7 +172,8 @@ def build_attention_metadata(
 
 
 def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:
-    """Return the span indices of each group: decoding spans of similar context length, or prompts of the same shape."""
+    """Divide the spans into groups: decoding spans of similar context length, or prompts of the same shape. Return the
+    span indices of each group."""
     max_keys = GATHER_BYTES // (cache.shape[3] * cache.shape[4] * cache.element_size())
     prompts: dict[tuple[int, int], list[int]] = {}
     decodes: list[tuple[int, int]] = []
@@ -231,8 +232,8 @@ def _build_group(
 
 
 def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
-    """Return whether `paged_attention` may read a sequence's last block beyond its context. The unused part of a block
-    must then be finite.
+    """Return whether `paged_attention` may read a sequence's last block beyond its context. In this case the values in
+    the unused part of a block must be finite.
 
     Args:
         cache: see `paged_attention`.
@@ -348,7 +349,7 @@ def _paged_attention_gathered(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Gather each group's blocks, then run one batched attention per group: no per-token Python."""
+    """For each group, gather the blocks and run one batched attention, without Python code per token."""
     out = torch.empty_like(queries)
     for group in batch.groups:
         effective_window = window if window is not None and window < group.num_keys else None
@@ -412,8 +413,8 @@ def _unfused_attention(
 
 
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
-    """Return whether one GEMM over all heads is faster than torch's fused attention, although its operand is mostly
-    zeros.
+    """Return whether one GEMM over all heads, although its operand is mostly zeros, is faster than torch's fused
+    attention.
 
     On a CPU, each bf16 GEMM of fused attention contains only one KV head's queries. A single GEMM is faster if there
     are enough keys and, in addition, few heads or only one query head per KV head.
@@ -426,10 +427,10 @@ def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
 def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute the scores of all heads as one GEMM per sequence: each query is zero outside the columns of its KV head.
 
-    The GEMM rounds scores to bf16. It therefore runs twice. The second time, the row's maximum is subtracted before
-    rounding: scores that matter to the softmax are then near zero, with the accuracy of fused attention. It takes 0.5
-    ms instead of 1.0 ms for 64 sequences of 128 tokens, with bf16, 9 heads on 3 KV heads, one Zen 5 core, and without
-    the gather.
+    The GEMM rounds scores to bf16. It therefore runs twice. In the second run, the row's maximum is subtracted before
+    rounding. Scores that matter to the softmax are then near zero and as accurate as in fused attention. For 64
+    sequences of 128 tokens, this takes 0.5 ms instead of 1.0 ms. Both times exclude the gather (bf16, 9 heads on 3 KV
+    heads, one Zen 5 core).
     """
     num_spans, num_kv_heads, _, head_dim = keys.shape
     heads = q.view(num_spans, num_kv_heads, -1, head_dim)
@@ -446,8 +447,8 @@ def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, s
 
 
 def _gather_kv(cache: Tensor, group: AttentionGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a group without the skipped keys, in `dtype`, each [num_spans, num_kv_heads,
-    num_keys, head_dim], strided.
+    """Return the keys and the values of a group in `dtype`, without the skipped keys. Both are strided, [num_spans,
+    num_kv_heads, num_keys, head_dim].
     """
     block_size, num_kv_heads, size = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks

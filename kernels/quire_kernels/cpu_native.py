@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
-"""Seconds for which an unused build is kept, so that a return to an older version needs no new build."""
+"""Seconds for which an unused build is kept, so that the library need not be built again after a return to an older
+version."""
 _COMPILER_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 _MAX_INT8_ROW = row_size(256, torch.int8)
 
@@ -98,8 +99,8 @@ def supports_cache(cache: Tensor) -> bool:
 
 
 def has_fast_gemm() -> bool:
-    """Return whether the compiled GEMM is the fastest GEMM on this processor. With AMX, oneDNN is several times
-    faster."""
+    """Return whether the compiled GEMM is the fastest GEMM on this processor. If the processor has AMX, oneDNN is
+    several times faster."""
     return "amx_bf16" not in _cpu_flags()
 
 
@@ -111,7 +112,7 @@ def get_library() -> ctypes.CDLL:
 
 
 def supported_instructions() -> InstructionSet | None:
-    """Return the fastest instruction set of a build that this processor supports; None if there is none."""
+    """Return the fastest instruction set that has a build and that this processor supports; None if there is none."""
     return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
 
 
@@ -142,7 +143,7 @@ def build(instructions: InstructionSet) -> Path:
 
 
 def _remove_stale_builds(library: Path) -> None:
-    """Remove builds of other versions that are no longer loaded, and temporary folders of killed builds."""
+    """Remove builds of other versions that have not been loaded for a month, and temporary folders of killed builds."""
     oldest = time.time() - _BUILD_RETENTION_S
     for path in library.parent.glob("native-*"):
         with suppress(OSError):

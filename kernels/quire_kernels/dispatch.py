@@ -3,7 +3,7 @@
 
 The reference is plain torch, written for reading, and defines the result: tests compare every implementation with it.
 The dispatcher tries the implementations of a device type in the order of registration and takes the first whose library
-can be imported. A kernel of another library therefore needs one more registration and no change of callers.
+can be imported. So a kernel of another library can be added by one more registration, and callers do not change.
 
 QUIRE_KERNELS overrides the choice, to compare implementations and to isolate a fault. `QUIRE_KERNELS=torch` selects
 the torch implementation for every operation that has one. `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference`
@@ -38,15 +38,15 @@ _FORMER_OPS = {
     "rotate_and_write": "rope_and_cache",
     "route": "route_tokens",
 }
-"""Maps the name that an operation had before 0.2 to its new name. QUIRE_FORMS, the old name of QUIRE_KERNELS, accepts
-both."""
+"""Maps the names of operations before version 0.2 to their new names. QUIRE_FORMS, the old name of QUIRE_KERNELS,
+accepts both names."""
 
 
 class Op(Generic[P, R]):
     """A callable operation. The device of its first argument, a tensor, selects the implementation."""
 
     def __init__(self, reference: Callable[Concatenate[Tensor, P], R], name: str | None = None) -> None:
-        """`name` is the operation's name; None: the name of the reference."""
+        """`name` is the name of the operation; if None, it has the name of the reference."""
         self.reference = reference
         self.name = name or reference.__name__
         self.dispatch_table: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
@@ -70,7 +70,7 @@ class Op(Generic[P, R]):
         return decorator
 
     def register_lazy(self, device_type: str, name: str, module: str) -> None:
-        """Register the function `module`.`self.name`, which is imported at first use: Triton or another library is
+        """Register the function `module`.`self.name`, which is imported at first use. So Triton, for example, is
         required only on machines where the implementation runs.
         """
 
@@ -107,8 +107,8 @@ class Op(Generic[P, R]):
 
     @property
     def override(self) -> str | None:
-        """Implementation that QUIRE_KERNELS selects for this operation or for all operations; None if the dispatcher
-        selects it.
+        """Name of the implementation that QUIRE_KERNELS selects for this operation or for all operations; None if the
+        dispatcher selects it.
         """
         return overrides().get(self.name) or overrides().get("")
 
@@ -174,5 +174,5 @@ def validate_overrides(operations: Iterable[Op[Any, Any]], device_type: str) -> 
 
 
 def collect_ops(namespace: dict[str, Any]) -> list[Op[Any, Any]]:
-    """Return the operations among a module's names."""
+    """Return the operations among the objects in a module's namespace."""
     return [value for value in namespace.values() if isinstance(value, Op)]

@@ -23,7 +23,7 @@ from quire_kernels.quantized_linear import (
 )
 
 CHUNK_ROWS = 4096
-"""Number of (token, expert) pairs that the compiled kernel computes at a time, which limits its memory."""
+"""Number of (token, expert) pairs that the compiled kernel computes at a time; this limits the memory that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SwiGLU:
 
 
 ExpertActivation: TypeAlias = str | SwiGLU
-"""SwiGLU, or a name for `get_gated_op`; with a name, all gate features precede the up features."""
+"""SwiGLU, or a name that `get_gated_op` accepts. For a name, all gate features precede the up features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class ExpertWeights:
     """Weights of all experts of a layer."""
 
     gate_up: LinearWeight
-    """[num_experts, 2 * intermediate_size, hidden_size], or packed by `pack_experts`. Quantized: [num_experts * 2 *
-    intermediate_size, hidden_size]."""
+    """[num_experts, 2 * intermediate_size, hidden_size], or packed by `pack_experts`. A quantized weight has the shape
+    [num_experts * 2 * intermediate_size, hidden_size]."""
     down: LinearWeight
-    """[num_experts, hidden_size, intermediate_size], or packed. Quantized, if `gate_up` is: [num_experts * hidden_size,
-    intermediate_size]."""
+    """[num_experts, hidden_size, intermediate_size], or packed. If `gate_up` is quantized, this weight is quantized
+    too, with the shape [num_experts * hidden_size, intermediate_size]."""
     gate_up_bias: Tensor | None
     """[num_experts, 2 * intermediate_size]."""
     down_bias: Tensor | None
@@ -84,7 +84,7 @@ class ExpertWeights:
 
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
-        """The activation as a function of gate and up, [num_rows, 2 * intermediate_size]."""
+        """The activation as a function of one tensor that contains gate and up, [num_rows, 2 * intermediate_size]."""
         return get_gated_op(self.activation) if isinstance(self.activation, str) else self.activation
 
     @property
@@ -121,7 +121,7 @@ def fused_experts(
         x: [num_tokens, hidden_size].
         ids: [num_tokens, top_k] int64, different experts in each row.
         weights: [num_tokens, top_k] float32.
-        experts: dtype of x, or quantized.
+        experts: weights in the dtype of x, or quantized weights.
         residual: [num_tokens, hidden_size], contiguous, dtype of x; updated in place and returned.
 
     Returns:
@@ -249,8 +249,8 @@ def quantize_experts(experts: ExpertWeights, quantization: str, arena: HugePageA
 def has_experts_kernel(
     hidden_size: int, intermediate_size: int, activation: ExpertActivation, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether `fused_experts` has a kernel for quantized weights of these sizes on this device. On a CPU, an
-    expert must consist of whole panels."""
+    """Return whether `fused_experts` has a kernel for quantized weights of these sizes on this device. On a CPU, the
+    weights of an expert must consist of whole panels."""
     if device.type != "cpu" or not has_quantized_kernel(dtype, device):
         return has_quantized_kernel(dtype, device)
     has_shapes = has_kernel_for_shape(2 * intermediate_size, hidden_size) and has_kernel_for_shape(

@@ -20,7 +20,7 @@ from quire_kernels.lora_slots import ModuleSlots
 from quire_kernels.quantized_linear import PANEL_COLUMNS, QuantizedWeight
 
 CHUNK_ROWS = 240
-"""Number of rows that a layer computes together: kBlockRows of csrc/tile.h."""
+"""Number of rows that a layer computes at a time, equal to kBlockRows of csrc/tile.h."""
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -34,7 +34,7 @@ class LinearWeights:
     bias: Tensor | None
     adapters: ModuleSlots | None
     input_order: Tensor | None = None
-    """See `Linear`; None: the inputs are in the order of the checkpoint."""
+    """See `Linear`; None if the inputs are in the order of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LayerWeights:
     """[hidden_size]."""
     qkv: LinearWeights
     query_norm: Tensor | None
-    """[head_dim], see `qk_norm`; None, in this field and in `key_norm`: queries and keys are not normalised."""
+    """[head_dim], see `qk_norm`. If this field and `key_norm` are None, queries and keys are not normalised."""
     key_norm: Tensor | None
     output: LinearWeights
     mlp_norm: Tensor
@@ -129,7 +129,7 @@ class _Step(ctypes.Structure):
 
 
 class FusedDecoder:
-    """Layers of the same shape in one callable; built by `build_fused_decoder`."""
+    """A callable that computes layers of the same shape; built by `build_fused_decoder`."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> None:
         self._layers = tuple(layers)  # keeps the tensors alive that the C structs point to
@@ -167,7 +167,7 @@ class FusedDecoder:
             caches: one per layer, see `write_kv`.
             addresses: see `write_kv`.
             attention: see `paged_attention`.
-            adapters: None: no token has an adapter.
+            adapters: adapters of the tokens; None if no token has an adapter.
 
         Returns:
             hidden.

@@ -24,8 +24,8 @@ BUFFER_BYTES = 16 << 20
 """Bytes of a pinned buffer; each thread has two."""
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
-"""Function with two arguments, a tensor and a function that returns a tensor. It copies the returned tensor to the first
-argument, at once or later. The two tensors can differ only in their dtypes."""
+"""Function with two arguments, a tensor and a function that returns a tensor. It copies the returned tensor to the
+first argument, at once or later. The two tensors can differ only in their dtypes."""
 
 
 class _CopyStream:

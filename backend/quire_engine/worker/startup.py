@@ -37,11 +37,11 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
 _CPU_MEASURED_TOKENS = 128
-"""Number of prompt tokens whose step measures the speed of a CPU for the swap policy; on a GPU, the largest step
-measures it."""
+"""Number of prompt tokens of the step that measures the speed of a CPU for the swap policy. On a GPU, the largest step
+is used for this."""
 
 RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
-"""Function that runs the model and the sampler for one step over a KV cache, without CUDA graphs."""
+"""Function that runs one step without CUDA graphs: the model, with this KV cache, and then the sampler."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RunnerStartup:
     ) -> None:
         """Prepare the startup of `model`, whose parameters `factory` has allocated; `lora_bytes` is the size of all
         adapter slots. `run_step` is also called from the thread that compiles kernels. Rank 0 can have a `drafter`,
-        whose KV cache has the same number of blocks. Then no step of any rank runs as a CUDA graph.
+        whose KV cache has the same number of blocks. With a drafter, no step of any rank runs as a CUDA graph.
         """
         self._drafter = drafter
         self._config = config
@@ -140,7 +140,7 @@ class RunnerStartup:
         return RunnerMemory(kv_cache, graphs, host_swap, swap_costs, measured)
 
     def run_dummy_steps(self, steps: Iterable[list[ScheduledSpan]]) -> None:
-        """Run steps of dummy sequences, each after a block copy of the maximum size."""
+        """Run steps of dummy sequences; before each step, blocks are copied with the largest temporary buffer."""
         kv_cache = self._create_cache(1)
         copies = [BlockCopy(BlockId(0), BlockId(0))] * kv_cache.max_blocks_per_copy
         for spans in steps:
@@ -190,12 +190,13 @@ class RunnerStartup:
 
     def _measure_graph_memory(self) -> int:
         """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these
-        bytes. So the memory of graphs is measured with steps that are not captured, on a cache of one block."""
+        bytes. So the memory of graphs is measured before, with steps that are not captured and a KV cache of one
+        block."""
         graphs = self._build_graphs(self._create_cache(1))
         return 0 if graphs is None else graphs.measure_memory()
 
     def _build_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
-        """Return graphs over `kv_cache` that are not captured yet; None if this device captures none."""
+        """Return the graphs for `kv_cache`, not captured yet; None if this device captures no graphs."""
         if self._capture is None:
             return None
         return CudaGraphRunner(self._model, kv_cache, self._config, self._max_model_len, self._capture)
@@ -222,7 +223,7 @@ class RunnerStartup:
         """Compile kernels by small dummy steps in a thread, while the body of the context loads the weights.
 
         Loading leaves one CPU core free. The steps run on zeros and on weights already loaded, so all values stay
-        finite. Tensor-parallel ranks compile after loading, because they are connected only then.
+        finite. Tensor-parallel ranks compile after loading, because they are not connected before that.
         """
         for _, target in self._model.tensors():
             unsharded(target).tensor.zero_()
@@ -241,5 +242,5 @@ class RunnerStartup:
 
 
 def _compiles_kernels(device: torch.device) -> bool:
-    """Return whether kernels are compiled when they first run."""
+    """Return whether a kernel is compiled when it runs for the first time."""
     return device.type == "cuda"

@@ -21,7 +21,8 @@ _SAMPLING_VARIANTS = (
     SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
 )
 _PROMPT_TOKENS = 64
-"""Tokens of a dummy prompt: so many that the attention kernel does not treat the prompt as a decoding sequence."""
+"""Number of tokens of a dummy prompt, large enough that the attention kernel does not treat it as a decoding
+sequence."""
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
@@ -30,7 +31,8 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
 
     The first step has `max_num_seqs` sequences: prompts, and one sequence that decodes at the end of the longest
     context, so that all block tables are as wide as possible. All sequences use every sampling parameter, and the
-    prompts need log probabilities of all their tokens. With LoRA enabled, the sequences use slots, which are empty.
+    prompts need log probabilities of all their tokens. If LoRA is enabled, the sequences use adapter slots, which are
+    empty.
     """
     max_length = max(max_model_len - 1, 1)
     # On ranks other than 0, the sampler runs on logits of the rank's own vocabulary shard.
@@ -86,7 +88,7 @@ def dummy_span(
 
 
 def set_block_tables(spans: list[ScheduledSpan], block_size: int, num_groups: int) -> None:
-    """Give the sequences of dummy spans block tables for `num_groups` groups of layers, see KVLayout."""
+    """Set the block tables of the sequences of dummy spans, for `num_groups` groups of layers (see KVLayout)."""
     for span in spans:
         span.sequence.block_table = [BlockId(0)] * (-(-span.end // block_size) * num_groups)
 
@@ -106,8 +108,7 @@ def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
 
 
 def _with_all_masks(span: ScheduledSpan, vocab_size: int) -> ScheduledSpan:
-    """Forbid the largest number of tokens that the limits allow. Each bad word has two entries: with and without a
-    leading space."""
+    """Forbid as many tokens as the limits allow. Each bad word has two entries: with and without a leading space."""
     span.sequence.suppressed_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
     span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
     return span

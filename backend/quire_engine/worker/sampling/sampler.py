@@ -51,11 +51,11 @@ class SampledTokens:
     token_ids: Tensor
     """[num_rows] int64."""
     logprob_chunks: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
-    """Log probabilities and the rows that they belong to; only for rows whose requests set `logprobs`."""
+    """Rows whose requests set `logprobs`, and the log probabilities of these rows."""
 
     @property
     def logprob_tensors(self) -> list[Tensor]:
-        """All tensors of the log probabilities, in the order that `to_outputs` expects."""
+        """All tensors that contain the log probabilities, in the order that `to_outputs` expects."""
         return [tensor for _, logprobs in self.logprob_chunks for tensor in logprobs.tensors]
 
     def to_outputs(self, host_tensors: abc.Sequence[Tensor]) -> list[SpanOutput]:
@@ -70,7 +70,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Samples tokens. Keeps the tensors of the last batch, and the token counts of penalized sequences."""
+    """Samples tokens. The sampler keeps the tensors of the last batch, and the token counts of penalized sequences."""
 
     def __init__(self, max_rows: int) -> None:
         """`max_rows` is the largest number of rows of a step."""
@@ -107,8 +107,8 @@ class Sampler:
         return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
     def token_counts(self, logits: Tensor) -> TokenCounts:
-        """Return the token counts of penalized sequences; `logits` [any, vocab_size] determine the vocabulary size and
-        the device."""
+        """Return the token counts of penalized sequences; `logits` [any, vocab_size] determines their vocabulary size
+        and device."""
         if self._token_counts is None:
             self._token_counts = TokenCounts(self._max_rows, logits.shape[1], logits.device)
         return self._token_counts
@@ -116,7 +116,7 @@ class Sampler:
     def _sample_chunks(
         self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
-        """Sample chunk by chunk; yield the rows of a chunk, its tensors and its token ids."""
+        """Sample chunk by chunk; for each chunk, yield its rows, its tensors and the sampled token ids."""
         # Chunks improve only the use of a CPU's caches.
         on_cpu = logits.device.type == "cpu"
         chunk_size = max(1, CPU_CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
@@ -164,7 +164,7 @@ class SamplingTensors:
         self.logprobs: dict[int, RequestedLogprobs] = {
             i: p.logprob_token_ids or p.logprobs for i, p in enumerate(params) if p.logprobs is not None
         }
-        """The requested log probabilities, by row; only rows that return log probabilities."""
+        """Which log probabilities the request of a row asks for, by row; other rows are not included."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
@@ -194,7 +194,8 @@ class SamplingTensors:
         return token_ids
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> dict[int, list[list[Logprob]]]:
-        """Return the log probabilities of the unprocessed logits by row, for rows whose requests ask for them."""
+        """Return, by row, the log probabilities of the unprocessed logits, for rows whose requests ask for log
+        probabilities."""
         if not self.logprobs:
             return {}
         index = to_device_async(list(self.logprobs), self._device)

@@ -20,7 +20,7 @@ from quire_kernels import to_device_async
 
 
 class PostponedSampling:
-    """The sampling of a started step, which waits for the tokens of the previous step."""
+    """The sampling of a started step that was postponed until the tokens of the previous step are known."""
 
     def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
         """`start` queues the sampling and returns a function that waits for its outputs."""
@@ -44,7 +44,8 @@ class SpanSampler:
     """Samples the spans of steps."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, future_tokens: FutureTokens) -> None:
-        """`max_num_seqs`: maximum sequences of a step. Async steps store their tokens in `future_tokens`."""
+        """`max_num_seqs` is the maximum number of sequences of a step. Async steps store their tokens in
+        `future_tokens`."""
         self.grammar_bitmask = GrammarBitmask(vocab_size, device)
         self._sampler = Sampler(max_num_seqs)
         self._beam_candidates = BeamCandidates(self._sampler)
@@ -91,9 +92,10 @@ class SpanSampler:
     def sample_async(
         self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
     ) -> Callable[[], list[SpanOutput]]:
-        """Sample the spans at `sampling_indices`, one row of `logits` each. Return a function that waits for outputs.
+        """Sample the spans at `sampling_indices`, each of which has one row of `logits`. Return a function that waits
+        for the outputs.
 
-        With a grammar, sampling is postponed until `run_postponed`.
+        If a span has a grammar, sampling is postponed until `run_postponed` is called.
         """
         rows = [SamplingRow(spans[i].sequence, spans[i].end) for i in sampling_indices]
         if any(spans[i].sequence.grammar is not None for i in sampling_indices):
