@@ -11,8 +11,8 @@ worker that has only a part of a (span, KV head) pair writes a partial result. A
 the start and at the end of its share. `_combine` merges the partial results of a pair. There are no atomics: the result
 of a batch is deterministic.
 
-Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries. The last queries come
-first, because they have the most keys. Only key tiles on the diagonal are masked.
+Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries. The tiles of the last
+queries are processed first, because these have the most keys. Only key tiles on the diagonal are masked.
 
 Short and long spans have separate kernels, because a kernel with two branches takes the registers and the shared memory
 of the larger one. One program of the kernel for long spans fills a multiprocessor. So a common kernel would have only
@@ -40,15 +40,16 @@ from quire_kernels.gpu.pdl import supports_pdl
 logger = logging.getLogger(__name__)
 
 WORKERS_PER_SM = 3
-"""Workers per multiprocessor: while one worker starts a pair, the other workers read. The shared memory is enough for
-three workers of 73 KB, with heads of 128 in bfloat16 (compiled for sm_90).
+"""Planned workers per multiprocessor: while one worker starts a pair, the other workers read. The shared memory is
+enough for three workers of 73 KB, with heads of 128 in bfloat16 (compiled for sm_90).
 """
 _checked_kernels: set[str] = set()
 """Hashes of the compiled kernels whose occupancy has been checked."""
 _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
-"""Workers per multiprocessor by device, head size and element size, if fewer workers fit than planned."""
+"""Workers that fit on a multiprocessor if these are fewer than planned, by device, head size and element size."""
 MIN_SHARE = 2
-"""Minimum key tiles of a worker's share, because a partial result must be written, read and merged."""
+"""Minimum number of key tiles in a worker's share. Smaller shares would not pay for writing, reading and merging a
+partial result."""
 NUM_INTERPRETED_WORKERS = 5
 _NO_LENGTH = (1 << 31) - 1
 """A length that is greater than the length of any span."""
@@ -69,8 +70,8 @@ class AttentionTiles:
     """Stages of the compiler's pipeline. The number is odd, because reading addresses from the block table takes the
     same number of stages as reading keys and values. With 3 stages, a tile is requested at the end of an iteration, and
     the start of the next iteration waits for it. With 5 stages, the request has the time of one iteration; 4 stages
-    behave like 3. Shared memory contains one or two tiles for short spans. For long spans, it contains one more, which
-    wgmma still reads (compiled for sm_90).
+    behave like 3. Shared memory contains one or two tiles for short spans. For long spans, it contains one tile more,
+    which wgmma still reads (compiled for sm_90).
     """
     max_registers: int | None = None
     """Maximum registers per thread; None: the compiler decides."""
@@ -135,9 +136,7 @@ def _attend_short_spans(
     rows: int,
     num_rows: int,
 ) -> None:
-    """Launch `_split_kv_decode` and `_combine`; a tile has `rows` rows, of which at most the first `num_rows` are in
-    use.
-    """
+    """Launch `_split_kv_decode` and `_combine`. A tile has `rows` rows; at most the first `num_rows` are in use."""
     queries, _, out, query_starts, _, _, work, num_spans = arguments[:8]
     head_dim, element_size = sizes["HEAD_DIM"], queries.element_size()
     workers = num_workers(queries.device, head_dim, element_size)
@@ -173,7 +172,8 @@ def _attend_short_spans(
 
 @functools.cache
 def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> AttentionTiles:
-    """Return tile sizes that fit into a multiprocessor's shared memory: keys and values of each stage, and queries."""
+    """Return tile sizes for which the shared memory of a multiprocessor is enough for the queries, and for the keys and
+    values of each stage."""
     is_wide, is_float32 = next_power_of_2(head_dim) > 128, element_size > 2
     short_keys = 32 if is_wide or is_float32 else 64
     rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
@@ -200,8 +200,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 
 
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
-    """Return the number of workers for short spans: the number that fits if this was measured, otherwise the planned
-    number."""
+    """Return the number of workers for short spans: the measured number that fits, or, if it was not measured, the
+    planned number."""
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
     return _measured_workers_per_sm.get((device, head_dim, element_size), WORKERS_PER_SM) * _num_sms(device)
@@ -215,8 +215,9 @@ def _num_sms(device: torch.device) -> int:
 def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_size: int) -> None:
     """Reduce the number of workers of later launches to the number that a compiled kernel can run at the same time.
 
-    Shares are equal, so workers that wait for a multiprocessor would double the time. Registers and shared memory
-    depend on the compiler's version. The warm-up launches each kernel, so the check costs later launches one look-up.
+    All shares are equal, so the time would double if some workers had to wait for a multiprocessor. Registers and
+    shared memory depend on the compiler's version. The warm-up launches each kernel, so the check costs later launches
+    one look-up.
     """
     _checked_kernels.add(kernel.hash)
     found = max(programs_per_sm(kernel, device), 1)
@@ -235,7 +236,8 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
     """Return where the work of each span begins, [2, num_spans + 1] int32: in key tiles for short spans, in query tiles
-    for long spans. The first layer of a step computes it on the device, because the lengths may be known only there."""
+    for long spans. The first layer of a step computes this plan on the device, because the lengths may be known only
+    there."""
     separate_from = batch.separate_prefill_min_tokens, batch.separate_chunk_min_tokens
     key = window, max_short, short_keys, long_tokens, separate_from
     work = batch.work_plans.get(key)
@@ -316,7 +318,7 @@ def _span_of(starts, num_spans, value):
 
 @triton.jit
 def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
-    """Return the key tiles per worker."""
+    """Return the number of key tiles per worker."""
     return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
 
 
@@ -465,8 +467,8 @@ def _accumulate(
     TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add key tiles [first, last) to an online softmax. `acc` is the sum of values weighted by 2^(score - most), and
-    `weight` is the sum of the weights; scores and their maximum `most` are base-2 logarithms."""
+    """Add key tiles [first, last) to an online softmax. `acc` is the sum of values weighted by 2^(score - row_max), and
+    `row_sum` is the sum of the weights. Scores and their maximum `row_max` are base-2 logarithms."""
     dims = tl.arange(0, DIM)
     # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one float32 product and
     # use the tensor cores. "ieee" uses no tensor cores, spills kilobytes of registers, and takes a minute to compile.
@@ -528,8 +530,8 @@ def _combine(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge one row of a (span, KV head) pair: the pair that is cut first between workers `program_id(0) - 1` and
-    `program_id(0)`."""
+    """Merge one row of the (span, KV head) pair that workers `program_id(0) - 1` and `program_id(0)` share, if these
+    are the first two workers of the pair."""
     worker = tl.program_id(0)
     row = tl.program_id(1)
     total = tl.load(work + num_spans) * NUM_KV_HEADS

@@ -23,7 +23,8 @@ from quire_kernels.dispatch import Op, collect_ops
 from quire_kernels.gpu import attention, kernel_cache, lora
 
 _NUM_SMS = 132
-"""Multiprocessors of an H100 SXM or an H200. The number of attention workers, a constant of kernels, depends on it."""
+"""Number of multiprocessors of an H100 SXM or an H200. The number of attention workers, a constant of kernels, depends
+on it."""
 
 
 class _CompileOnlyDriver:
@@ -48,8 +49,8 @@ def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] =
     """While the context is active, each launch in any thread compiles its kernel for `capability` instead of running
     it.
 
-    `on_kernel` gets the compiled kernel of each launch. Use a separate process for it: Triton's driver is not restored
-    afterwards, because a machine without a GPU has no driver.
+    `on_kernel` gets the compiled kernel of each launch. Use this context in a separate process: Triton's driver is not
+    restored afterwards, because a machine without a GPU has no driver.
     """
     run, workers, supports_pdl = JITFunction.run, attention.num_workers, attention.supports_pdl
 
@@ -73,7 +74,8 @@ def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] =
 
 
 def fill_cache(call_kernels: Callable[[], None], capability: tuple[int, int], folder: Path) -> set[str]:
-    """Compile all kernels that `call_kernels` launches into a folder, write its key, and return their hashes."""
+    """Compile all kernels that `call_kernels` launches into a folder, write the key of the folder, and return the
+    hashes of the kernels."""
     folder.mkdir(parents=True, exist_ok=True)
     knobs.cache.dir = str(folder.absolute())
     hashes: set[str] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a mixed batch with long chunks in cuDNN, which reads keys and values from the KV blocks.
+"""Attention of a mixed batch: cuDNN computes long chunks, and reads their keys and values from the KV blocks.
 
 A chunk continues its sequence: its tokens attend to a context that earlier steps wrote, which PyTorch's fused attention
 cannot read in place. The package nvidia-cudnn-frontend describes such attention to cuDNN 9.7 or later as a graph, and
@@ -26,7 +26,7 @@ MIN_CUDNN_VERSION = 90700
 _QUERIES, _KEYS, _VALUES, _OUT, _KEY_PAGES, _VALUE_PAGES, _OFFSETS, _QUERY_LENGTH, _KEY_LENGTH = range(1, 10)
 """Names of the tensors in a graph."""
 _ALIGNMENT = 4
-"""Each part of a chunk's integers begins at a multiple of 16 bytes."""
+"""Each part of the int32 numbers of a chunk begins at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ChunkShape:
 
 
 class ChunkPlans:
-    """cuDNN's plans of one device for one KV cache."""
+    """The plans that cuDNN has for one device and one KV cache."""
 
     def __init__(self, cudnn: Any, table_width: int, handle: Any, **graph_options: Any) -> None:
         """`handle` is cuDNN's handle. `graph_options` are passed to each graph."""
@@ -186,7 +186,7 @@ def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, ma
     dropped.
 
     Args:
-        cache: one layer's cache; see attention.paged_attention. Block 0 is read.
+        cache: one layer's cache; see attention.paged_attention. The rehearsal reads block 0.
         num_heads: number of query heads.
         scale: factor of the scores.
         dtype: dtype of the queries.
@@ -236,8 +236,8 @@ def _import_cudnn() -> Any:
 
 
 def _get_numbers(batch: AttentionMetadata, chunk: PrefillSpan, shape: ChunkShape) -> Tensor:
-    """Return the offsets of rows, the lengths of queries and keys, and the pages, all as int32. A step's first layer
-    computes them."""
+    """Return the offsets of rows, the lengths of queries and keys, and the pages, all as int32. The first layer of a
+    step computes these numbers."""
     key = "cudnn", chunk, shape.table_width
     numbers = batch.work_plans.get(key)
     if numbers is None:

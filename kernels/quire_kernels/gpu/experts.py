@@ -32,7 +32,7 @@ _MANY_ROWS = 64
 """Rows of a tile if experts have many tokens: weights are read once for all rows of a tile."""
 _COLUMNS = 64
 _INPUTS = 64
-"""Columns of a program, and inputs per iteration if weights are not quantized."""
+"""Number of columns of a program, and number of inputs per iteration if weights are not quantized."""
 
 
 def fused_experts(
@@ -89,8 +89,8 @@ def fused_experts(
 
 
 def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return the tensors of a weight that kernels read, and the constants with which the kernels are compiled for it.
-    CODES is empty if the weight is not quantized."""
+    """Return the tensors of a weight that the kernels read, and the constants with which they are compiled for this
+    weight. The constant CODES is empty if the weight is not quantized."""
     if isinstance(weight, QuantizedWeight):
         tensors, constants = arguments_of(weight)
         return tensors, constants | {"INPUTS": BYTES}

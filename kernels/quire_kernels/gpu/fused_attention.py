@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a mixed batch with long prompts in PyTorch's fused attention; other spans run in gpu/attention.py.
+"""Attention of a mixed batch: PyTorch's fused attention computes long prompts, and gpu/attention.py computes all other
+spans.
 
 On Hopper, PyTorch selects cuDNN, which uses the copy engine (TMA) and specialized warps; the Triton kernel uses
-neither. `prefill_attention.py` selects this implementation there; tests/bench/gpu.py measures both. Published figures
-for an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, 469 for the attention of Triton's tutorial, which
-resembles ours (https://github.com/meta-pytorch/tritonbench/issues/141).
+neither. `prefill_attention.py` selects this implementation on Hopper; tests/bench/gpu.py measures both implementations.
+Published figures for an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, and 469 for the attention of
+Triton's tutorial, which resembles ours (https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from quire_kernels.gpu.attention import paged_attention as triton_paged_attentio
 from quire_kernels.kv_cache_write import as_indexable
 
 MIN_TOKENS = 1024
-"""Minimum tokens of a prompt. A shorter prompt does not justify three more launches and copies of keys, values and
-output.
+"""Minimum tokens of a prompt. For a shorter prompt, three more launches and the copies of keys, values and output cost
+more than they gain.
 """
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """Backends in order of preference: the first one that supports the dtypes and shapes is used."""
@@ -38,9 +39,9 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    A long prompt's queries, keys, values and output are read and written once more than necessary. These are 340 MB for
-    8,192 tokens, 32 heads on 8 KV heads of 128 and bfloat16: 0.08 ms at 4.3 TB/s, compared with 0.95 ms of GEMM at 580
-    TFLOP/s.
+    The queries, keys, values and output of a long prompt are read and written once more than necessary. For 8,192
+    tokens, 32 heads on 8 KV heads of 128 and bfloat16, this moves 340 MB: 0.08 ms at 4.3 TB/s, compared with 0.95 ms of
+    GEMM at 580 TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
     is_unsupported = softcap is not None or sinks is not None or (window is not None and window < batch.max_query_len)
@@ -88,7 +89,8 @@ def _causal_sdpa(q: Tensor, keys: Tensor, values: Tensor, scale: float, backends
 def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, max_tokens: int) -> int:
     """Compute one prompt of each planned length up to `max_tokens` with the preferred backend, cuDNN.
 
-    Call it in the thread that runs the steps: PyTorch keeps cuDNN's plans for each thread.
+    Call this function in the thread that runs the steps, because PyTorch keeps cuDNN's plans separately for each
+    thread.
 
     Args:
         shape: query heads, KV heads, head size.

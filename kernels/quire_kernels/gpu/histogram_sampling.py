@@ -4,12 +4,12 @@
 A row of 128,256 logits has 32 programs, so few rows use the whole GPU. The thresholds of top-k and top-p are weights,
 float32 numbers from 0 to 1, whose 30 bits are found 10 at a time. A pass counts the tokens and adds their weights in
 1,024 bins. Top-k and top-p share their first histogram: each of them alone needs three passes, and both together need
-five. The bisection needs 13 passes for each.
+five. The bisection needs 13 passes for top-k and 13 for top-p.
 
 Weights are added as integers, in units of 2^-40. Sums of integers do not depend on the order of the atomic additions,
 so a row gives the same token each time.
 
-Used if QUIRE_KERNELS selects `sample=histogram`, because the cost of the atomic additions has not been measured.
+Used only if QUIRE_KERNELS selects `sample=histogram`, because the cost of the atomic additions has not been measured.
 """
 
 import torch
@@ -117,8 +117,8 @@ def _row_max(maxima, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _select_bin(values, others, base, other_base, target, BINS: tl.constexpr):
-    """Return the lowest bin above which `values` sum to less than `target`, and the sums of `values` and of `others`
-    above this bin. `base` and `other_base` are the sums above all bins."""
+    """Return the lowest bin above which `values` sum to less than `target`. Also return the sums of `values` and of
+    `others` above this bin. `base` and `other_base` are the sums of what lies above all bins."""
     bins = tl.arange(0, BINS)
     above = base + tl.sum(values, axis=0) - tl.cumsum(values, axis=0)
     selected = tl.min(tl.where(above.to(tl.float64) < target, bins, BINS - 1), axis=0)
@@ -137,8 +137,8 @@ def _filter(
     STAGE: tl.constexpr, CUTS: tl.constexpr, HISTOGRAMS: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select a bin of the previous histogram, then add the tokens of this part that are in the bin to the next
-    histogram. Instead, the last stage adds up the weights that are kept."""
+    """Select a bin of the previous histogram. Then add the tokens of this part that are in the bin to the next
+    histogram, or, in the last stage, add up the weights of the tokens that are kept."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)

@@ -19,7 +19,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SHIPPED_CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"
-"""Environment variable: the folder in the image."""
+"""Environment variable that contains the folder of the cache in the image."""
 _KEY_NAME = "key.json"
 _GROUP_PREFIX = "__grp__"
 """Prefix of the Triton files that contain the absolute paths of a kernel's other files."""
@@ -55,7 +55,7 @@ def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None
         cache: Triton's cache folder; None: the current one.
 
     Returns:
-        Number of entries that the cache did not have.
+        Number of entries that were copied because the cache lacked them.
     """
     value = os.environ.get(SHIPPED_CACHE_VARIABLE)
     if not value:

@@ -26,7 +26,7 @@ from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
 from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
 
 _MIN_RANKS = 16
-"""LoRA ranks per iteration for adapters of low rank: the minimum of a matrix instruction."""
+"""LoRA ranks per iteration for adapters of low rank: the minimum that a matrix instruction multiplies."""
 _MAX_RANKS = 64
 """LoRA ranks per iteration for adapters of higher rank, at most the maximum rank of the slots: inputs are read once for
 all these ranks.
@@ -50,7 +50,8 @@ class LoRATiles:
     because each program of the expand kernel reads all planes.
     """
     max_expand_programs: int = 1056
-    """Above this number of expand programs, a program processes several blocks of columns and reads its planes once."""
+    """Number of expand programs above which a program processes several blocks of columns, so that it reads its planes
+    once for all of them."""
     shrink_num_stages: int = 4
     """Stages of the compiler's pipeline: 3 tiles of x and A are loaded while one tile is multiplied."""
     expand_num_stages: int = 3
@@ -113,7 +114,8 @@ def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tens
 
 
 def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """Launch the shrink kernel. `early`: the next kernel may start early and calls `gdc_wait`."""
+    """Launch the shrink kernel. If `early`, the next kernel may start before this one has ended, and calls
+    `gdc_wait`."""
     in_features, routing = x.shape[1], _get_routing(batch)
     num_splits, _, num_slices, ld_planes = planes.shape
     assert x.stride(1) == 1 and num_slices <= 3
@@ -141,8 +143,8 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRA
 
 
 def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """Launch the expand kernel. `early`: the previous kernel in the stream is the shrink kernel of these planes and
-    may still run.
+    """Launch the expand kernel. If `early`, the previous kernel in the stream is the shrink kernel of these planes, and
+    it may still run.
     """
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)
@@ -150,7 +152,8 @@ def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, ba
 
 
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """See lora.add_lora_embedding. One launch, which reads a row of A for each token, and B once for each tile."""
+    """See lora.add_lora_embedding. This takes one launch, which reads a row of A for each token, and B once for each
+    tile."""
     assert out.stride(1) == 1
     _launch_expand(out, token_ids, 0, 0, 1, adapters, _get_routing(batch), is_embedding=True, early=False)
 
@@ -166,8 +169,8 @@ def _constants(adapters: ModuleSlots) -> dict[str, int]:
 
 
 def _inputs_per_program(in_features: int, num_programs: int) -> int:
-    """Return the number of input features per program of the shrink kernel; `num_programs` is the number of programs
-    without a split.
+    """Return the number of input features per program of the shrink kernel; `num_programs` is the number of programs if
+    inputs are not split.
     """
     num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
     return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing of tokens to adapters in two launches a step: count each slot's tokens, then write its tiles.
 
-A counting sort with one program per bucket: each program reads the slots of all tokens and selects the tokens of its
-slot, in order. There are no atomics, and the tiles are deterministic.
+This is a counting sort with one program per slot. Each program reads the slots of all tokens, and selects the tokens of
+its slot in order. There are no atomics, and the tiles are deterministic.
 """
 
 import triton
@@ -17,8 +17,8 @@ _SLOTS_PER_ROUND = 64
 
 
 def route_tokens(slots: Tensor, out: TokenRouting) -> None:
-    """See lora_routing.route_tokens. The program of each slot reads 16 bytes per token; after the first program, they
-    come from the L2 cache. For 32 slots and 8,192 tokens, these reads are 4 MB."""
+    """See lora_routing.route_tokens. The program of each slot reads 16 bytes per token; all programs except the first
+    read them from the L2 cache. For 32 slots and 8,192 tokens, these reads are 4 MB."""
     num_slots, num_tokens = len(out.slot_counts), len(slots)
     _count_tokens[(num_slots,)](slots, out.slot_counts, num_tokens, TOKENS=_TOKENS_PER_ROUND, num_warps=4)
     # One more program marks the unused tiles.

@@ -12,7 +12,7 @@ import torch
 _REGISTER_GRANULE = 256
 """Registers are allocated to a warp in multiples of this number."""
 _RESERVED_SHARED_BYTES = 1024
-"""Shared memory that the driver takes for each program."""
+"""Bytes of shared memory that the driver reserves for each program."""
 _SHARED_GRANULE = 128
 _MAX_PROGRAMS = 32
 

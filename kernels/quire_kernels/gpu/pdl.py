@@ -3,11 +3,11 @@
 
 The first kernel calls `gdc_launch_dependents`; the second kernel starts when all programs of the first one have called
 this function or ended. The second kernel runs a prologue that reads only data older than the first kernel, and then
-calls `gdc_wait`. This function returns when the first kernel has ended and its writes are visible. This hides the
-launch and the dependent loads of the prologue.
+calls `gdc_wait`. `gdc_wait` returns when the first kernel has ended and its writes are visible. So the launch and the
+dependent loads of the prologue overlap with the first kernel.
 
-A kernel that does not wait can end before the previous one, and a third kernel would then start too early. At least one
-program must call `gdc_wait` whenever the first kernel has any work.
+Without a call of `gdc_wait`, a kernel could end before the previous kernel, and a third kernel would start too early.
+So at least one program must call `gdc_wait` whenever the first kernel has any work.
 
 QUIRE_EARLY_LAUNCH=0 disables programmatic dependent launch, to compare results or to isolate a fault.
 

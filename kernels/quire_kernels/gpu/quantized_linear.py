@@ -3,10 +3,11 @@
 
 `_linear_codes` dequantizes a tile of the weight in registers and multiplies it with the tensor cores in the dtype of
 the activations. It reads in_features * out_features * bits / 8 bytes and the scales; up to about 64 tokens these reads
-determine the time. It is used for 4 bits and for integers of 8 bits. fp8 uses torch._scaled_mm, which multiplies in 8
-bits, if the device has instructions for it and torch accepts the shape.
+determine the time. `_linear_codes` is used for 4 bits and for integers of 8 bits. fp8 uses torch._scaled_mm, which
+multiplies in 8 bits, if the device has instructions for it and torch accepts the shape.
 
-The inputs of w8a8 are not quantized here: the result is nearer to the unquantized model than the reference's.
+The inputs of w8a8 are not quantized here, so the result is nearer to that of the unquantized model than the reference
+is.
 """
 
 from typing import Any
@@ -22,10 +23,10 @@ from quire_kernels.quantized_linear import QuantizedWeight, converts_fp8
 from quire_kernels.quantized_linear import quantized_linear as reference_op
 
 _SMALL_TOKENS = 16
-"""Up to this number of tokens, a program has 16 rows and few columns, so that there is one program for each
+"""Maximum number of tokens for which a program has 16 rows and few columns, so that there is one program for each
 multiprocessor."""
 BYTES = 64
-"""Bytes of a row of the weight per iteration."""
+"""Bytes of each row of the weight that an iteration reads."""
 _SCALED_MM_MULTIPLE = 16
 
 
@@ -52,8 +53,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, re
 
 
 def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return two results. First, the tensors that kernels read: codes, scales, and zero points or None. Second, the
-    constants of kernels: an iteration has GROUPS runs with one scale each."""
+    """Return the tensors that kernels read (codes, scales, and zero points or None) and the constants of the kernels.
+    An iteration has GROUPS runs of inputs with one scale each."""
     assert weight.scales is not None
     # The interpreter cannot load 8-bit floating point where a mask is false.
     values = weight.values.view(torch.uint8) if weight.scheme == "fp8" else weight.values
@@ -71,7 +72,7 @@ def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], di
 
 
 def _supports_scaled_mm(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether torch can multiply in 8 bits. Its operation for scales of rows returns only bfloat16."""
+    """Return whether torch can multiply in 8 bits. torch's operation with one scale per row returns only bfloat16."""
     out_features, in_features = weight.shape
     return (
         x.is_cuda
@@ -182,7 +183,8 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
     Args:
         codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3.
         part: for 4 bits, which half of each byte: 0 for the lower half, 1 for the upper half.
-        scale: [GROUPS, columns] float32, or uint8: exponents of 2 with a bias of 127 (E8M0). A group is a run of rows.
+        scale: [GROUPS, columns] float32, or uint8: exponents of 2 with a bias of 127 (E8M0). The rows of a group are
+            adjacent.
         zero: zero points of int4, [GROUPS, columns]; None: they are all 8.
     """
     if scale.dtype == tl.uint8:

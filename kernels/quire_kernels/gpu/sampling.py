@@ -36,7 +36,7 @@ def sample(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """See sampling.sample. Every row computes its most likely token in any case.
+    """See sampling.sample. The most likely token is computed for every row, whether it is greedy or not.
 
     Reads a greedy row once and other rows three times; top-k adds 13 passes, and top-p adds 13. Each of these passes
     narrows the range of the 30-bit threshold to a fifth.
@@ -126,7 +126,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """See sampling.uniform. The arithmetic is unsigned, has 64 bits and wraps around."""
+    """See sampling.uniform. The computation uses unsigned 64-bit numbers that wrap around."""
     golden = tl.full(seed.shape, 0x9E3779B97F4A7C15, tl.uint64)
     mixed = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64, bitcast=True) * golden)
     return (mixed >> 40).to(tl.float32) * (1.0 / 16777216.0)
@@ -173,8 +173,8 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 @triton.jit
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
     """Find the smallest weight that is at least `low` and for which all larger weights sum to less than `target`;
-    return its float32 bits. With COUNTS, the number of larger weights must be less than `target`. The result is a
-    token's weight or `low`."""
+    return its float32 bits. If COUNTS, not the sum but the number of larger weights must be less than `target`. The
+    result is a token's weight or `low`."""
     # The bits of 1.0, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:

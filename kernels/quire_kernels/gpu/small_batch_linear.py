@@ -5,8 +5,8 @@ With 1 to 8 tokens, reading the weights determines the time. A program reads all
 first weights before it waits for the previous kernel, so that the memory is busy while that kernel ends (programmatic
 dependent launch, see pdl.py). All programs wait before they read inputs or write outputs.
 
-The norm needs no pass of its own: x / rms * g is multiplied as x * g, and the sum of squares divides the result. Sums
-are computed in a fixed order, so a batch gives the same bits each time.
+The norm needs no separate pass: x * g is multiplied instead of x / rms * g, and the result is divided by rms. Sums are
+computed in a fixed order, so a batch gives the same bits each time.
 """
 
 import triton

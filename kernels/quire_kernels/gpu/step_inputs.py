@@ -11,8 +11,8 @@ from quire_kernels.step_inputs import SequenceState, StepInputs
 def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
     """See step_inputs.prepare_inputs.
 
-    Moves 16 bytes for each block of a context and for each token. There is one program per span, which is efficient
-    for decoding; a prompt of 2,048 tokens takes 16 iterations.
+    Moves 16 bytes for each block of a context and for each token. There is one program per span. This is efficient for
+    decoding; a prompt of 2,048 tokens takes 16 iterations.
     """
     width = out.block_tables.shape[1]
     assert width <= state.tables.shape[1]
