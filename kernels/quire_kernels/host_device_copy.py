@@ -12,8 +12,8 @@ _PORTABLE = 1
 
 
 def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
-    """Copy a host tensor or a sequence of numbers to `device`; the copy is queued after the work that is already queued
-    there.
+    """Queue a copy of a host tensor or of a sequence of numbers to `device`, after the work that is already queued on
+    the device.
 
     The source is pinned memory, because a copy from pageable memory blocks until all queued work is done;
     `torch.tensor(..., device=)` blocks as well. torch keeps the pinned memory until the copy has read it.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory in huge pages, for data that every step reads from end to end: weights and KV blocks.
 
-With 4 KiB pages a core looks up a page for every 64 cache lines. On a virtual machine this costs more than reading the
-lines. On two Zen 5 cores with a 135M Llama in bf16, the matrix products of one token take 5.4 ms instead of 7.2 ms, and
-the attention of 64 sequences takes 0.48 ms a layer instead of 0.59 ms. Huge pages are requested with madvise: if the
-system has none, small pages are used.
+With 4 KiB pages a core looks up a page for every 64 cache lines. On a virtual machine, these look-ups cost more than
+reading the cache lines. On two Zen 5 cores with a 135M Llama in bf16, the matrix products of one token take 5.4 ms
+instead of 7.2 ms, and the attention of 64 sequences takes 0.48 ms a layer instead of 0.59 ms. Huge pages are requested
+with madvise: if the system has none, small pages are used.
 """
 
 import ctypes

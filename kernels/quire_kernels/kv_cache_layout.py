@@ -2,7 +2,8 @@
 """Rows of the KV cache: how the key or the value of one token and KV head is stored.
 
 A row contains `head_dim` numbers in a float dtype, or int8 codes and behind them the float32 scale of the row. Because
-the scale is part of the row, every copy of a block also copies its scales. vLLM's name is `int8_per_token_head`.
+the scale is part of the row, every copy of a block also copies its scales. vLLM calls the int8
+layout `int8_per_token_head`.
 """
 
 import torch
@@ -25,7 +26,7 @@ def row_size(head_dim: int, dtype: torch.dtype) -> int:
 def quantize_rows(x: Tensor) -> Tensor:
     """Convert keys or values [..., head_dim] to int8 rows [..., head_dim + 4].
 
-    The largest number of a row has the code 127 or -127. A row with NaN or infinity becomes NaN.
+    The largest number of a row has the code 127 or -127. If a row contains NaN or infinity, all its numbers become NaN.
     """
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)

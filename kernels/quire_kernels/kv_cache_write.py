@@ -15,9 +15,9 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
     Args:
         keys: [num_tokens, num_kv_heads, head_dim], any float dtype.
         values: like keys.
-        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. The dtype
-            is that of the keys, or float8_e4m3fn; numbers are then clamped to the maximum 448 of this dtype, and NaN
-            stays NaN. On a CPU it can be int8, with rows of `kv_cache_layout`.
+        cache: [2, num_blocks, block_size, num_kv_heads, head_dim], keys at 0, values at 1; written in place. It has the
+            dtype of the keys, or float8_e4m3fn; in the latter case numbers are clamped to the maximum 448, and NaN
+            stays NaN. On a CPU, it can also be int8, with rows as in `kv_cache_layout`.
         addresses: [num_tokens] int64, block * block_size + offset, all different (vLLM's `slot_mapping`).
     """
     num_tokens = keys.shape[0]
@@ -41,7 +41,5 @@ def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_indexable(x: Tensor) -> Tensor:
-    """Return a view in a dtype that torch can index, because torch cannot gather or scatter 8-bit floats on every
-    device.
-    """
+    """Return a view of x in a dtype that torch can index; on some devices it cannot gather or scatter 8-bit floats."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

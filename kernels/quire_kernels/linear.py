@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tenso
 
 @linear.register("cuda")
 def _linear_cuda(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Let the GEMM accumulate into the residual stream, which saves a launch and 3 * num_tokens * out_features
+    """Let the GEMM add its result to the residual stream. This saves a launch and 3 * num_tokens * out_features
     elements of memory traffic.
     """
     if residual is None or bias is not None or isinstance(weight, QuantizedWeight):
@@ -116,14 +116,15 @@ def _embedding_cpu(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
-    """Return a weight [out_features, in_features] in the fastest layout for this processor; without such a layout, it
-    is unchanged. The result is valid only for `linear`, and for `embedding` if `supports_embedding` returns True.
+    """Return a weight [out_features, in_features] in the fastest layout for this processor, or unchanged if there is no
+    special layout. The result is valid only for `linear`, and for `embedding` if `supports_embedding` returns True.
     Panels are allocated from `arena`.
 
-    Compiled kernels use panels: [out_features / 32, in_features / 2, 32, 2]. On two Zen 5 cores, 576 x 3072 in bf16
-    with 64 tokens takes 0.51 ms, 95 % of the peak of vdpbf16ps. In oneDNN's layout, which is the next choice, it takes
-    0.61 ms. oneDNN reorders a plain weight in every call, which then takes 0.11 ms instead of 0.05 ms for 1 token.
-    torch.compile freezes weights with the same oneDNN operators, which have no public names.
+    Compiled kernels use panels: [out_features / 32, in_features / 2, 32, 2]. On two Zen 5 cores, a product of 64 tokens
+    with a bf16 weight of 576 x 3072 takes 0.51 ms, 95 % of the peak of vdpbf16ps. In oneDNN's layout, which is the
+    second choice, the product takes 0.61 ms. If the weight is not packed, oneDNN reorders it in every call, so a call
+    for 1 token takes 0.11 ms instead of 0.05 ms. The oneDNN operators used here have no public names; torch.compile
+    uses the same ones to freeze weights.
     """
     out_features, in_features = weight.shape
     if (
@@ -186,7 +187,7 @@ def _quantize_rows(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Ten
 
 
 def supports_embedding(packed: LinearWeight) -> TypeGuard[Tensor]:
-    """Return whether `embedding` reads this layout, so that a tied table is stored once."""
+    """Return whether `embedding` can read this layout, so that a tied embedding is stored only once."""
     return not isinstance(packed, QuantizedWeight) and not packed.is_mkldnn
 
 

@@ -5,8 +5,8 @@ For a linear of d inputs and D outputs, an adapter of LoRA rank r takes 2 r (d +
 reads r (d + D) elements, even if the adapter has few tokens. All linears of a 135M Llama have 9.8 MB of matrices at
 rank 16. 64 sequences on 16 adapters read 156 MB and take 0.62 GFLOP per step; the base model reads 269 MB and takes
 17.2 GFLOP. On two Zen 5 cores, 156 MB take 5.2 ms at the memory's 30 GB/s, and 0.62 GFLOP take 1.3 ms with vdpbf16ps at
-466 GFLOP/s. A step without adapters takes 58 ms. The cost is memory traffic, unless this traffic overlaps with the base
-GEMM: see csrc/lora.cpp.
+466 GFLOP/s. A step without adapters takes 58 ms. So memory traffic determines the cost, unless this traffic overlaps
+with the base GEMM (see csrc/lora.cpp).
 """
 
 import ctypes
@@ -51,16 +51,18 @@ class LoRABatch:
     segments: tuple[AdapterSegment, ...] = ()
     """Segments in ascending order, without overlap; empty if the slots are known only on the device."""
     active_slots: frozenset[int] | None = None
-    """Slots of the segments. None if the slots are known only on the device; every module must then be computed."""
+    """Slots of the segments. None if the slots are known only on the device; in this case every module must be
+    computed."""
     routing: TokenRouting | None = None
     """Tiles for CUDA kernels; None on other devices."""
     tiles: Tensor | None = None
-    """[num_tiles, 3] int64, for compiled CPU kernels: slot, first token, end of at most 8 tokens."""
+    """[num_tiles, 3] int64, for compiled CPU kernels: slot, first token and end of each tile, which has at most 8
+    tokens."""
     native: _Rows | None = None
     """C struct for compiled kernels, which points into `adapter_slots` and `tiles`."""
 
     def iter_slot_tokens(self) -> Iterator[tuple[int, slice | Tensor]]:
-        """Yield slots and their tokens. Synchronizes with the device if the slots are known only on the device."""
+        """Yield each slot with its tokens. Synchronizes with the device if the slots are known only there."""
         if self.active_slots is not None:
             yield from ((s.adapter_slot, slice(s.start, s.end)) for s in self.segments)
             return
@@ -92,8 +94,8 @@ def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoR
     """Build the batch from slots that are known only on the device, without synchronizing.
 
     Args:
-        adapter_slots: [num_tokens] int64, in any order; -1: none.
-        routing: output; see `route_tokens`.
+        adapter_slots: [num_tokens] int64, in any order; -1 for tokens without an adapter.
+        routing: receives the tiles; see `route_tokens`.
     """
     route_tokens(adapter_slots, routing)
     return LoRABatch(adapter_slots, routing=routing)
@@ -101,7 +103,8 @@ def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoR
 
 @Op
 def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """Add B (A x) of each token's adapter, for each slice of a merged linear; scales are folded into B.
+    """Add B (A x), with the matrices A and B of each token's adapter, for each slice of a merged linear. Scales are
+    folded into B.
 
     Args:
         out: [num_tokens, out_features of all slices], the base linear's output; written in place.
@@ -207,7 +210,7 @@ def _adapted_linear_native(
 
 @Op
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """Add B A[token] of each token's adapter to its row of the embedding.
+    """Add B A[token], with the matrices A and B of each token's adapter, to the token's row of the embedding.
 
     Args:
         out: [num_tokens, embedding_size], written in place.

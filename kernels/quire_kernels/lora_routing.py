@@ -15,8 +15,8 @@ from torch import Tensor
 from quire_kernels.dispatch import Op
 
 ROWS_PER_TILE = 16
-"""Maximum number of tokens in a tile, which has one adapter. A GPU's matrix instructions need at least this many
-rows."""
+"""Maximum number of tokens in a tile. All tokens of a tile have the same adapter. A GPU's matrix instructions need at
+least this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TokenRouting:
 
 
 def max_tiles(num_tokens: int, num_slots: int, rows_per_tile: int = ROWS_PER_TILE) -> int:
-    """Return the largest number of tiles of a step, in which each slot with tokens can have one tile with a single
+    """Return the largest number of tiles that a step can need: the last tile of each slot with tokens can have a single
     row."""
     return (num_tokens + (rows_per_tile - 1) * min(num_tokens, num_slots)) // rows_per_tile
 

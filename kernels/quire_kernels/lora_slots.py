@@ -2,8 +2,8 @@
 """Adapter slots: storage of the LoRA matrices on the device, one tensor with a row for each slot.
 
 An adapter is contiguous in its slot, and each matrix has its own LoRA rank. Loading a slot is therefore one copy, and
-nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive `ModuleSlots`, a
-module's view of slots and table.
+nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive `ModuleSlots`,
+which is the view of one module on the slots and the table.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire_kernels.lora import LoRABatch
 
 ALIGNMENT = 32
-"""Every matrix begins at a multiple of this many elements, which are a cache line of bfloat16."""
+"""Every matrix begins at a multiple of this number of elements: a cache line contains so many bfloat16 numbers."""
 PANEL_COLUMNS = 32
 """Columns of a panel of B in csrc/lora.cpp."""
 PINNED_BYTES = 4 << 20
@@ -46,7 +46,7 @@ class LoRATarget:
     """True if the inputs are token ids, so that a row of A is looked up for each token."""
 
     def num_elements(self, max_rank: int) -> int:
-        """Return the elements that an adapter of the largest LoRA rank needs for this module."""
+        """Return the number of elements that an adapter of the largest LoRA rank needs for this module."""
         rank = _round_up_to_even(max_rank)
         return sum(
             _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
@@ -59,14 +59,14 @@ class PackedAdapter:
     """An adapter on the host, in the layout of a slot."""
 
     chunks: tuple[Tensor, ...]
-    """Consecutive pieces of the slot, [num_elements] each."""
+    """The content of the slot, in consecutive pieces [num_elements]."""
     entries: Tensor
     """[num_targets, max_slices, 3] int64: offset of A, offset of B, and LoRA rank, which is 0 for slices that the
     adapter does not change."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of matrices and table."""
+        """Bytes of the matrices and the table of offsets."""
         return sum(part.nbytes for part in self.chunks) + self.entries.nbytes
 
     def pin_memory(self) -> "PackedAdapter":
@@ -106,8 +106,7 @@ class ModuleSlots:
         """Copy of `entries` on the host; the same tensor if the device is the CPU."""
         self.max_rank = max_rank
         self.active_slots = set(range(len(slot_weights)))
-        """Slots whose adapter changes the module, and also empty slots, because warm-up steps use these to measure
-        memory."""
+        """Slots whose adapter changes the module, and empty slots, which warm-up steps use to measure memory."""
         self.is_panel_packed = _supports_panels(target, slot_weights)
         """Whether matrices have the layout of the compiled kernels."""
         if self.is_panel_packed:
@@ -131,14 +130,14 @@ class ModuleSlots:
         return batch.active_slots is None or not self.active_slots.isdisjoint(batch.active_slots)
 
     def set_next_module(self, next_module: "ModuleSlots") -> None:
-        """Set the module that is computed next: its A is prefetched during this module's GEMM."""
+        """Set the module that is computed next. Its matrices A are prefetched during the GEMM of this module."""
         if self.is_panel_packed and next_module.is_panel_packed:
             self.native.next = next_module.address
             self._next_module = next_module  # keeps alive what the pointer refers to
 
     def get_matrices(self, slot: int, index: int) -> LoRAPair | None:
-        """Return a slice's matrices in a slot: A [rank, in_features], or [in_features, rank] of an embedding, and B
-        [rank, out_features]; None if the adapter does not change the slice."""
+        """Return the matrices of a slice in a slot: A [rank, in_features] ([in_features, rank] for an embedding) and B
+        [rank, out_features]. None if the adapter does not change the slice."""
         a_start, b_start, rank = self.host_entries[slot, index].tolist()
         if rank == 0:
             return None
@@ -191,7 +190,7 @@ class LoRASlots:
         return self._slots.nbytes
 
     def pack(self, pairs: Sequence[Sequence[LoRAPair | None]]) -> PackedAdapter:
-        """Convert an adapter, given as the matrices of each module's slices, to the layout of a slot."""
+        """Convert an adapter to the layout of a slot; `pairs` contains, for each module, the matrices of its slices."""
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
         end, placements = 0, []
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):

@@ -19,7 +19,7 @@ def rms_norm_linear(
         x: [num_tokens, in_features].
         norm_weight: [in_features], dtype of x.
         eps: see `rms_norm`.
-        weight: [out_features, in_features], dtype of x; if `gated`, gate rows, then up rows.
+        weight: [out_features, in_features], dtype of x; if `gated`, it contains the gate rows and then the up rows.
         bias: [out_features] or None.
         gated: whether the layer is the first one of a gated MLP.
 

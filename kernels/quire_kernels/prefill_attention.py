@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the attention kernel of long prompts: cuDNN on Hopper, if it passes a rehearsal, otherwise the Triton
-kernel. On request, cuDNN also computes long chunks behind a context.
+"""Selection of the attention kernel for long prompts: cuDNN on Hopper if a rehearsal of it succeeds, otherwise the
+Triton kernel. If QUIRE_KERNELS requests it, cuDNN also computes long chunks that follow a context.
 """
 
 import logging
@@ -14,8 +14,8 @@ from quire_kernels.attention import paged_attention
 logger = logging.getLogger(__name__)
 
 _CUDNN_CAPABILITY = (9, 0)
-"""Compute capability of Hopper, which depends most on TMA and specialized warps; the Triton kernel does not use
-them."""
+"""Compute capability of Hopper. Of all GPUs, Hopper depends most on TMA and specialized warps, which the Triton kernel
+does not use."""
 
 
 def select_prefill_attention(
@@ -23,13 +23,13 @@ def select_prefill_attention(
 ) -> None:
     """Prefer cuDNN for long prompts if the device has compute capability 9.0 and cuDNN computes all planned lengths.
 
-    The rehearsal builds cuDNN's plans, which take tens of milliseconds for each length, so that no request waits for
-    them. Call it in the thread that runs the steps, before the memory of a step is measured.
+    A rehearsal builds cuDNN's plans, which takes tens of milliseconds for each length, so that no request waits for
+    them. Call this function in the thread that runs the steps, before the memory of a step is measured.
 
     Args:
         shape: query heads, KV heads, head size.
         dtype: dtype of the queries.
-        device: any device; nothing changes if it does not have compute capability 9.0.
+        device: any device; on a device without compute capability 9.0, the function does nothing.
         max_tokens: maximum tokens of a prompt in one step.
     """
     if paged_attention.override not in (None, "fused", "cudnn") or not _is_preferred_on(device):

@@ -14,7 +14,7 @@ GROUP_SIZE = 32
 models and of their tensor-parallel shards are multiples of this number.
 """
 ACTIVATION_GROUP = 64
-"""Number of inputs of a token that share a scale in w8a8: kGroup of csrc/int8.cpp."""
+"""Number of inputs of a token that share a scale in w8a8; equal to kGroup of csrc/int8.cpp."""
 _TINY = torch.finfo(torch.float32).tiny
 _HALF = torch.finfo(torch.float16)
 
@@ -31,7 +31,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x: Tensor) -> Tensor:
-    """Round activations [num_tokens, in_features] to the values of w8a8: groups of 64 inputs of a token are rounded
+    """Round activations [num_tokens, in_features] as w8a8 does: each group of 64 inputs of a token is rounded
     symmetrically to 8 bits.
 
     Returns:
@@ -46,7 +46,8 @@ def quantize_activations(x: Tensor) -> Tensor:
 def quantize_int4(weight: Tensor, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each group of a weight [out_features, in_features] to 4 bits, with a zero point.
 
-    Scales are first rounded to float16, so that they take two bytes, unless a scale is outside the range of float16.
+    Scales are first rounded to float16, so that they need only two bytes; this is omitted if a scale is outside the
+    range of float16.
 
     Returns:
         [out_features, in_features] uint8 in [0, 15]; scales [out_features, in_features / group_size] float32; zero
@@ -76,7 +77,7 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expand_groups(scales: Tensor, group_size: int, in_features: int) -> Tensor:
-    """Repeat the value of each group for each of its inputs: from [out_features, groups] to [out_features,
+    """Repeat the value of each group for each input of the group: [out_features, groups] becomes [out_features,
     in_features]. The last group can be smaller."""
     return scales.repeat_interleave(group_size, 1)[:, :in_features]
 
@@ -96,7 +97,7 @@ def e2m1_codebook() -> Tensor:
 
 @functools.cache
 def int8_codebook() -> Tensor:
-    """Return the magnitudes of integer codes that have 7 bits and a sign: [128] bfloat16."""
+    """Return the magnitudes of integer codes, which have 7 bits and a sign: [128] bfloat16."""
     return torch.arange(128, dtype=torch.bfloat16)
 
 
@@ -107,6 +108,6 @@ def fp8_codebook() -> Tensor:
 
 
 def to_sign_and_magnitude(values: Tensor) -> Tensor:
-    """Convert int8 values in [-127, 127] to codes with a sign and 7 bits for `int8_codebook`; the result is uint8 of
-    the same shape."""
+    """Convert int8 values in [-127, 127] to codes for `int8_codebook`, which have a sign and 7 bits; the result is
+    uint8 of the same shape."""
     return values.abs().to(torch.uint8) | (values < 0).to(torch.uint8) << 7

@@ -42,7 +42,7 @@ PANEL_COLUMNS = 32
 _INPUTS_MULTIPLE = 16
 MIN_CAPABILITY_FOR_FP8 = (8, 9)
 FP8_BLOCK = 128
-"""Rows and columns of a block that has a scale."""
+"""Number of rows and of columns of a block that has one scale."""
 
 
 class _Weight(ctypes.Structure):
@@ -62,19 +62,20 @@ class QuantizedWeight:
     scheme: Scheme
     shape: tuple[int, int]
     values: Tensor
-    """In panels: bytes. Otherwise [out_features, in_features] int8 or float8_e4m3fn; with 4 bits [out_features,
-    in_features / 2] uint8, with the code of the first of two inputs in the lower bits.
+    """Bytes if the weight is in panels. Otherwise 8-bit codes are [out_features, in_features] int8 or float8_e4m3fn,
+    and 4-bit codes are [out_features, in_features / 2] uint8, with the first of two inputs in the lower bits.
     """
     group_size: int
     """Number of inputs that share a scale."""
     scales: Tensor | None = None
-    """[out_features, groups] float32; mxfp4: float8_e8m0fnu. None: the panels contain the scales."""
+    """[out_features, groups] float32, or float8_e8m0fnu for mxfp4. None if the panels contain the scales."""
     zeros: Tensor | None = None
-    """Zero points of 4-bit codes, [out_features, groups] uint8; None: the panels contain them, or they are 8."""
+    """Zero points of 4-bit codes, [out_features, groups] uint8; None if the panels contain them, or if all of them are
+    8."""
     codebook: Tensor | None = None
     """Values of the codes in panels, bfloat16; None for w8a8, and for weights that are not in panels."""
     struct: _Weight | None = None
-    """C struct for compiled kernels, which points into the tensors; None for w8a8, and for weights that are not in
+    """C struct for compiled kernels, which points to these tensors; None for w8a8, and for weights that are not in
     panels.
     """
 
@@ -90,13 +91,14 @@ class QuantizedWeight:
 
     @property
     def address(self) -> int:
-        """Address that compiled kernels expect: the address of the panels (w8a8), otherwise of the C struct."""
+        """Address that compiled kernels expect: that of the panels for w8a8, and that of the C struct for other
+        schemes."""
         assert self.is_panel_packed
         return self.values.data_ptr() if self.struct is None else ctypes.addressof(self.struct)
 
     def part(self, index: int, num_parts: int) -> Self:
-        """Return one of `num_parts` weights of equal shape that were packed as one weight along their rows, not into
-        panels."""
+        """Return part `index` of a weight that consists of `num_parts` weights of equal shape, one after the other, and
+        is not in panels."""
         assert self.scales is not None
         values, scales = (tensor.tensor_split(num_parts)[index] for tensor in (self.values, self.scales))
         zeros = None if self.zeros is None else self.zeros.tensor_split(num_parts)[index]
@@ -177,15 +179,15 @@ def pack_weight_int8(
 ) -> QuantizedWeight:
     """Return an int8 weight for `linear`.
 
-    Measured for w8a8 with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.7 times as fast as bf16
-    for 1 token, 1.6 times for 64 tokens. torch.ops.aten._weight_int8pack_mm is slower than bf16 for both.
+    Measured for w8a8 with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.7 times as fast as bf16 for
+    1 token, and 1.6 times as fast for 64 tokens. torch.ops.aten._weight_int8pack_mm is slower than bf16 in both cases.
 
     Args:
         values: [out_features, in_features] int8 in [-127, 127], contiguous.
         scales: [out_features] or [out_features, 1] float32; row i of the weight is scales[i] * values[i].
         arena: allocates panels.
         dtype: dtype of the activations.
-        weight_only: whether the scheme is w8a16; otherwise it is w8a8.
+        weight_only: True selects the scheme w8a16, False selects w8a8.
     """
     out_features, in_features = values.shape
     scales = scales.reshape(out_features, 1).float().contiguous()
@@ -214,9 +216,9 @@ def pack_weight_int4(
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`.
 
-    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 2.2 times as fast as bf16 for 1
-    token, 0.83 times for 64 tokens. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as long as the compiled
-    kernel for 1 token, and 2.4 times as long for 64 tokens.
+    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 2.2 times as fast as bf16 for 1 token,
+    and 0.83 times as fast for 64 tokens. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as long as the
+    compiled kernel for 1 token, and 2.4 times as long for 64 tokens.
 
     Args:
         values: [out_features, in_features] uint8 in [0, 15].
@@ -271,14 +273,14 @@ def pack_weight_fp8(
 ) -> QuantizedWeight:
     """Return an 8-bit floating-point weight for `linear`.
 
-    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.5 times as fast as bf16 for 1
-    token, 0.94 times for 64 tokens.
+    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.5 times as fast as bf16 for 1 token,
+    and 0.94 times as fast for 64 tokens.
 
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
         scales: float32. One element: a scale for the whole weight. [out_features] or [out_features, 1]: a scale for
             each row. [out_features, in_features / group_size]: a scale for each group of a row. [out_features / 128,
-            in_features / 128]: a scale for each block of 128 x 128. Quotients are rounded up.
+            in_features / 128]: a scale for each block of 128 x 128. The quotients in these shapes are rounded up.
         arena: allocates panels.
         dtype: dtype of the activations.
         group_size: number of inputs that have a common scale, if a row has several.
@@ -312,7 +314,8 @@ def has_quantized_kernel(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Return whether kernels can read float8_e4m3fn on this device: a GPU needs instructions for it."""
+    """Return whether kernels can read float8_e4m3fn on this device. A GPU can do so only if it has instructions for
+    this dtype."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY_FOR_FP8
 
 

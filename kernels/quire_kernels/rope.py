@@ -12,7 +12,8 @@ from quire_kernels.kv_cache_write import write_kv
 
 @Op
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's pair (i, i + dim / 2) by angle i of its position; elements at `dim` and above stay unchanged.
+    """In each head, rotate the pair of elements i and i + dim / 2 by angle i of the token's position. Elements from
+    `dim` on stay unchanged.
 
     Args:
         x: [num_tokens, num_heads, head_dim], any float dtype; keys and queries may be rotated as one tensor.

@@ -2,7 +2,7 @@
 """Decoder layers for few tokens on a GPU: six launches per layer instead of ten. Each launch requests its weights
 early.
 
-Used only if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
+This decoder is used only if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.rope import rope_and_cache
 
 SMALL_BATCH_TOKENS = 8
-"""Maximum tokens of a step; a tile has 16 rows. With more tokens, the library's matrix product is as fast, and the
-norm is a smaller part of the time (estimated).
+"""Maximum number of tokens of a step. A tile has 16 rows. With more tokens, the library's matrix product is as fast,
+and the norm is a smaller part of the time (estimated).
 """
 
 
@@ -55,8 +55,9 @@ class SmallBatchDecoder:
 def build_small_batch_decoder(
     layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
 ) -> SmallBatchDecoder | None:
-    """Return the layers; None if QUIRE_KERNELS does not select their kernel, or if a weight is not plain bfloat16 or
-    float32. float16 is too narrow for inputs that are multiplied before they are normalised."""
+    """Return the decoder; None if QUIRE_KERNELS does not select its kernel, or if a weight is not plain bfloat16 or
+    float32. float16 is not supported, because its range is too small for inputs that are multiplied before they are
+    normalised."""
     weights = [product.weight for layer in layers for product in layer.linears()]
     is_plain = all(
         isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32)

@@ -42,7 +42,7 @@ class StepInputs:
     context_lengths: Tensor
     """[num_spans] int32."""
     block_tables: Tensor
-    """[num_spans, max_blocks] int64; columns behind the blocks of a context are not written, because most columns are
+    """[num_spans, max_blocks] int64; columns after the blocks of a context are not written, because most columns are
     unused in nearly every step.
     """
 
@@ -58,7 +58,7 @@ class StepInputs:
         )
 
     def first(self, num_tokens: int, num_spans: int) -> Self:
-        """Return the first parts of the buffers, which a step of these sizes needs."""
+        """Return the buffers cut to the sizes that a step with these numbers needs."""
         return type(self)(
             self.positions[:num_tokens],
             self.addresses[:num_tokens],
