@@ -25,7 +25,8 @@ def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: to
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized, contiguous tensor in pinned host memory. It is unpinned when the tensor is freed.
+    """Return an uninitialized, contiguous tensor in pinned host memory. The memory is unpinned when the tensor is
+    freed.
 
     The allocation has exactly the requested size; torch's pinned allocator rounds up to a power of two, so 40 GiB
     would take 64 GiB. Pinning and unpinning are slow, so use this function only for long-lived buffers.

@@ -41,7 +41,8 @@ class LoRATarget:
     in_features: int
     """Number of input features; for an embedding, the size of the vocabulary."""
     widths: tuple[int, ...]
-    """Output features of each slice. There are three slices for q, k and v, two for gate and up, and otherwise one."""
+    """Output features of each slice. The merged q, k and v have three slices, the merged gate and up two, and every
+    other module has one."""
     is_embedding: bool = False
     """True if the inputs are token ids, so that a row of A is looked up for each token."""
 

@@ -63,7 +63,7 @@ rows."""
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
     """Compile the kernels of bfloat16 models into a folder and mark it as complete.
 
-    These include the kernels of adapters, of an fp8 KV cache, and of weights that are quantized at load.
+    The kernels include those for adapters, for an fp8 KV cache, and for weights that are quantized at load.
 
     Args:
         models: folders with a config.json; if empty, kernels are compiled for the shape of Llama-3.1-8B.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: a model, its scheduler and its model runner. Takes requests and returns tokens, one step at a time.
 
-It owns no thread and no socket. The engine loop of the core process and the offline `LLM` call it. This module imports
-torch only when `from_config` is called.
+The engine owns no thread and no socket. The engine loop of the core process and the offline `LLM` call it. This module
+imports torch only when `from_config` is called.
 """
 
 import logging

@@ -2,8 +2,9 @@
 """Engine loop: the loop that runs the engine in the compute thread. Requests and calls arrive in a queue; results leave
 through a callback.
 
-Only this thread uses the engine. It does no socket or file I/O: the thread of the event loop encodes and sends results,
-and other threads read adapters. The thread blocks while there is nothing to run. The core server owns the engine loop.
+Only this thread uses the engine. The loop does no socket or file I/O: the thread of the event loop encodes and sends
+results, and other threads read adapters. The thread blocks while there is nothing to run. The core server owns the
+engine loop.
 """
 
 import logging
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """The engine's thread. All methods except `run` are safe to call from other threads, and return at once.
 
-    A client id identifies a connection of a text process. All sequences belong to the latest client. They are aborted
-    when this client disconnects or another one connects. Each result is published with the id of its client.
+    A client id identifies a connection of a text process. All sequences belong to the latest client. The sequences are
+    aborted when this client disconnects or another client connects. Each result is published with the id of its client.
     """
 
     def __init__(

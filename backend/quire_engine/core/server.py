@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server of the core process: accepts connections of the text process and of supervisors.
 
-It runs asyncio in the main thread. The engine runs in another thread (see engine_loop). All results of a step are sent
-in one small message, so one thread can serve all peers while the next step runs.
+The server runs asyncio in the main thread. The engine runs in another thread (see engine_loop). All results of a step
+are sent in one small message, so one thread can serve all peers while the next step runs.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from quire_spec.protocol.messages import (
 
 MAX_UNSENT_BYTES = 256 * 2**20
 """Maximum bytes of unsent results: the output of several minutes under full load. If the unread results of a text
-process exceed this limit, it is considered to hang and its connection is aborted. This ends its sequences, and the
-health checks of the supervisor then fail.
+process exceed this limit, it is considered to hang and its connection is aborted. This ends the sequences of the text
+process, and then the health checks of the supervisor fail.
 """
 
 logger = logging.getLogger(__name__)

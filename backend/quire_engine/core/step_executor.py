@@ -102,7 +102,7 @@ class StepExecutor:
     def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
         """Launch a step. If this fails, the exception is stored, and raised when the step is completed.
 
-        This lets the step that is already in flight complete first.
+        In this way, the step that is already in flight completes first.
         """
         if plan is None:
             return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel execution: the model runner of rank 0, together with the workers of the other ranks.
 
-`create_runner` is called by the engine core. It returns a `DeviceModelRunner` if there is one rank.
+`create_runner` is called by the engine core. If there is one rank, `create_runner` returns a `DeviceModelRunner`.
 """
 
 import weakref

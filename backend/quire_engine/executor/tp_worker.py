@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel worker: a rank other than 0. It loads its shard of the model and computes the steps that rank 0
-sends.
+"""Tensor-parallel worker: a rank other than 0. The worker loads its shard of the model and computes the steps that rank
+0 sends.
 
 A worker makes no decisions, and a restart restores all its state, so it exits on every error.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of a tensor-parallel worker process: `python -m quire_engine.executor.tp_worker_process`.
 
-`distributed/worker_handle.py` starts it. It ends when rank 0 ends: the kernel kills it when rank 0 dies, and it exits
-when its socket closes.
+`distributed/worker_handle.py` starts it. The process ends when rank 0 ends: the kernel kills it when rank 0 dies, and
+it exits when its socket closes.
 """
 
 import logging

@@ -17,8 +17,8 @@ from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_fr
 from quire_spec.protocol.messages import Hello, IpcMessage
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes at which writing is paused. It is about the size of a socket buffer; with a lower limit, a short delay
-of the reader would pause writing.
+"""Unsent bytes at which writing is paused. This limit is about the size of a socket buffer; with a lower limit, a short
+delay of the reader would pause writing.
 """
 
 logger = logging.getLogger(__name__)

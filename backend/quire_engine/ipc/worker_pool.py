@@ -62,7 +62,8 @@ class WorkerPool:
             timeout_s: maximum time of one answer.
             queue_timeout_s: maximum wait for a free worker.
             low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
-                slow down the engine on the same cores. Such a worker is replaced after its answer. None: never.
+                slow down the engine on the same cores. A worker with the lowest priority is replaced after its answer.
+                If None, no worker gets the lowest priority.
         """
         self._module = module
         self._config_line = json.dumps(config).encode() + b"\n"

@@ -21,7 +21,7 @@ class BlockHasher:
     """All parameters that determine the bytes of a block, except for the tokens.
 
     The hash of block i is sha256(hash of block i - 1, its tokens as little-endian uint32). `root` returns the hash
-    before block 0. Both hashes use a fixed binary encoding.
+    before block 0. The hashes of the root and of blocks use a fixed binary encoding.
     """
 
     model_digest: str

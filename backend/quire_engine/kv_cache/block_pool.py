@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pool of KV blocks: reference counts, cached contents and eviction.
 
-It contains block ids, reference counts and hashes, but no addresses, tensors or sequences. The block manager and the
-prefix cache call it. KV offload and KV transfer can use the same methods: `get_hash` identifies the contents of a
+The pool contains block ids, reference counts and hashes, but no addresses, tensors or sequences. The block manager and
+the prefix cache call it. KV offload and KV transfer can use the same methods: `get_hash` identifies the contents of a
 block, `allocate` + `cache_block` + `free` add contents, `lookup` + `acquire` give access to them.
 """
 
@@ -68,7 +68,7 @@ class BlockPool:
         return sum(1 for block in blocks if self._ref_counts[block] == 0)
 
     def acquire(self, blocks: Iterable[BlockId]) -> None:
-        """Take a reference to blocks that `lookup` returned. Their contents must not be written."""
+        """Take a reference to blocks that `lookup` returned. The contents of these blocks must not be overwritten."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del (self._evictable_protected if self._is_protected[block] else self._evictable)[block]

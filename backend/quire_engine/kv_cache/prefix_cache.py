@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix cache: finds KV blocks that already contain the beginning of a sequence, and caches newly computed blocks.
 
-The scheduler calls it. It works on tokens and hashes, and depends on neither tensors nor the order of sequences. The
-block pool decides which blocks are evicted.
+The scheduler calls it. The cache works on tokens and hashes. It does not depend on tensors or on the order of
+sequences. The block pool decides which blocks are evicted.
 """
 
 from dataclasses import dataclass, field

@@ -46,17 +46,17 @@ class SlotTable:
     """A fixed number of slots.
 
     Loads. A slot is filled while steps run: the owner executes `pop_loads` and answers with `on_loaded`. Until the
-    answer, the sequences of the adapter wait. Then the slot is held until the first of these sequences starts, so that
-    no later adapter can take it.
+    answer, the sequences of the adapter wait. After the answer, the slot is held until the first of these sequences
+    starts, so that no later adapter can take the slot.
 
     Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. The reserved slot is an
-    idle slot, or else the slot of the running adapter whose last sequence started longest ago. Then no new sequences of
-    the slot's current adapter start, so the slot drains. Only the sequence for which the current adapter was loaded can
-    still start. An idle slot waits for its new adapter only if the new adapter has a host copy or is being read.
-    Otherwise other adapters can use the slot. At most half of the slots are reserved at a time, for the adapters that
-    have waited longest. The other slots keep their large batches. If D adapters wait and R slots can be reserved, the
-    last adapter thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest sequence and
-    one load.
+    idle slot, or else the slot of the running adapter whose last sequence started longest ago. From then on, no new
+    sequences of the slot's current adapter start, so the slot drains. Only the sequence for which the current adapter
+    was loaded can still start. An idle slot waits for its new adapter only if the new adapter has a host copy or is
+    being read; otherwise, other adapters can use the slot. At most half of the slots are reserved at a time, for the
+    adapters that have waited longest. The other slots keep their large batches. If D adapters wait and R slots can be
+    reserved, the last adapter thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest
+    sequence and one load.
 
     Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. An idle pinned adapter loses
     its slot only if all slots are pinned, because serving requests has priority over keeping adapters warm.
@@ -131,8 +131,8 @@ class SlotTable:
             is_on_host_or_reading: function that returns whether an adapter has a host copy or is being read; such
                 adapters come first.
             order_of_need: sort key of an adapter for host copies, lowest first. Slots are reserved in the same order.
-                Otherwise an adapter with a host copy could take the slot that is reserved for another one, and start
-                only one of its sequences there.
+                With another order, an adapter with a host copy could take the slot that is reserved for another
+                adapter, and start only one sequence there.
         """
         self._without_slot.clear()
         if self._waiting_since and len(self._reservations) < self._max_reserved:

@@ -2,8 +2,8 @@
 """Finds the model class for the architecture name in a checkpoint's config.json.
 
 A new architecture needs a row in `quire_spec/model/architectures.py`, and a class with the architecture's name in the
-module that the row names, or an alias below. It also needs a row in `tests/support/tiny_checkpoints.py`, so that the
-tests compare it with transformers and peft.
+module that the row names, or an alias below. The architecture also needs a row in `tests/support/tiny_checkpoints.py`,
+so that the tests compare it with transformers and peft.
 """
 
 import importlib

@@ -33,9 +33,9 @@ class ParserNames:
     """Names of the two parsers, as in vLLM's options --tool-call-parser and --reasoning-parser."""
 
     tool_call_parser: str | None = None
-    """Name of the tool call parser; None: tool calls stay in the text."""
+    """Name of the tool call parser; None if tool calls stay in the text."""
     reasoning_parser: str | None = None
-    """Name of the reasoning parser; None: reasoning stays in the text."""
+    """Name of the reasoning parser; None if reasoning stays in the text."""
 
     @property
     def is_harmony(self) -> bool:

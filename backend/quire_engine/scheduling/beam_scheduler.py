@@ -2,8 +2,8 @@
 """Beam scheduler: the beam searches of a scheduler, and the sequences that are their beams.
 
 A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token. A
-step runs when every beam has computed its earlier tokens. Then beams that were not chosen end and free their KV
-blocks. A beam that was chosen several times forks: the forks share all blocks, and copy the last block before they
+step runs when every beam has computed its earlier tokens. After the step, beams that were not chosen end and free their
+KV blocks. A beam that was chosen several times forks: the forks share all blocks, and copy the last block before they
 write to it.
 
 A preempted group loses the blocks of all its beams. The beams resume one after the other, like other sequences, and

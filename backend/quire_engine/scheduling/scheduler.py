@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous-batching scheduler: selects the sequences of each step and their numbers of tokens.
 
-It owns the life cycle of a Sequence. It is torch-free and deterministic: the clock is an argument, block ids come from
-`kv_cache` and adapter slots from `lora.registry`. It does not depend on a runner.
+The scheduler owns the life cycle of a Sequence. The scheduler is torch-free and deterministic: the clock is an
+argument, block ids come from `kv_cache` and adapter slots from `lora.registry`. The scheduler does not depend on a
+runner.
 
 The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
-can call schedule_async() once. Then two steps are in flight, and they complete in order. The engine can call add() and
-abort() at any time in between.
+can call schedule_async() once. After schedule_async(), two steps are in flight; they complete in order. The engine can
+call add() and abort() at any time in between.
 """
 
 import sys
@@ -49,20 +50,21 @@ class Scheduler:
     block are reserved for it.
 
     Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, only decoding allocates:
-    one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. Its blocks
-    are later restored from host memory or the prefix cache, or computed again. So the most urgent sequence is never
-    preempted while another runs. A sequence that runs alone always fits, because the pool holds `max_model_len` tokens
-    (checked at startup). The most urgent sequence therefore finishes, and then the next sequence is the most urgent.
+    one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. The blocks
+    of the preempted sequence are later restored from host memory or the prefix cache, or computed again. So the most
+    urgent sequence is never preempted while another runs. A sequence that runs alone always fits, because the pool
+    holds `max_model_len` tokens (checked at startup). The most urgent sequence therefore finishes, and then the next
+    sequence is the most urgent.
 
     Urgency. If a waiting sequence does not fit, running sequences of lower priority (a larger number) are preempted,
-    least urgent first, provided that this frees enough. The waiting sequence then starts in the same step. This moves
-    blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (see
+    least urgent first, provided that this frees enough. The waiting sequence then starts in the same step. This rule
+    moves blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (see
     Progress). So every sequence finishes once no more urgent sequences arrive. Without priorities, this rule never
     applies.
 
     Restart. When a sequence grows beyond the long-rope threshold of its model, all its keys change. The sequence is
-    then queued again, once, with the same sort key. It computes all its tokens again and reuses none of its earlier
-    blocks.
+    then queued again, once, with the same sort key. The sequence computes all its tokens again and reuses none of its
+    earlier blocks.
 
     No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
     Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
@@ -587,7 +589,7 @@ class Scheduler:
             self._finish_sequence(beam, reason)
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Finish a sequence. Its resources are released now if no step is in flight, otherwise later."""
+        """Finish a sequence. The sequence's resources are released now if no step is in flight, otherwise later."""
         del self._sequences[sequence.id]
         was_running = sequence.status is SequenceStatus.RUNNING
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason

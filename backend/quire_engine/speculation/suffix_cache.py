@@ -27,7 +27,7 @@ Partition: TypeAlias = tuple[AdapterDigest | None, str | None]
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The stored tokens of one output. Its windows [num_removed, num_added) are in the tree."""
+    """The stored tokens of one output. The windows [num_removed, num_added) of the output are in the tree."""
 
     partition: Partition
     next_index: int

@@ -55,7 +55,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphStepInput:
-    """Input of a step that runs as a CUDA graph. It also identifies the graph, which only rank 0 selects."""
+    """Input of a step that runs as a CUDA graph. The input also identifies the graph, which only rank 0 selects."""
 
     has_adapters: bool
     """Whether to use the graph with adapters."""
@@ -176,7 +176,7 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
 
 
 def decode(row: Tensor) -> StepInput | GraphStepInput:
-    """Return the input that `encode` wrote. It does not reference the row."""
+    """Return the input that `encode` wrote. The result does not reference the row."""
     size, awaits_tokens, num_swap_outs, num_swap_ins, num_copies, *counts = row[:_HEADER_SIZE].tolist()
     end = _HEADER_SIZE + 2 * (num_swap_outs + num_swap_ins + num_copies)
     pairs = iter(_block_pairs(row[_HEADER_SIZE:end].tolist()))

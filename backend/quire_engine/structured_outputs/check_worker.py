@@ -2,8 +2,8 @@
 """Process that checks constraints: `python -m quire_engine.structured_outputs.check_worker`, started by checker.py.
 
 A constraint can take any time and memory to compile. This process has a memory limit, and the text process kills it
-when a check takes too long. It reads one JSON object per line (first the checkpoint's folder, then constraints) and
-answers each with one line.
+when a check takes too long. The process reads one JSON object per line (first the checkpoint's folder, then
+constraints) and answers each with one line.
 """
 
 import json

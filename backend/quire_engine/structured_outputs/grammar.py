@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one sequence's grammar: which tokens can come next.
 
-The scheduler advances the grammar with each token of the sequence, and the model runner reads its masks. Its methods
-have the names and meanings of vLLM's StructuredOutputGrammar. The thinking budget is a part of the grammar, because it
-also decides which tokens can come next.
+The scheduler advances the grammar with each token of the sequence, and the model runner reads its masks. The methods of
+the grammar have the names and meanings of vLLM's StructuredOutputGrammar. The thinking budget is a part of the grammar,
+because it also decides which tokens can come next.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes the text of requests without blocking the event loop: long texts are encoded in a thread.
 
-Only the request manager calls it. It has no knowledge of queues, frontends or the engine core.
+Only the request manager calls it. This module has no knowledge of queues, frontends or the engine core.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ ms.
 """
 
 _NUM_THREADS = 2
-"""With two threads, one very long prompt does not delay all others, and an engine on the same CPU keeps most cores."""
+"""There are two threads, so that one very long prompt does not delay all others, and an engine on the same CPU keeps
+most cores."""
 
 _T = TypeVar("_T")
 

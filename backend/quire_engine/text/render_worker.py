@@ -2,8 +2,8 @@
 """Process that renders chat templates: `python -m quire_engine.text.render_worker`, started by chat_renderer.py.
 
 A template can take any time and memory with the messages of a client. This process has a memory limit, and the text
-process kills it when a render takes too long. It reads one JSON object per line (first the checkpoint's templates and
-its added tokens, then conversations) and answers each with one line.
+process kills it when a render takes too long. The process reads one JSON object per line (first the checkpoint's
+templates and added tokens, then conversations) and answers each with one line.
 """
 
 import json

@@ -81,7 +81,7 @@ class RequestState:
     ) -> list[SequenceRequest]:
         """Mark the request as submitted and return the messages that make the engine core run it.
 
-        With `create_parser`, the deltas contain parsed events.
+        If `create_parser` is given, the deltas contain parsed events.
         """
         self.submit_time = now
         self.num_input_tokens = len(prompt_token_ids)

@@ -23,8 +23,8 @@ class ControlTokens:
     def __init__(self, special: Collection[str], others: Collection[str]) -> None:
         """`special` tokens are marked in every message.
 
-        `others` are added tokens that the template writes, such as <think>. They are not marked in the messages of the
-        assistant, because clients return the model's own text there.
+        `others` are added tokens that the template writes, such as <think>. `others` are not marked in the messages of
+        the assistant, because clients return the model's own text there.
         """
         self._special = _pattern(special)
         self._all = _pattern([*special, *others])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Incremental detokenizer: converts the output tokens of one sequence to text as they arrive.
 
-It handles stop strings and incomplete UTF-8 characters, and does not depend on requests, sockets or torch.
+The detokenizer handles stop strings and incomplete UTF-8 characters, and does not depend on requests, sockets or torch.
 `CompletionState` creates one per output.
 """
 

@@ -13,7 +13,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 
 
 class StopStrings:
-    """Finds stop strings at the end of an output. It keeps no state, so that beams can share it."""
+    """Finds stop strings at the end of an output. The object keeps no state, so that beams can share it."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         """`params.stop` contains the strings."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolves a model name to a folder: a local folder, or a hub id in the local cache of huggingface_hub.
 
-It downloads only weights (safetensors), configuration, tokenizer and chat template, never code. The core and the text
-process can call it at the same time: the file locks of huggingface_hub make one process wait for the download.
+This module downloads only weights (safetensors), configuration, tokenizer and chat template, never code. The core and
+the text process can call it at the same time: the file locks of huggingface_hub make one process wait for the download.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ class ParamShard:
     rows: tuple[range, ...]
     """Ranges of rows of the checkpoint tensor; a range can have a step."""
     columns: range | None = None
-    """Columns of the checkpoint tensor; None: all columns, or the tensor has one dimension."""
+    """Columns of the checkpoint tensor; None for all columns, or if the tensor has one dimension."""
 
     @property
     def nbytes(self) -> int:

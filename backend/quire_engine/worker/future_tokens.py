@@ -35,7 +35,7 @@ class FutureTokens:
         Args:
             device: device of the tokens.
             communicator: connects the tensor-parallel ranks; None if there is one rank.
-            device_wait: waits for the device with a time limit; None: there is no time limit.
+            device_wait: waits for the device with a time limit; None if there is no time limit.
         """
         self._device = device
         self._communicator = communicator

@@ -66,8 +66,8 @@ class GraphShapes:
 def decode_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> tuple[int, ...]:
     """Return the batch sizes that get a graph of single tokens: 1, 2, 4, 8, then `sizes_per_doubling` per doubling.
 
-    With 4 per doubling, at most a fifth of a batch is padding and there are 24 sizes up to 256. With 2, at most a third
-    is padding and there are 14 sizes.
+    With 4 sizes per doubling, at most a fifth of a batch is padding, and there are 24 sizes up to 256. With 2 sizes per
+    doubling, at most a third is padding, and there are 14 sizes.
     """
     return _limit((1, 2, 4, *_double(8, max_num_seqs, sizes_per_doubling)), max_num_seqs)
 

@@ -54,8 +54,8 @@ class ModelRunner(Protocol):
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """Queue `plan` behind all steps that were started earlier, and return a function that waits for it.
 
-        That function returns or raises like `execute`. PLACEHOLDER_TOKEN in a sequence stands for the token that the
-        most recently started step samples for it.
+        The returned function has the results and the errors of `execute`. PLACEHOLDER_TOKEN in a sequence stands for
+        the token that the most recently started step samples for it.
 
         A step with a grammar computes only logits, because its token masks depend on the tokens of the previous step.
         Call `sample_tokens` as soon as the sequences have these tokens, but before the next step is started.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model runner of one device: the forward pass, the sampler and the copies of KV blocks that a step plan requires.
 
-It owns the weights, the KV cache and the adapter slots of this process. The runner makes no scheduling decisions: the
-plan contains the sequences, their KV blocks and their adapter slots. The engine core calls it from one thread; reading
-and loading of adapters can run in other threads.
+The runner owns the weights, the KV cache and the adapter slots of this process. The runner makes no scheduling
+decisions: the plan contains the sequences, their KV blocks and their adapter slots. The engine core calls it from one
+thread; reading and loading of adapters can run in other threads.
 """
 
 from collections.abc import Callable

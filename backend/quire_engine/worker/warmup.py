@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warm-up steps, run at startup to measure peak memory and to compile kernels.
 
-They use dummy sequences whose block tables contain only block 0; their results are discarded. Called by `startup.py`.
+The steps use dummy sequences whose block tables contain only block 0; the results are discarded. Called by
+`startup.py`.
 """
 
 from collections.abc import Iterator

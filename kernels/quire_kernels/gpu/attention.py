@@ -4,9 +4,9 @@
 A program multiplies all query heads of a KV head at once (packed GQA), so that a key is read once for all heads. Row m
 of its tile is query head m % group of token m // group.
 
-Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. Their key tiles,
-ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers is
-fixed, so that a captured graph fits every batch. The number of workers of one span depends on its context length. A
+Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. The key tiles of short
+spans, ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers
+is fixed, so that a captured graph fits every batch. The number of workers of one span depends on its context length. A
 worker that has only a part of a (span, KV head) pair writes a partial result. A worker has at most two such parts, at
 the start and at the end of its share. `_combine` merges the partial results of a pair. There are no atomics: the result
 of a batch is deterministic.
@@ -74,7 +74,7 @@ class AttentionTiles:
     which wgmma still reads (compiled for sm_90).
     """
     max_registers: int | None = None
-    """Maximum registers per thread; None: the compiler decides."""
+    """Maximum registers per thread; None if the compiler decides."""
 
 
 def paged_attention(
@@ -450,8 +450,8 @@ def _prefill(
 
 @triton.jit
 def _start_softmax(sinks, heads, has_sink, ROWS: tl.constexpr):
-    """Return the maximum and the sum with which the online softmax of each row starts, before the first key. They
-    contain the sink of the row's head if there are sinks and this part of the keys includes it.
+    """Return the maximum and the sum with which the online softmax of each row starts, before the first key. These
+    values contain the sink of the row's head if there are sinks and this part of the keys includes the sink.
     """
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)

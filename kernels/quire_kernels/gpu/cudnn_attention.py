@@ -4,8 +4,8 @@
 A chunk continues its sequence: its tokens attend to a context that earlier steps wrote, which PyTorch's fused attention
 cannot read in place. The package nvidia-cudnn-frontend describes such attention to cuDNN 9.7 or later as a graph, and
 cuDNN compiles a kernel for it. gpu/fused_attention.py computes all other spans. Only
-`QUIRE_KERNELS=paged_attention=cudnn` selects this implementation, and `prefill_attention.py` prepares it at start. It
-has never run on a device.
+`QUIRE_KERNELS=paged_attention=cudnn` selects this implementation, and `prefill_attention.py` prepares it at start. This
+implementation has never run on a device.
 """
 
 from dataclasses import dataclass, replace

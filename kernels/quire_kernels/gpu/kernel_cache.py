@@ -52,7 +52,7 @@ def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None
 
     Args:
         capability: compute capability of the device.
-        cache: Triton's cache folder; None: the current one.
+        cache: Triton's cache folder; None selects the current one.
 
     Returns:
         Number of entries that were copied because the cache lacked them.

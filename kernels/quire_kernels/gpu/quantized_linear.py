@@ -2,9 +2,9 @@
 """Linear layers whose weight has 4 or 8 bits.
 
 `_linear_codes` dequantizes a tile of the weight in registers and multiplies it with the tensor cores in the dtype of
-the activations. It reads in_features * out_features * bits / 8 bytes and the scales; up to about 64 tokens these reads
-determine the time. `_linear_codes` is used for 4 bits and for integers of 8 bits. fp8 uses torch._scaled_mm, which
-multiplies in 8 bits, if the device has instructions for it and torch accepts the shape.
+the activations. The kernel reads in_features * out_features * bits / 8 bytes and the scales; up to about 64 tokens,
+these reads determine the time. `_linear_codes` is used for 4 bits and for integers of 8 bits. fp8 uses
+torch._scaled_mm, which multiplies in 8 bits, if the device has instructions for it and torch accepts the shape.
 
 The inputs of w8a8 are not quantized here, so the result is nearer to that of the unquantized model than the reference
 is.

@@ -81,7 +81,7 @@ def apply_penalties(
     token_ids: Tensor | None = None,
 ) -> None:
     """See sampling.apply_penalties. Reads 5 bytes for each row and token of the vocabulary, which is 164 MB for 256
-    rows of 128,256, and changes the logits of tokens that have occurred. It allocates nothing, even for long
+    rows of 128,256, and changes the logits of tokens that have occurred. This function allocates nothing, even for long
     sequences."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and in_prompt.is_contiguous() and counts.is_contiguous()

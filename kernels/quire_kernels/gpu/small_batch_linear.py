@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a few tokens; the same kernel also computes the norm before them and the epilogue after them.
 
-With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. It requests its
-first weights before it waits for the previous kernel, so that the memory is busy while that kernel ends (programmatic
-dependent launch, see pdl.py). All programs wait before they read inputs or write outputs.
+With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. Each program
+requests its first weights before it waits for the previous kernel, so that the memory is busy while that kernel ends
+(see pdl.py). All programs wait before they read inputs or write outputs.
 
 The norm needs no separate pass: x * g is multiplied instead of x / rms * g, and the result is divided by rms. Sums are
 computed in a fixed order, so a batch gives the same bits each time.
@@ -25,8 +25,8 @@ _DEPTH = 256
 _STAGES = 4
 _WARPS = 4
 _PREFETCHED = 1024
-"""Number of inputs per output whose weights are requested before the wait. These are 32 KB per program; with 6,144
-outputs, they are 12 MB per launch, a quarter of the L2 cache.
+"""Number of inputs per output whose weights are requested before the wait. These weights are 32 KB per program; with
+6,144 outputs, they are 12 MB per launch, a quarter of the L2 cache.
 """
 
 

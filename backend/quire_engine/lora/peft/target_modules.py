@@ -24,12 +24,12 @@ class TargetModules:
     """The combined effect of target_modules, exclude_modules, layers_to_transform and layers_pattern."""
 
     names: frozenset[str] | str | None
-    """Names that paths of modules end with, or a regular expression for paths. None: the field is not set, or its
+    """Names that paths of modules end with, or a regular expression for paths. None if the field is not set, or if its
     regular expression could take forever to match.
     """
     excluded_names: frozenset[str] | str | None
     layers: frozenset[int] | None
-    """Layers to which names apply; None: all layers."""
+    """Layers to which names apply; None if they apply to all layers."""
     layer_regexes: tuple[str, ...]
     """Regular expressions that find the layer number in a module's path; the first one that matches is used."""
 

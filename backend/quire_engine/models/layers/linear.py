@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with merged outputs, LoRA adapter slots and tensor-parallel shards.
 
-The classes of `models/layers` hold weights and call `quire_kernels`. They do not depend on requests. They are plain
-classes, not torch modules: weights are not trained, moved or saved, and calls are typed and cheap.
+The classes of `models/layers` hold weights and call `quire_kernels`. The classes do not depend on requests. These are
+plain classes, not torch modules: weights are not trained, moved or saved, and calls are typed and cheap.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

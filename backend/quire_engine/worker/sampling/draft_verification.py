@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification of draft tokens: sample the rows of a span in order, until a sampled token differs from the draft token.
 
-This is rejection sampling with a draft of probability 1, so it is exact for every sampling parameter. A draft token is
-accepted with the probability that the model gives it. If a draft token is rejected, the token that the row has sampled
-replaces it. Each row is sampled with the seed of its sequence and its own position. So a seed gives the same tokens
-with and without drafts, unless steps of different sizes round differently.
+The method is rejection sampling with a draft of probability 1, so it is exact for every sampling parameter. A draft
+token is accepted with the probability that the model gives it. If a draft token is rejected, the token that the row has
+sampled replaces it. Each row is sampled with the seed of its sequence and its own position. So a seed gives the same
+tokens with and without drafts, unless steps of different sizes round differently.
 
 Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding), with a one-hot draft.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors for one batch: allowed and forbidden tokens, logit bias, then penalties, in vLLM's order.
 
-They are created once per batch and used in each step until the batch changes. A batch whose requests need no
+The processors are created once per batch and used in each step until the batch changes. A batch whose requests need no
 processing has no processors. The sampler owns the processors.
 """
 

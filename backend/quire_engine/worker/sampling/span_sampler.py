@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Span sampler: samples the spans of a step from its logits, at once or queued on the device after the forward pass.
 
-It owns the sampler, the bitmask of the grammars, and postponed sampling, which waits for the tokens of the previous
-step. The model runner calls it on tensor-parallel rank 0.
+The span sampler owns the sampler, the bitmask of the grammars, and postponed sampling, which waits for the tokens of
+the previous step. The model runner calls it on tensor-parallel rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
