@@ -130,8 +130,8 @@ class Sequence:
     not counted.
     """
     block_table: list[BlockId] = field(default_factory=list)
-    """With one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size). With several groups,
-    the groups' blocks for these tokens are side by side, see KVLayout."""
+    """If there is one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size). If there are
+    several groups, the blocks of all groups for these tokens are side by side, see KVLayout."""
     num_freed_entries: int = 0
     """Number of entries at the start of the table whose blocks have left the sliding window. The blocks belong to the
     pool again, but the entries stay, so that the table on the device stays valid; attention ignores what it reads

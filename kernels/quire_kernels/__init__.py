@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor operations of a step. One dispatcher selects their implementations; each operation has a plain torch
-reference, which defines its result.
+"""The tensor operations of a step. One dispatcher selects the implementations of all operations. Each operation has a
+plain torch reference, which defines its result.
 
 This package handles tensors, not requests: quire_engine prepares the arguments once a step and calls the operations
 from its layers.

@@ -427,8 +427,8 @@ def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
 def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute the scores of all heads as one GEMM per sequence: each query is zero outside the columns of its KV head.
 
-    The GEMM rounds scores to bf16. It therefore runs twice. In the second run, the row's maximum is subtracted before
-    rounding. Scores that matter to the softmax are then near zero and as accurate as in fused attention. For 64
+    The GEMM rounds scores to bf16. Therefore the GEMM runs twice. In the second run, the row's maximum is subtracted
+    before rounding. Scores that matter to the softmax are then near zero and as accurate as in fused attention. For 64
     sequences of 128 tokens, this takes 0.5 ms instead of 1.0 ms. Both times exclude the gather (bf16, 9 heads on 3 KV
     heads, one Zen 5 core).
     """

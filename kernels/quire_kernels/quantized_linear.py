@@ -314,8 +314,7 @@ def has_quantized_kernel(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Return whether kernels can read float8_e4m3fn on this device. A GPU can do so only if it has instructions for
-    this dtype."""
+    """Return whether kernels can read float8_e4m3fn on this device. A GPU needs instructions for this dtype."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY_FOR_FP8
 
 

@@ -212,7 +212,7 @@ class Engine:
         )
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences without reporting a result for them; unknown ids are ignored."""
+        """End sequences without returning a result for them; unknown ids are ignored."""
         sequence_ids = set(sequence_ids)
         self._scheduler.abort(sequence_ids)
         self._failed_results = [result for result in self._failed_results if result.id not in sequence_ids]

@@ -47,7 +47,7 @@ class KVCache:
     ) -> None:
         """Allocate `num_blocks` blocks, followed by `num_spare_blocks` blocks that sequences do not use.
 
-        Without `layout`, every block contains all layers.
+        If `layout` is None, every block contains all layers.
         """
         self.layout = layout = layout or KVLayout.uniform(shape.num_layers)
         self.num_blocks = num_blocks

@@ -18,7 +18,7 @@ _MEASUREMENT_BLOCKS = 64
 
 class HostSwap:
     """Host memory for `num_blocks` blocks of each KV cache: one cache of the model and possibly one of a draft model,
-    with the same block ids. With a GPU, this memory is pinned and copies are asynchronous.
+    with the same block ids. If the device is a GPU, this memory is pinned and copies are asynchronous.
     """
 
     def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int) -> None:

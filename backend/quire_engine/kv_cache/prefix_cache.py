@@ -154,9 +154,9 @@ class PrefixCache:
     def _cached_blocks(self, sequence: Sequence, max_tokens: int) -> list[BlockId]:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
 
-        With several groups, uncached blocks of layers with a window are replaced by the first block of their row. The
-        result ends at a row after which a sequence of at most `max_tokens` tokens can continue without reading a
-        replaced block.
+        If there are several groups, uncached blocks of layers with a window are replaced by the first block of their
+        row. The result ends at a row after which a sequence of at most `max_tokens` tokens can continue without reading
+        a replaced block.
         """
         block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []

@@ -35,8 +35,8 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
-        """Indices of layers whose inputs the next forward pass keeps for a draft head; index num_layers is the last
-        layer's output. Architectures in ARCHITECTURES_WITHOUT_HEADS keep no inputs.
+        """Indices of layers whose inputs the next forward pass keeps for a draft head; index num_layers stands for the
+        output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS keep no inputs.
         """
         self.aux_hidden_states: Tensor | None = None
         """The layer inputs that the last forward pass kept: [num_tokens, len(aux_hidden_state_layers) *

@@ -38,7 +38,8 @@ class CapacityCheck:
         """Return whether at most `max_num_seqs` sequences run after the sequences `preempted` have stopped and
         `sequence` has started.
 
-        Pending forks are counted as running. When the first beam of a search starts, all its beams are counted.
+        Pending forks are counted as running. When the first beam of a search starts, all beams of the search are
+        counted.
         """
         if sequence.resumes_beam_group:
             return True

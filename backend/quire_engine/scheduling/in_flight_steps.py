@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in flight, which are planned but not complete. Without async scheduling there is at most one such step; with
-it, there are at most two.
+"""Steps in flight, which are planned but not complete. There is at most one such step, or, with async scheduling, at
+most two.
 
 The scheduler owns them. A finished sequence keeps its blocks and its adapter slot while one of these steps contains it.
 """

@@ -221,8 +221,8 @@ class Scheduler:
         first.
 
         The step in flight must complete first if a block is missing, if a waiting sequence would swap in or preempt,
-        or if a sequence requires its tokens on the host. If the model has a long-rope threshold, it must always
-        complete first.
+        or if a sequence requires its tokens on the host. If the model has a long-rope threshold, the step in flight
+        must always complete first.
         """
         [step_in_flight] = self._in_flight.plans
         if self._async_deferred or self._has_long_rope or any(s.requires_host_tokens for s in self._running):

@@ -64,7 +64,7 @@ class ScheduledSpan:
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
-    """Copy an adapter from host memory into a device slot. No step uses the slot during the copy."""
+    """A copy of an adapter from host memory into a device slot. No step uses the slot during the copy."""
 
     adapter_digest: AdapterDigest
     adapter_slot: SlotId
@@ -72,7 +72,7 @@ class SlotLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a block of all layers to another block, before the step writes anything."""
+    """A copy of a block, for all layers, to another block; it is made before the step writes anything."""
 
     source: BlockId
     destination: BlockId
@@ -80,7 +80,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """Copy a block of all layers to or from host memory."""
+    """A copy of a block, for all layers, to host memory or from it."""
 
     block: BlockId
     host_block: BlockId

@@ -24,8 +24,9 @@ class ThinkingBudget:
         end_token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`start_token_ids` and `end_token_ids` are the marks of the reasoning. Without start tokens, the output
-        begins inside the reasoning. At most `num_tokens` are allowed between the marks, including those of the prompt.
+        """`start_token_ids` and `end_token_ids` are the marks of the reasoning. If there are no start tokens, the
+        output begins inside the reasoning. At most `num_tokens` are allowed between the marks, including those of the
+        prompt.
         """
         self._start, self._end = tuple(start_token_ids), tuple(end_token_ids)
         self._num_left = num_tokens

@@ -16,7 +16,7 @@ MAX_OWNERS = 12
 """Maximum number of owners of KV blocks with their own colour; all other owners are shown as one."""
 _STATE_ORDER = {"slot": 0, "host": 1}
 REMOVED = "removed"
-"""Owner name for the blocks of an adapter that has been removed while open requests still use it."""
+"""Owner name for the blocks of an adapter that was removed although open requests still use it."""
 OTHERS = "others"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Socket server of the text process, for frontends and the supervisor.
 
-Runs on one event loop, which handles thousands of small messages per second. Nothing on it may take longer than about
-a millisecond: the request manager tokenizes long prompts in threads, and metrics are rendered in a thread. This module
+Runs on one event loop, which handles thousands of small messages per second. Nothing on the event loop may take longer
+than about a millisecond: long prompts are tokenized in threads, and metrics are rendered in a thread. This module
 handles connections and message types; the request manager owns the requests.
 """
 

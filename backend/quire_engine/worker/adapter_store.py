@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter storage of one device: keeps host copies of adapters by content digest, and copies them into adapter slots.
 
-The model runner owns the store and passes the calls of the engine core on to it. The store does not decide which
-adapter is in memory or in a slot: the adapter registry does (`lora/registry.py`).
+The model runner owns the store and passes the calls of the engine core on to it. The adapter registry
+(`lora/registry.py`), not the store, decides which adapter is in memory or in a slot.
 """
 
 from collections.abc import Callable

@@ -69,7 +69,7 @@ class AttentionTiles:
     num_stages: int
     """Stages of the compiler's pipeline. The number is odd, because reading addresses from the block table takes the
     same number of stages as reading keys and values. With 3 stages, a tile is requested at the end of an iteration, and
-    the start of the next iteration waits for it. With 5 stages, the request has the time of one iteration; 4 stages
+    the start of the next iteration waits for it. With 5 stages, the request can take as long as one iteration; 4 stages
     behave like 3. Shared memory contains one or two tiles for short spans. For long spans, it contains one tile more,
     which wgmma still reads (compiled for sm_90).
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _MIN_ELEMENTS_PER_PROGRAM = 2048
-"""Minimum elements of a program: several short rows, such as heads, share one program."""
+"""Minimum number of elements of a program. Several short rows, such as heads, share one program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,8 +11,8 @@ from quire_kernels import HugePageArena
 
 
 class Module:
-    """A part of a model. Its attributes have the names that the checkpoint uses, and are in the order in which they are
-    computed.
+    """A part of a model. The attributes of a part have the names that the checkpoint uses, and are in the order in
+    which they are computed.
 
     A merged linear layer is an exception: its slices have the names that the checkpoint uses.
     """

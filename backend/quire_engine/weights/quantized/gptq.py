@@ -2,7 +2,7 @@
 """Reads the GPTQ format, as AutoGPTQ and GPTQModel write it. All tensors are transposed.
 
 Values are packed along the input features, zero points along the output features. `g_idx` contains the group of each
-input feature. With desc_act (features ordered by activation), the groups are not ascending.
+input feature. If features are ordered by activation (desc_act), the groups are not ascending.
 """
 
 import math

@@ -63,7 +63,7 @@ class DraftModel(ABC):
 
 
 class SmallDraftModel(DraftModel):
-    """A language model of any supported architecture. Adapters of the target do not change it."""
+    """A language model of any supported architecture. Adapters of the target model do not change this model."""
 
     reads_hidden_states = False
 

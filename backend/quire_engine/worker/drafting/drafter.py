@@ -11,7 +11,7 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
 
 
 class Drafter(ABC):
-    """Weights that propose drafts, and the cached state that they need."""
+    """The weights that compute drafts, and the cached state that these weights need."""
 
     num_bytes: int
     """Bytes of the weights."""

@@ -41,7 +41,7 @@ class SamplingRow:
     position: int
     """Position of the token in its sequence; the prompt's first token has position 0."""
     draft_token_ids: tuple[int, ...] = ()
-    """Accepted draft tokens between the tokens of the sequence and this position."""
+    """Accepted draft tokens that come after the tokens of the sequence and before this position."""
 
 
 @dataclass(frozen=True, slots=True)
