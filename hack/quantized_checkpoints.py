@@ -373,8 +373,8 @@ def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple
 def write_fbgemm(out: Path, source: Path) -> None:
     """Write weights that FBGEMM quantized per row, with the names of transformers' `fbgemm_fp8`.
 
-    FBGEMM dequantizes only on a GPU, so the dequantized weights are computed as the product that its documentation
-    defines.
+    FBGEMM can dequantize only on a GPU. This function therefore multiplies the codes and the scales, as FBGEMM's
+    documentation defines.
     """
     names = ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gemm")
     namespace(source, *names)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One sequence in the engine core: a prompt, its output so far and its KV blocks, from arrival to the last token.
 
-Torch-free. The scheduler owns the state; the block manager and the prefix cache change the fields of its blocks."""
+Torch-free. The scheduler owns the state; the block manager and the prefix cache change only the fields about blocks."""
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -147,7 +147,7 @@ class Sequence:
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     """Log probabilities of prompt positions computed so far; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
-    """While swapped out: host copies of the blocks after the first num_shared_blocks."""
+    """Host copies of all blocks except the first `num_shared_blocks` ones; empty unless the sequence is swapped out."""
     num_shared_blocks: int = 0
     """Number of blocks at the start of the table that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' programs, built from Debian bookworm's source package with bookworm's Go: version 1.20.2.
+"""Programs of Kubernetes 1.20.2, built from the source package of Debian bookworm with the Go compiler of bookworm.
 
 The version is old, but the build needs only the mirror that apt uses. The packages are unpacked into a work folder,
 which is removed afterwards; nothing is installed. A build takes about 5 minutes on two idle cores and 3.4 GB of space.

@@ -151,8 +151,8 @@ def new_head(target: LlamaForCausalLM) -> Eagle3Head:
 
 
 def _losses(target: LlamaForCausalLM, head: Eagle3Head, ids: Tensor) -> tuple[Tensor, list[float]]:
-    """Return the loss, and for each draft token the share of positions at which it is the target's most likely
-    token."""
+    """Return the loss, and the acceptance of each draft token: the share of positions where it is the target's most
+    likely token."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
     aux = torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], -1)

@@ -89,7 +89,8 @@ class PrefillSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Spans of a step for the attention of all layers; built once a step by `build_attention_metadata`."""
+    """The spans of one step, which the attention of every layer uses; `build_attention_metadata` builds them once per
+    step."""
 
     query_starts: Tensor
     """[num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1])."""

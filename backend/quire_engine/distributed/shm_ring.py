@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared-memory ring buffer with which rank 0 sends the input of a step to the other ranks of its machine.
 
-The ring has a few rows that are used in turn, and an eventfd for each reader that announces new rows (the doorbell).
-The eventfd counts, so no notification is lost, and a reader that sleeps needs no CPU. The module does not interpret the
+The ring has a few rows that are used in turn. Each reader has an eventfd (its doorbell), which announces new rows. The
+eventfd counts, so no notification is lost, and a reader that sleeps needs no CPU. The module does not interpret the
 content of a row. The memory has no name in the file system and is freed with the last process.
 
 A notification reaches a spinning reader in 56 us and a sleeping one in 72 us (two Zen 5 cores of a virtual machine).

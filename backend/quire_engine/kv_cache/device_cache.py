@@ -148,8 +148,8 @@ class KVCache:
             del contents
 
     def _batches(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Yield batches of blocks that fit in the temporary buffer: the block ids on the device, and the rows of these
-        blocks."""
+        """Yield batches of blocks. Each batch fits in the temporary buffer and is a pair: a device tensor of block ids,
+        and the rows of these blocks."""
         assert len(blocks) == len(rows)
         for start in range(0, len(blocks), self.max_blocks_per_copy):
             end = start + self.max_blocks_per_copy

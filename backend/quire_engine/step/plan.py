@@ -64,7 +64,8 @@ class ScheduledSpan:
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
-    """A copy of an adapter from host memory into a device slot. No step uses the slot during the copy."""
+    """The operation that copies an adapter from host memory into a device slot. No step uses the slot during the
+    copy."""
 
     adapter_digest: AdapterDigest
     adapter_slot: SlotId

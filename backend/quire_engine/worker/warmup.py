@@ -63,8 +63,8 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
 
 
 def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield small steps that compile a GPU's kernels before the first request: a decode step, a prompt, and both
-    together for each sampling variant (only the decode step if `max_num_seqs` is 1).
+    """Yield small steps that compile a GPU's kernels before the first request: a decode step, a prompt, and one step
+    per sampling variant. The last steps contain both sequences, or only the decode step if `max_num_seqs` is 1.
     """
     max_length, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
     decoding, prompt = (max_length - 1, 1), (0, min(max_length, _PROMPT_TOKENS))

@@ -55,7 +55,7 @@ class ResultFile:
         self._unsynced = True
 
     def recover(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of earlier runs, then remove an incomplete record at the end.
+        """Yield the records of earlier runs, then remove the file's last record if it is incomplete.
 
         Raises:
             ConfigError: the file contains something other than records; it is not changed.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open request of a stub: buffers deltas from the text process until a sender thread sends them as one response.
+"""The stream of one request's responses. A stub buffers deltas from the text process until a sender thread sends them
+as one response.
 
 If the sender threads are fast enough, there is one response per delta; otherwise one response contains several deltas.
 A stream has at most one owner at a time: a thread or the senders' queue. Therefore responses keep their order, and

@@ -30,7 +30,7 @@ def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
         raise ApiError(400, f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}")
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     if len(msgspec.json.encode(functions)) > MAX_TOOLS_BYTES:
-        raise ApiError(400, f"tools: have more than {MAX_TOOLS_BYTES} bytes as JSON; shorten descriptions or schemas")
+        raise ApiError(400, f"tools: the JSON is longer than {MAX_TOOLS_BYTES} bytes; shorten descriptions or schemas")
     names = [function["name"] for function in functions]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ApiError(400, f"tools: the name {repeated!r} occurs more than once; rename one of the tools")

@@ -124,12 +124,12 @@ class EngineConfig:
     distribution of the output does not change. async_scheduling must not be true."""
 
     tool_call_parser: str = "auto"
-    """Format of tool calls in outputs, with the names of vLLM's --tool-call-parser. auto: the engine finds the format
-    from the checkpoint's chat template and tokens; none: tool calls stay in the text."""
+    """Format of tool calls in outputs. The values are those of vLLM's --tool-call-parser. auto: the engine finds the
+    format from the checkpoint's chat template and tokens; none: tool calls stay in the text."""
 
     reasoning_parser: str = "auto"
-    """Format of the reasoning before an answer, with the names of vLLM's --reasoning-parser. auto and none have the
-    same meaning as for tool_call_parser."""
+    """Format of the reasoning before an answer. The values are those of vLLM's --reasoning-parser. auto and none have
+    the same meaning as for tool_call_parser."""
 
     chat_template: str | None = None
     """File with a chat template; None: the chat template of the checkpoint."""

@@ -77,7 +77,7 @@ class SpeculativeConfigSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """spec.engine; the planner chooses fields that are None."""
+    """spec.engine; the planner chooses the value of each field that is None."""
 
     prefixCaching: bool
     minConcurrency: int

@@ -140,7 +140,8 @@ class Linear:
         return x if self.input_order is None else x[:, self.input_order]
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield each checkpoint tensor under `prefix`, with the rows that the tensor fills in the merged parameter."""
+        """Yield each checkpoint tensor under `prefix`, with the rows of the merged parameter into which it is
+        loaded."""
         start = 0
         assert isinstance(self.weight, Tensor)
         if self._factory.checkpoint is not None and self.weight.is_meta and not self._quantized_parts:
@@ -202,8 +203,8 @@ class Linear:
         if parts and (len(parts) < len(self.slices) or len(schemes) > 1):
             found = ", ".join(f"{name} ({_describe(parts.get(name))})" for name in self.slices)
             raise ConfigError(
-                f"config.json: quantization_config: parts of {prefix}* that are computed together have different "
-                f"schemes: {found}; they must be equal: ignore or targets must contain all of these parts or none"
+                f"config.json: quantization_config: parts of {prefix}* are computed together but have different "
+                f"schemes ({found}); list all of these parts or none of them in 'ignore', and likewise in 'targets'"
             )
         return list(parts.values())
 

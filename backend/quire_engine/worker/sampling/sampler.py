@@ -164,7 +164,8 @@ class SamplingTensors:
         self.logprobs: dict[int, RequestedLogprobs] = {
             i: p.logprob_token_ids or p.logprobs for i, p in enumerate(params) if p.logprobs is not None
         }
-        """Which log probabilities the request of a row asks for, by row; other rows are not included."""
+        """The log probabilities that each row's request asks for, by row; rows without log probabilities have no
+        entry."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
