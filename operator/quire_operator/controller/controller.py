@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_operator.controller.apply.applier import Applier
+from quire_operator.controller.apply.catalog_pusher import CatalogPusher
 from quire_operator.controller.cache_verifier import CacheVerifier
 from quire_operator.controller.dependencies import RESYNC_S, ReconcilerDeps
 from quire_operator.controller.metrics import ControllerMetrics
@@ -90,7 +91,7 @@ class Controller:
             plan_service=PlanService(client, checkpoint_store, settings.images),
             discovery=self._discovery,
             applier=Applier(client, self.cache, secrets, status_writer.check_newest, record_write),
-            pod_admin=self._pod_admin,
+            catalog_pusher=CatalogPusher(self._pod_admin, secrets, status_writer.is_newest),
             pod_warnings=pod_warnings,
             status_writer=status_writer,
             record_write=record_write,

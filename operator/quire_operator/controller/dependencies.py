@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire_operator.controller.apply.applier import Applier
+from quire_operator.controller.apply.catalog_pusher import CatalogPusher
 from quire_operator.controller.object_cache import ObjectCache
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore
-from quire_operator.controller.observe.pod_admin_client import PodAdminClient
 from quire_operator.controller.observe.pod_warnings import PodWarnings
 from quire_operator.controller.observe.secret_store import SecretStore
 from quire_operator.controller.plan_service import PlanService
@@ -32,7 +32,7 @@ class ReconcilerDeps:
     plan_service: PlanService
     discovery: Discovery
     applier: Applier
-    pod_admin: PodAdminClient
+    catalog_pusher: CatalogPusher
     pod_warnings: PodWarnings
     status_writer: StatusWriter
     record_write: Callable[[Resource, str], None]

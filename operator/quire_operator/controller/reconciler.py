@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reconciler: one pass over one service: read, plan, apply, prune, poll the pods, write the status.
+"""Reconciler: one pass over one service: read, plan, apply, prune, push the catalog, write the status.
 
 Level-based: a pass starts from the current state, not from events. A pass can stop at any point, and the next pass
 continues from the state at that point. A pass writes nothing if nothing differs. The controller's workers call it.
@@ -99,7 +99,9 @@ class Reconciler:
         try:
             planning, apply_result = await self._converge(desired, previous, state)
             generation, now = desired.generation, datetime.now(UTC).replace(microsecond=0)
-            observed = await self._observer.observe(desired, state.children, state.applied_generation, apply_result)
+            pods = await self._observer.observe_pods(desired)
+            pods = await self._deps.catalog_pusher.push_catalog(desired, pods)
+            observed = self._observer.observe(desired, pods, state.children, state.applied_generation, apply_result)
             new_status = build_status(desired.service, generation, planning, observed, previous, now)
             if new_status != previous:
                 await self._deps.status_writer.write_status(desired, entry.resource_version, previous, new_status)

@@ -1,34 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the observed state of a service in one pass: its objects from the cache, and the status of its pods."""
+"""Builds the observed state of a service in one pass from the cache and the pods. It reads only.
 
-import logging
+Between its two steps the reconciler pushes the adapter catalog, which adds the reports of the pods.
+"""
+
 from collections.abc import Mapping
 
 from quire_operator.controller.apply.applier import ApplyResult
 from quire_operator.controller.apply.child_objects import ChildObjects
 from quire_operator.controller.dependencies import ReconcilerDeps
 from quire_operator.controller.parsed_service import ParsedService
-from quire_operator.controller.status.adapters import has_newer_catalog
 from quire_operator.controller.status.model_cache import download_jobs, job_succeeded
-from quire_operator.controller.status.observed_state import Body, ObservedState, PodState, parse_pod
+from quire_operator.controller.status.observed_state import Body, ObservedState, ServicePods, parse_pod
 from quire_operator.kube import resources
 from quire_operator.render import object_names
 
-logger = logging.getLogger(__name__)
-
 
 class StateObserver:
-    """Builds observed states of services."""
+    """Builds observed states of services; writes nothing."""
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
 
-    async def observe(
-        self, desired: ParsedService, children: ChildObjects | None, applied_generation: int, apply_result: ApplyResult
-    ) -> ObservedState:
-        """Poll the pods, push the adapter catalog to pods that need it, and return the observed state.
-
-        `children` and `applied_generation` are from the last complete apply, `apply_result` from this pass.
+    async def observe_pods(self, desired: ParsedService) -> ServicePods:
+        """Return the pods of a service, without reports.
 
         Raises:
             ApiError: the API server does not respond.
@@ -43,14 +38,26 @@ class StateObserver:
         job_bodies = [body for body in bodies if job and _labels(body).get("job-name") == job["metadata"]["name"]]
         pods = tuple(map(parse_pod, (*server_bodies, *job_bodies)))
         pods = await self._deps.pod_warnings.attach_warnings(key[0], pods)
-        if any(pod.ip for pod in pods):
-            pods = await self._poll_pods(desired, pods, await self._deps.secrets.admin_key(key, desired.uid))
+        return ServicePods(pods[: len(server_bodies)], job, pods[len(server_bodies) :], claim)
+
+    def observe(
+        self,
+        desired: ParsedService,
+        pods: ServicePods,
+        children: ChildObjects | None,
+        applied_generation: int,
+        apply_result: ApplyResult,
+    ) -> ObservedState:
+        """Return the observed state.
+
+        `pods` and `apply_result` are from this pass, `children` and `applied_generation` from the last complete apply.
+        """
         return ObservedState(
-            deployment=cache.get_body(resources.DEPLOYMENT, *key),
-            pods=pods[: len(server_bodies)],
-            job=job,
-            job_pods=pods[len(server_bodies) :],
-            claim=claim,
+            deployment=self._deps.cache.get_body(resources.DEPLOYMENT, *desired.key),
+            pods=pods.server_pods,
+            job=pods.job,
+            job_pods=pods.job_pods,
+            claim=pods.claim,
             applied_generation=applied_generation,
             unavailable_kinds=children.unavailable_kinds if children else (),
             unknown_fields=children.unknown_fields if children else (),
@@ -70,21 +77,6 @@ class StateObserver:
             return None
         jobs = download_jobs(self._deps.cache.children_of(desired.key, resources.JOB), desired.service)
         return max(jobs.values(), key=sort_key, default=None)
-
-    async def _poll_pods(
-        self, desired: ParsedService, pods: tuple[PodState, ...], admin_key: str
-    ) -> tuple[PodState, ...]:
-        """Push the adapter catalog to pods that need it, and return the pods with their reports."""
-        catalog, pod_admin = desired.adapter_catalog, self._deps.pod_admin
-        polled_pods = await pod_admin.refresh(pods, catalog, admin_key)
-        reports = [pod.report for pod in polled_pods if pod.report]
-        if catalog is None or not any(has_newer_catalog(report, catalog.version) for report in reports):
-            return polled_pods
-        # Either the cached service is stale, or it was restored from a backup and its pods have a later catalog.
-        if not await self._deps.status_writer.is_newest(desired):
-            return polled_pods
-        logger.info("pods have a catalog that no longer exists service=%s/%s", *desired.key)
-        return await pod_admin.refresh(pods, catalog, admin_key, replace_newer=True)
 
 
 def _labels(body: Body) -> Mapping[str, str]:

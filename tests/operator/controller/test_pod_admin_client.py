@@ -67,7 +67,7 @@ def serve(ports, key_file):
 
 
 async def one(pusher, seen, catalogue=CATALOGUE, key=KEY):
-    (found,) = await pusher.refresh([seen], catalogue, key)
+    (found,) = await pusher.push_catalog([seen], catalogue, key)
     return found
 
 
@@ -105,10 +105,10 @@ async def test_a_pod_that_was_told_something_newer_in_between_is_no_failure(push
 
 async def test_a_newer_catalogue_is_replaced_by_one_that_is_known_to_be_the_newest_there_is(pusher, serve):
     scripted, seen = serve(catalog=replace(CATALOGUE, generation=9, adapters=()))
-    (found,) = await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
+    (found,) = await pusher.push_catalog([seen], CATALOGUE, KEY, replace_newer=True)
     assert found.report.generation == CATALOGUE.generation and scripted.catalog == CATALOGUE
     assert pusher.told == [VisitResult.PUSHED]
-    await pusher.refresh([seen], CATALOGUE, KEY, replace_newer=True)
+    await pusher.push_catalog([seen], CATALOGUE, KEY, replace_newer=True)
     assert len(scripted.pushed_catalogs) == 1
 
 
@@ -158,7 +158,7 @@ async def test_hanging_pods_hold_up_nobody(serve):
         hanging = [serve(f"h-{i}", hangs=True)[1] for i in range(16)]
         good = [serve(f"g-{i}")[1] for i in range(4)]
         begun = time.monotonic()
-        found = await pusher.refresh([*hanging, *good], CATALOGUE, KEY)
+        found = await pusher.push_catalog([*hanging, *good], CATALOGUE, KEY)
         assert time.monotonic() - begun < 12, "all at once: four at a time take 20"
         assert {p.report_error for p in found} == {
             "no response within 4 s",
@@ -168,9 +168,9 @@ async def test_hanging_pods_hold_up_nobody(serve):
         hanging = [p for p in found if "no response" in p.report_error]
         assert len(hanging) == 4
         begun = time.monotonic()
-        suspects = asyncio.create_task(pusher.refresh(hanging, CATALOGUE, KEY))
+        suspects = asyncio.create_task(pusher.push_catalog(hanging, CATALOGUE, KEY))
         await asyncio.sleep(0)
-        assert all(p.report is not None for p in await pusher.refresh(good, CATALOGUE, KEY))
+        assert all(p.report is not None for p in await pusher.push_catalog(good, CATALOGUE, KEY))
         assert not suspects.done(), "they are not waited for"
         assert all("no response within 4 s" in p.report_error for p in await suspects), "in the same words"
         assert time.monotonic() - begun < 4, "nor for long where they are of one service"
@@ -200,7 +200,7 @@ async def test_pods_that_cannot_answer_are_not_asked(pusher, serve):
         replace(seen, phase="Failed"),
         replace(seen, started_at=""),
     ]
-    found = await pusher.refresh(away, CATALOGUE, KEY)
+    found = await pusher.push_catalog(away, CATALOGUE, KEY)
     assert scripted.num_status_requests == 0 and pusher.told == []
     assert all(p.report is None and p.report_error == "" for p in found)
 

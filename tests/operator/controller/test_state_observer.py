@@ -33,5 +33,6 @@ async def test_pods_have_an_order_of_their_own():
             cache.upsert(resources.POD, pod(name))
         parts = SimpleNamespace(cache=cache, pod_warnings=PodWarnings(None))
         desired = ParsedService(("team", "tales"), "u", 1, None, "", "x")
-        seen = await StateObserver(parts).observe(desired, None, 1, ApplyResult())
+        observer = StateObserver(parts)
+        seen = observer.observe(desired, await observer.observe_pods(desired), None, 1, ApplyResult())
         assert [each.name for each in seen.pods] == pods

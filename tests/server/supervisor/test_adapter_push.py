@@ -39,7 +39,7 @@ class Operator:
         self.observed_pods = []
 
     async def reconcile(self, desired):
-        self.observed_pods = await self.client.refresh(self.pods, desired, KEY)
+        self.observed_pods = await self.client.push_catalog(self.pods, desired, KEY)
         ready = [p for p in self.observed_pods if p.report and p.report.ready]
         return evaluate_adapters(desired, self.observed_pods, ready)
 
@@ -116,7 +116,7 @@ async def test_catalog_is_applied_by_every_pod_and_after_restarts(tmp_path):
             assert [p.report.generation for p in operator.observed_pods] == [4, 4]
             # An older catalog is accepted if the service was restored from a backup.
             restored = catalog(2, sql=one)
-            operator.observed_pods = await operator.client.refresh(pods, restored, KEY, replace_newer=True)
+            operator.observed_pods = await operator.client.push_catalog(pods, restored, KEY, replace_newer=True)
             assert [p.report.generation for p in operator.observed_pods] == [2, 2]
             await operator.wait_adapters_ready(restored, True, APPLIED_S)
             assert {p.report.adapters[0].digest for p in operator.observed_pods} == set(old)

@@ -2,7 +2,7 @@
 """Client of the pods' admin port: reads their status, pushes the adapter catalog, and reads download progress.
 
 Responses of pods are not trusted: redirects are not followed, the size is limited, and messages never contain the key.
-Called by the state observer.
+Called by the catalog pusher.
 """
 
 import asyncio
@@ -88,25 +88,25 @@ class PodAdminClient:
             timeout=aiohttp.ClientTimeout(total=total_timeout_s, sock_connect=connect_timeout_s),
         )
 
-    async def refresh(
+    async def push_catalog(
         self, pods: Iterable[PodState], catalog: AdapterCatalog | None, admin_key: str, replace_newer: bool = False
     ) -> tuple[PodState, ...]:
-        """Return the same pods in the same order, each with its status (GET /status) or an error. A downloading pod has
-        its progress (GET /progress).
+        """Push `catalog` to the pods that have another catalog, and return all pods in the same order.
 
-        All pods with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to
-        it (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only if `replace_newer`
-        is true, because the caller then knows that `catalog` is the latest. None pushes no catalog. A visit takes at
+        Each pod has its status (GET /status) or an error. A downloading pod has its progress (GET /progress). All pods
+        with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to it
+        (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only with
+        `replace_newer`: the caller then knows that `catalog` is the newest. None pushes no catalog. A visit takes at
         most 4 s, for unresponsive pods usually 1 s. Errors of a pod are not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
-        return tuple(await asyncio.gather(*(self._refresh_pod(pod, push, admin_key) for pod in pods)))
+        return tuple(await asyncio.gather(*(self._visit_pod(pod, push, admin_key) for pod in pods)))
 
     async def close(self) -> None:
         """Close the HTTP session."""
         await self._session.close()
 
-    async def _refresh_pod(self, pod: PodState, push: "CatalogPush | None", admin_key: str) -> PodState:
+    async def _visit_pod(self, pod: PodState, push: "CatalogPush | None", admin_key: str) -> PodState:
         is_reachable = pod.alive and pod.ip and pod.health_port
         if is_reachable and pod.downloading:
             # A download pod does not have the admin key.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observed state of one service in one pass: the values of its objects that the status depends on. Pure.
 
-state_observer.py and pod_admin_client.py build it; status.py evaluates it.
+state_observer.py builds it, and catalog_pusher.py adds the reports of the pods; status.py evaluates it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,6 +84,20 @@ class PodState:
     def alive(self) -> bool:
         """Whether the pod is neither being deleted nor terminated."""
         return not self.deleting and self.phase in ("Pending", "Running")
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePods:
+    """The pods of a service in one pass."""
+
+    server_pods: tuple[PodState, ...] = ()
+    """Pods of the Deployment, sorted by name."""
+    job: Body | None = None
+    """Job that downloads the model of the spec."""
+    job_pods: tuple[PodState, ...] = ()
+    """Pods of `job`, sorted by name."""
+    claim: Body | None = None
+    """PersistentVolumeClaim with the model, from which `job` was chosen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Catalog pusher: the step of a pass that brings the adapter catalog to the pods of a service.
+
+It decides whether a pod's newer catalog is replaced. The client of the admin port sends the requests. A pod's status is
+read in the same visit, because it contains the digest of the pod's catalog. Called by the reconciler.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from quire_operator.controller.observe.pod_admin_client import PodAdminClient
+from quire_operator.controller.observe.secret_store import SecretStore
+from quire_operator.controller.parsed_service import ParsedService
+from quire_operator.controller.status.adapters import has_newer_catalog
+from quire_operator.controller.status.observed_state import PodState, ServicePods
+
+logger = logging.getLogger(__name__)
+
+
+class CatalogPusher:
+    """Pushes adapter catalogs to the pods of all services."""
+
+    def __init__(
+        self,
+        pod_admin: PodAdminClient,
+        secrets: SecretStore,
+        is_newest: Callable[[ParsedService], Awaitable[bool]],
+    ) -> None:
+        """`is_newest` reads the service at the API server."""
+        self._pod_admin, self._secrets, self._is_newest = pod_admin, secrets, is_newest
+
+    async def push_catalog(self, desired: ParsedService, pods: ServicePods) -> ServicePods:
+        """Push the adapter catalog to pods that have another catalog; return the pods with their reports.
+
+        The pods of a service that is paused or has an invalid spec get no catalog and only report.
+
+        Raises:
+            ApiError: the API server does not respond.
+        """
+        all_pods = (*pods.server_pods, *pods.job_pods)
+        if not any(pod.ip for pod in all_pods):
+            return pods
+        visited_pods = await self._push(desired, all_pods, await self._secrets.admin_key(desired.key, desired.uid))
+        num_server_pods = len(pods.server_pods)
+        return replace(pods, server_pods=visited_pods[:num_server_pods], job_pods=visited_pods[num_server_pods:])
+
+    async def _push(self, desired: ParsedService, pods: tuple[PodState, ...], admin_key: str) -> tuple[PodState, ...]:
+        catalog = desired.adapter_catalog
+        visited_pods = await self._pod_admin.push_catalog(pods, catalog, admin_key)
+        reports = [pod.report for pod in visited_pods if pod.report]
+        if catalog is None or not any(has_newer_catalog(report, catalog.version) for report in reports):
+            return visited_pods
+        # Either the cached service is stale, or it was restored from a backup and its pods have a later catalog.
+        if not await self._is_newest(desired):
+            return visited_pods
+        logger.info("pods have a catalog that no longer exists service=%s/%s", *desired.key)
+        return await self._pod_admin.push_catalog(pods, catalog, admin_key, replace_newer=True)
