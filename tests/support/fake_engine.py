@@ -135,7 +135,7 @@ class FakeText(FakeProcess):
 
     def __init__(self) -> None:
         super().__init__("text")
-        self.digests_by_name: dict[str, str] = {}
+        self.digest_by_name: dict[str, str] = {}
         self.loading_names: list[str] = []
         self.streams: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.draining = False
@@ -166,7 +166,7 @@ class FakeText(FakeProcess):
         }
 
     async def set_adapters(self, adapters: dict[str, str], limits: Any = None) -> dict[str, Any]:
-        self.digests_by_name = adapters
+        self.digest_by_name = adapters
         return {}
 
     async def set_loading_adapters(self, names: list[str]) -> dict[str, Any]:
@@ -174,17 +174,17 @@ class FakeText(FakeProcess):
         return {}
 
     async def models(self) -> dict[str, Any]:
-        names = {"served_name": self.served_name, "adapters": sorted(self.digests_by_name)}
+        names = {"served_name": self.served_name, "adapters": sorted(self.digest_by_name)}
         return {
             **names,
-            "loading": sorted(set(self.loading_names) - self.digests_by_name.keys()),
+            "loading": sorted(set(self.loading_names) - self.digest_by_name.keys()),
             "max_model_len": 2048,
             "sampling_defaults": {},
             "closed_reason": "" if self.core_connected else "no core",
         }
 
     async def metrics(self, format: str = "") -> dict[str, Any]:
-        return {"text": f"fake_aliases{{format={json.dumps(format)}}} {len(self.digests_by_name)}\n"}
+        return {"text": f"fake_aliases{{format={json.dumps(format)}}} {len(self.digest_by_name)}\n"}
 
     async def drain(self) -> dict[str, Any]:
         self.draining = True
@@ -216,18 +216,18 @@ class FakeText(FakeProcess):
         if self.draining or not self.core_connected:
             send(error_code=Code.UNAVAILABLE, error="draining, or not connected to core")
             return
-        if request.model in self.loading_names and request.model not in self.digests_by_name:
+        if request.model in self.loading_names and request.model not in self.digest_by_name:
             send(
                 error_code=Code.UNAVAILABLE, error=f"model {request.model!r}: the adapter is not loaded yet; try again"
             )
             return
-        if request.model != self.served_name and request.model not in self.digests_by_name:
+        if request.model != self.served_name and request.model not in self.digest_by_name:
             send(error_code=Code.NOT_FOUND, error=f"model {request.model!r} does not exist")
             return
         if request.parsing is not None and request.chat is not None:
             await self.stream_events(request, send)
             return
-        word = self.digests_by_name.get(request.model, "base")[-8:] + " "
+        word = self.digest_by_name.get(request.model, "base")[-8:] + " "
         cores_lost_before = self.num_cores_lost
         limit = int(request.params.get("max_tokens") or 16)
         for count in range(1, limit):

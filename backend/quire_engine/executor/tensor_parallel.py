@@ -44,7 +44,7 @@ class TensorParallelRunner(ModelRunner):
         self._local_runner = local_runner
         self._worker_group = worker_group
         self._key_counter = count()
-        self._adapters_by_digest: dict[str, ShardedAdapter] = {}
+        self._adapter_by_digest: dict[AdapterDigest, ShardedAdapter] = {}
         self.swap_costs = local_runner.swap_costs
         self.memory = local_runner.memory
 
@@ -74,18 +74,18 @@ class TensorParallelRunner(ModelRunner):
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
         assert isinstance(packed_adapter, ShardedAdapter)
-        self._adapters_by_digest[adapter_digest] = packed_adapter
+        self._adapter_by_digest[adapter_digest] = packed_adapter
         self._local_runner.store_adapter(adapter_digest, packed_adapter.local_shard)
 
     def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """See ModelRunner."""
-        self._adapters_by_digest.pop(adapter_digest, None)
+        self._adapter_by_digest.pop(adapter_digest, None)
         self._local_runner.discard_adapter(adapter_digest)
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that fills a slot on all ranks; see ModelRunner."""
         copy_local = self._local_runner.load_adapter_slot(slot_load)
-        adapter = self._adapters_by_digest[slot_load.adapter_digest]
+        adapter = self._adapter_by_digest[slot_load.adapter_digest]
 
         def copy_to_slot() -> None:
             call_id = self._worker_group.start_call("copy_to_slot", key=adapter.key, slot=slot_load.adapter_slot)

@@ -55,7 +55,7 @@ class AdapterRegistry:
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
         self._max_host_bytes = max_host_bytes
-        self._adapters: dict[AdapterDigest, _Adapter] = {}
+        self._adapter_by_digest: dict[AdapterDigest, _Adapter] = {}
         self._on_host: set[AdapterDigest] = set()
         self._active: set[AdapterDigest] = set()
         # Adapters in `_read_queue` must be read, because sequences wait for them or they are pinned; `_reading` are
@@ -79,7 +79,7 @@ class AdapterRegistry:
         Raises:
             InvalidArgument: every slot is pinned already.
         """
-        adapter = self._adapters.get(digest)
+        adapter = self._adapter_by_digest.get(digest)
         if adapter is None or pinned is not None:
             adapter = self._register(digest, path, bool(pinned))
         self._reading.discard(digest)
@@ -90,7 +90,7 @@ class AdapterRegistry:
 
     def remove(self, digest: AdapterDigest) -> None:
         """Reject new sequences of an adapter, and unregister it after its last one. Ignore unknown digests."""
-        if adapter := self._adapters.get(digest):
+        if adapter := self._adapter_by_digest.get(digest):
             adapter.removed = True
             self.slot_table.set_pinned(digest, False)
             self._remove_if_unused(digest, adapter)
@@ -102,12 +102,14 @@ class AdapterRegistry:
             Whether the adapter has no host copy, so that the caller must fail the sequences that wait for it.
         """
         self._reading.discard(digest)
-        adapter = self._adapters.get(digest)
+        adapter = self._adapter_by_digest.get(digest)
         return adapter is not None and not self._remove_if_unused(digest, adapter) and digest not in self._on_host
 
     def adapter_states(self) -> dict[AdapterDigest, str]:
         """Return the state of each registered adapter: slot, host or disk. Removed adapters are not included."""
-        return {digest: self._state(digest) for digest, adapter in self._adapters.items() if not adapter.removed}
+        return {
+            digest: self._state(digest) for digest, adapter in self._adapter_by_digest.items() if not adapter.removed
+        }
 
     def add_sequence(self, digest: AdapterDigest) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
@@ -115,9 +117,11 @@ class AdapterRegistry:
         Raises:
             NotFound: the adapter is not registered, or has been removed.
         """
-        adapter = self._adapters.get(digest)
+        adapter = self._adapter_by_digest.get(digest)
         if adapter is None or adapter.removed:
-            raise NotFound(f"adapter {digest!r} is not loaded ({len(self._adapters)} others are); load it first")
+            raise NotFound(
+                f"adapter {digest!r} is not loaded ({len(self._adapter_by_digest)} others are); load it first"
+            )
         adapter.num_sequences += 1
         self._touch(adapter)
         self.slot_table.touch(digest)
@@ -131,7 +135,7 @@ class AdapterRegistry:
         if digest in self._on_host and self.slot_table.can_start(digest, is_new=is_new):
             return True
         self.slot_table.mark_waiting(digest, now)
-        if (adapter := self._adapters[digest]).starved_since is None:
+        if (adapter := self._adapter_by_digest[digest]).starved_since is None:
             self._tick += 1
             adapter.starved_since = self._tick
         return False
@@ -139,8 +143,8 @@ class AdapterRegistry:
     def on_start(self, digest: AdapterDigest) -> None:
         """Called when a sequence starts to run, after `can_run` returned True."""
         self.slot_table.on_start(digest)
-        self._touch(self._adapters[digest])
-        self._adapters[digest].needed_since = self._adapters[digest].starved_since = None
+        self._touch(self._adapter_by_digest[digest])
+        self._adapter_by_digest[digest].needed_since = self._adapter_by_digest[digest].starved_since = None
 
     def get_slot(self, digest: AdapterDigest) -> SlotId:
         """Return the slot of an adapter with running sequences."""
@@ -151,11 +155,11 @@ class AdapterRegistry:
     def on_stop(self, digest: AdapterDigest) -> None:
         """Called when a running sequence finishes or is preempted. The adapter stays in its slot."""
         self.slot_table.on_stop(digest)
-        self._mark_needed(digest, self._adapters[digest])
+        self._mark_needed(digest, self._adapter_by_digest[digest])
 
     def remove_sequence(self, digest: AdapterDigest) -> None:
         """Called when a sequence that is not running ends."""
-        adapter = self._adapters[digest]
+        adapter = self._adapter_by_digest[digest]
         adapter.num_sequences -= 1
         if adapter.num_sequences == self.slot_table.num_running(digest):
             self.slot_table.clear_waiting(digest)
@@ -185,7 +189,7 @@ class AdapterRegistry:
                 break
             del self._read_queue[digest]
             self._reading.add(digest)
-            reads.append((digest, self._adapters[digest].path))
+            reads.append((digest, self._adapter_by_digest[digest].path))
         return reads
 
     @property
@@ -209,13 +213,15 @@ class AdapterRegistry:
 
     def waiting_adapters(self) -> list[AdapterDigest]:
         """Return the digests of adapters that have waiting sequences."""
-        return sorted(d for d in self._active if self._adapters[d].num_sequences > self.slot_table.num_running(d))
+        return sorted(
+            d for d in self._active if self._adapter_by_digest[d].num_sequences > self.slot_table.num_running(d)
+        )
 
     def check_integrity(
         self, num_sequences: Mapping[AdapterDigest, int], num_running: Mapping[AdapterDigest, int]
     ) -> None:
         """Raise Internal, with the counts, if the registry contradicts itself or these counts."""
-        adapters = self._adapters
+        adapters = self._adapter_by_digest
         on_host = self._on_host
         not_on_host = {d for d, a in adapters.items() if a.num_sequences} - on_host
         violations = {
@@ -264,7 +270,7 @@ class AdapterRegistry:
                 f"adapter {digest!r} cannot be pinned: all {len(self.slot_table)} slots are pinned; "
                 "raise max_loras or unpin another adapter"
             )
-        adapter = self._adapters.setdefault(digest, _Adapter(path))
+        adapter = self._adapter_by_digest.setdefault(digest, _Adapter(path))
         adapter.path, adapter.removed = path, False
         self.slot_table.set_pinned(digest, pinned)
         if not pinned and not adapter.num_sequences:
@@ -283,7 +289,7 @@ class AdapterRegistry:
     def _needed_since(self, digest: AdapterDigest) -> float | None:
         """Return the tick since which a host copy has been needed; inf for an idle pinned adapter, None if no copy is
         needed."""
-        needed_since = self._adapters[digest].needed_since
+        needed_since = self._adapter_by_digest[digest].needed_since
         if needed_since is None and digest in self.slot_table.pinned_adapters:
             return math.inf
         return needed_since
@@ -313,7 +319,7 @@ class AdapterRegistry:
         adapter.last_used = self._tick
 
     def _copy_bytes(self, digest: AdapterDigest) -> int:
-        return self._adapters[digest].num_bytes
+        return self._adapter_by_digest[digest].num_bytes
 
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
         """Return whether `num_copies` further copies fit, with `num_bytes` in total."""
@@ -339,12 +345,12 @@ class AdapterRegistry:
 
     def _eviction_key(self, digest: AdapterDigest) -> tuple[bool, int, bool, int, str]:
         """Return the sort key of a host copy; the lowest is evicted first."""
-        adapter, in_slot = self._adapters[digest], self.slot_table.lookup(digest) is not None
+        adapter, in_slot = self._adapter_by_digest[digest], self.slot_table.lookup(digest) is not None
         return adapter.needed_since is not None, -(adapter.needed_since or 0), in_slot, adapter.last_used, digest
 
     def _is_evictable(self, digest: AdapterDigest, needed_since: float | None) -> bool:
         """Return whether a host copy can be evicted for a copy that has been needed since the tick `needed_since`."""
-        adapter, is_pinned = self._adapters[digest], digest in self.slot_table.pinned_adapters
+        adapter, is_pinned = self._adapter_by_digest[digest], digest in self.slot_table.pinned_adapters
         if needed_since is None and (is_pinned or self.slot_table.lookup(digest) is not None):
             return False
         if self.slot_table.num_running(digest) or (is_pinned and not self.slot_table.can_evict_pinned):
@@ -352,7 +358,7 @@ class AdapterRegistry:
         return adapter.needed_since is None or (needed_since is not None and adapter.needed_since > needed_since)
 
     def _evict_host_copy(self, digest: AdapterDigest) -> None:
-        adapter = self._adapters[digest]
+        adapter = self._adapter_by_digest[digest]
         self.slot_table.evict(digest, count_eviction=not adapter.removed)
         self._on_host.remove(digest)
         self._evicted_copies.append(digest)
@@ -365,5 +371,5 @@ class AdapterRegistry:
         if digest in self._on_host:
             self._evict_host_copy(digest)
         self._read_queue.pop(digest, None)
-        del self._adapters[digest]
+        del self._adapter_by_digest[digest]
         return True

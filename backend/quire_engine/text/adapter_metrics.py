@@ -122,12 +122,12 @@ class AdapterMetrics:
             for counter, count in zip(self._drafts, counts, strict=True):
                 counter.labels(self._model_name, label).inc(count)
 
-    def set_adapters(self, digests_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
+    def set_adapters(self, digest_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
         """Set the adapters that requests can name; remove the series of all others."""
         self._names_by_digest = {}
-        for adapter_name, digest in digests_by_name.items():
+        for adapter_name, digest in digest_by_name.items():
             self._names_by_digest.setdefault(digest, []).append(adapter_name)
-        for name in self._labels.set_names(digests_by_name):
+        for name in self._labels.set_names(digest_by_name):
             self._resident_names.discard(name)
             for metric in (
                 *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),

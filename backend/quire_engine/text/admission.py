@@ -112,10 +112,9 @@ class AdmissionController:
         parser_names: ParserNames | None = None,
     ) -> None:
         self.limits = limits
-        self.digests_by_name: Mapping[AdapterName, AdapterDigest] | None = None
-        """Digest by adapter name; the mapping is never changed, only replaced. None until the supervisor has sent the
-        names."""
-        self.chat_templates: Mapping[str, str] = {}
+        self.digest_by_name: Mapping[AdapterName, AdapterDigest] | None = None
+        """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
+        self.chat_template_by_name: Mapping[str, str] = {}
         """File of the chat template by adapter name, only for adapters with their own template."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
@@ -210,17 +209,17 @@ class AdmissionController:
     def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
         if model == self.served_name:
             return None, None
-        if self.digests_by_name is None and self.loading_names is None:
+        if self.digest_by_name is None and self.loading_names is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
-        digests_by_name = self.digests_by_name or {}
+        digest_by_name = self.digest_by_name or {}
         if isinstance(model, str):
             adapter_name = AdapterName(model)
-            if (adapter_digest := digests_by_name.get(adapter_name)) is not None:
+            if (adapter_digest := digest_by_name.get(adapter_name)) is not None:
                 return adapter_name, adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
         # Clients of vllm_backend search for this sentence of vllm_backend.
-        name, adapter_names = str(model)[:100], sorted(digests_by_name)
+        name, adapter_names = str(model)[:100], sorted(digest_by_name)
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
         raise NotFound(
             f"model {name!r} is not served; the base model is {self.served_name!r}: LoRA {name} is not supported, we "
@@ -289,7 +288,7 @@ class AdmissionController:
     def check_chat(self, model: str) -> None:
         """Reject a conversation if neither adapter nor checkpoint has a chat template, or if the model has no
         tokenizer."""
-        if not self._has_tokenizer or not (self._has_chat_template or model in self.chat_templates):
+        if not self._has_tokenizer or not (self._has_chat_template or model in self.chat_template_by_name):
             raise InvalidArgument(
                 "messages: the model has no chat template; use completions, or add chat_template.jinja to its folder"
             )

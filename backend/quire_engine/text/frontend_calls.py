@@ -95,8 +95,8 @@ class FrontendCalls:
         admission = self._admission
         return {
             "served_name": admission.served_name,
-            "adapters": sorted(admission.digests_by_name or ()),
-            "loading": sorted((admission.loading_names or frozenset()) - (admission.digests_by_name or {}).keys()),
+            "adapters": sorted(admission.digest_by_name or ()),
+            "loading": sorted((admission.loading_names or frozenset()) - (admission.digest_by_name or {}).keys()),
             "max_model_len": admission.limits.max_model_len,
             "sampling_defaults": self._sampling_defaults,
             "closed_reason": "draining" if admission.draining else admission.closed_reason,
@@ -112,9 +112,9 @@ class FrontendCalls:
     async def _live(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that the live page shows. The state is computed only when a page requests it."""
         core = await self._call_core("live", _LIVE_TIMEOUT_S)
-        digests_by_name = self._admission.digests_by_name or {}
+        digest_by_name = self._admission.digest_by_name or {}
         load_times = self._metrics.adapter_metrics.mean_load_times()
-        snapshot = build_live_snapshot(core, self._admission.served_name, digests_by_name, load_times)
+        snapshot = build_live_snapshot(core, self._admission.served_name, digest_by_name, load_times)
         return {
             **snapshot,
             "requests": {
@@ -135,7 +135,7 @@ class FrontendCalls:
             model = str(args.get("model", self._admission.served_name))
             self._admission.check_chat(model)
             assert self._chat_renderer is not None, "checked"
-            text = await self._chat_renderer.render(chat, self._admission.chat_templates.get(model))
+            text = await self._chat_renderer.render(chat, self._admission.chat_template_by_name.get(model))
         self._admission.check_prompt_text(text)
         assert isinstance(text, str), "checked"
         tokenizer, add_special_tokens = prompt_tokenizer.tokenizer, bool(args.get("add_special_tokens", chat is None))

@@ -23,7 +23,7 @@ OTHERS = "others"
 def build_live_snapshot(
     core: Mapping[str, Any],
     served_name: str,
-    digests_by_name: Mapping[AdapterName, AdapterDigest],
+    digest_by_name: Mapping[AdapterName, AdapterDigest],
     load_times: Mapping[tuple[str, str], float],
 ) -> dict[str, Any]:
     """Return the parts `model`, `kv_cache`, `owners`, `adapters`, `num_adapters` and `swap` of a snapshot.
@@ -31,13 +31,13 @@ def build_live_snapshot(
     Args:
         core: result of the core's method `live`.
         served_name: name of the base model.
-        digests_by_name: the adapters that requests can name.
+        digest_by_name: the adapters that requests can name.
         load_times: mean seconds by name and destination (host or slot).
     """
     stats = core["stats"]
     first_names: dict[str, str] = {}
-    for alias in sorted(digests_by_name):
-        first_names.setdefault(digests_by_name[alias], alias)
+    for alias in sorted(digest_by_name):
+        first_names.setdefault(digest_by_name[alias], alias)
     adapters: list[dict[str, Any]] = []
     num_blocks: dict[str, int] = {}
     slots = {digest: slot for slot, digest in enumerate(stats["slot_adapters"])}
@@ -67,6 +67,6 @@ def build_live_snapshot(
         "swap": {"blocks": stats["num_host_blocks"], "used": stats["num_used_host_blocks"]},
         "owners": [*owners[:MAX_OWNERS], *([(OTHERS, rest)] if rest else [])],
         "adapters": adapters,
-        "num_adapters": len(digests_by_name),
+        "num_adapters": len(digest_by_name),
         "host_adapter_bytes": stats["host_adapter_bytes"],
     }

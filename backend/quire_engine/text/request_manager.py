@@ -162,18 +162,18 @@ class RequestManager:
 
     def set_adapters(
         self,
-        digests_by_name: Mapping[AdapterName, AdapterDigest],
+        digest_by_name: Mapping[AdapterName, AdapterDigest],
         limits: Mapping[str, AdapterLimits] | None = None,
-        chat_templates: Mapping[str, str] | None = None,
+        chat_template_by_name: Mapping[str, str] | None = None,
     ) -> None:
         """Replace the adapters that requests can name, their limits and the files of their chat templates.
 
         Open requests keep their digest.
         """
         self._rate_limiter.set_limits(limits or {}, self._clock())
-        self._admission.digests_by_name = dict(digests_by_name)
-        self._admission.chat_templates = dict(chat_templates or {})
-        self._metrics.adapter_metrics.set_adapters(digests_by_name)
+        self._admission.digest_by_name = dict(digest_by_name)
+        self._admission.chat_template_by_name = dict(chat_template_by_name or {})
+        self._metrics.adapter_metrics.set_adapters(digest_by_name)
 
     def set_loading_adapters(self, names: Set[str]) -> None:
         """Replace the adapters that are being loaded. Requests that name such an adapter get UNAVAILABLE until it is
@@ -216,7 +216,7 @@ class RequestManager:
     def _tokenize(self, request: GenerateRequest, request_state: RequestState) -> None:
         if request.chat is not None and request.prompt is None:
             assert self._chat_renderer is not None, "admission rejects conversations without a chat template"
-            template_file = self._admission.chat_templates.get(request.model)
+            template_file = self._admission.chat_template_by_name.get(request.model)
             self._chat_renderer.submit(request.chat, template_file, partial(self._on_rendered, request, request_state))
         elif request.prompt_token_ids is not None and not request_state.params.bad_words:
             self._on_tokenized(request_state, TokenizedPrompt(request.prompt_token_ids, []))

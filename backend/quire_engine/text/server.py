@@ -124,11 +124,9 @@ class TextServer(ConnectionHandler):
             connection.send(ControlResponse(request.id, None, error.code, str(error)))
 
     def _set_adapters(self, connection: Connection, request: ControlRequest) -> None:
-        digests_by_name = request.args.get("adapters")
-        if not isinstance(digests_by_name, Mapping) or not all(isinstance(d, str) for d in digests_by_name.values()):
-            raise InvalidArgument(
-                f"set_adapters: adapters must map names to digests, got {str(digests_by_name)[:80]!r}"
-            )
+        digest_by_name = request.args.get("adapters")
+        if not isinstance(digest_by_name, Mapping) or not all(isinstance(d, str) for d in digest_by_name.values()):
+            raise InvalidArgument(f"set_adapters: adapters must map names to digests, got {str(digest_by_name)[:80]!r}")
         limits = request.args.get("limits", {})
         if not isinstance(limits, Mapping):
             raise InvalidArgument(f"set_adapters: limits must map names to limits, got {str(limits)[:80]}")
@@ -140,8 +138,8 @@ class TextServer(ConnectionHandler):
             raise InvalidArgument(
                 f"set_adapters: chat_templates must map names to files, got {str(chat_templates)[:80]}"
             )
-        self._request_manager.set_adapters(digests_by_name, limits_by_name, chat_templates)
-        logger.info("adapters set count=%d", len(digests_by_name))
+        self._request_manager.set_adapters(digest_by_name, limits_by_name, chat_templates)
+        logger.info("adapters set count=%d", len(digest_by_name))
         connection.send(ControlResponse(request.id, {}))
 
     def _set_loading_adapters(self, connection: Connection, request: ControlRequest) -> None:

@@ -33,7 +33,7 @@ class AdapterStore:
         """
         self.slots = slots
         self._read_host_adapter = read_host_adapter
-        self._packed_adapters: dict[AdapterDigest, PackedAdapter] = {}
+        self._packed_adapter_by_digest: dict[AdapterDigest, PackedAdapter] = {}
 
     @classmethod
     def from_model(
@@ -61,7 +61,7 @@ class AdapterStore:
     @property
     def digests(self) -> frozenset[str]:
         """Content digests of the adapters in host memory."""
-        return frozenset(self._packed_adapters)
+        return frozenset(self._packed_adapter_by_digest)
 
     def read(self, path: Path) -> PackedAdapter:
         """Read an adapter's folder and pack it. Safe to call from any thread.
@@ -78,13 +78,13 @@ class AdapterStore:
 
     def store(self, adapter_digest: AdapterDigest, packed_adapter: PackedAdapter) -> None:
         """Keep a packed adapter under its content digest."""
-        self._packed_adapters[adapter_digest] = packed_adapter
+        self._packed_adapter_by_digest[adapter_digest] = packed_adapter
 
     def discard(self, adapter_digest: AdapterDigest) -> None:
         """Drop a host copy; unknown digests are ignored. A slot that contains the adapter keeps it."""
-        self._packed_adapters.pop(adapter_digest, None)
+        self._packed_adapter_by_digest.pop(adapter_digest, None)
 
     def load_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter from its current host copy into a slot; see `ModelRunner`."""
         assert self.slots is not None
-        return self.slots.copy_to_slot(self._packed_adapters[slot_load.adapter_digest], slot_load.adapter_slot)
+        return self.slots.copy_to_slot(self._packed_adapter_by_digest[slot_load.adapter_digest], slot_load.adapter_slot)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 
 from quire_server.adapters.fetcher import CachedAdapter
+from quire_spec.constants import AdapterName
 from quire_spec.documents.adapter_catalog import AdapterSpec, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, utc_now
 from quire_spec.errors import QuireError
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 class ManagedAdapter:
     """Desired and actual state of one adapter."""
 
-    name: str
+    name: AdapterName
     desired: AdapterSpec | None
     """Entry of the catalog; None while the adapter is being removed."""
     exposed: bool

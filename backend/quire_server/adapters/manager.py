@@ -24,7 +24,7 @@ from quire_server.clients.handles import ProcessHandles
 from quire_sources.factory import concurrency_key
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
-from quire_spec.constants import AdapterDigest
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
 from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
@@ -69,9 +69,10 @@ class AdapterManager:
         self._handles = handles
         self._catalog: AdapterCatalog | None = None
         self._catalog_version = CatalogVersion(0, "")
-        self._adapters: dict[str, ManagedAdapter] = {}
+        self._adapter_by_name: dict[str, ManagedAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._aliases: dict[str, AdapterDigest] = {}
+        self._digest_by_name: dict[AdapterName, AdapterDigest] = {}
+        """Digest of the content that requests with a name use; the text process gets a copy."""
         self._fetch_semaphore = asyncio.Semaphore(_MAX_TOTAL_FETCHES)
         self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
@@ -126,16 +127,16 @@ class AdapterManager:
         self._catalog, self._catalog_version = catalog, catalog.version
         exposed_names = catalog.exposed_names()
         desired = {adapter.name: adapter for adapter in catalog.adapters}
-        for name, managed in self._adapters.items():
+        for name, managed in self._adapter_by_name.items():
             if name not in desired:
                 self._set_desired(managed, None, managed.exposed)
         # Pinned adapters first: the semaphores are first in, first out.
         for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
-            if adapter.name in self._adapters:
-                self._set_desired(self._adapters[adapter.name], adapter, adapter.name in exposed_names)
+            if adapter.name in self._adapter_by_name:
+                self._set_desired(self._adapter_by_name[adapter.name], adapter, adapter.name in exposed_names)
             else:
-                managed = self._adapters[adapter.name] = ManagedAdapter(
-                    adapter.name, adapter, adapter.name in exposed_names
+                managed = self._adapter_by_name[adapter.name] = ManagedAdapter(
+                    AdapterName(adapter.name), adapter, adapter.name in exposed_names
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
         self._publish_if_empty()
@@ -143,16 +144,16 @@ class AdapterManager:
         self.on_change()
 
     def refresh(self, name: str) -> None:
-        """Read the source of an adapter again. If the source cannot be read, the error is reported even if the adapter
-        can serve its previous content."""
-        adapter = self._adapters[name]
+        """Read the source of an adapter again. If this fails, the error is reported even if the adapter can serve its
+        previous content."""
+        adapter = self._adapter_by_name[name]
         adapter.latest_source = None
         adapter.set_state(AdapterState.FETCHING)
         self._set_desired(adapter, adapter.desired, adapter.exposed)
 
     def result(self, name: str) -> tuple[AdapterState, QuireError | None]:
-        """Return the state of an adapter and the error of its failure; raises NotFound if the adapter was removed."""
-        adapter = self._adapters.get(name)
+        """Return the state of an adapter and the error of its failure; raises NotFound if it was removed."""
+        adapter = self._adapter_by_name.get(name)
         if adapter is None or adapter.desired is None:
             raise NotFound(f"adapter {name!r}: was removed from the catalog")
         if adapter.state is AdapterState.READY and adapter.observed_generation != adapter.generation:
@@ -161,11 +162,11 @@ class AdapterManager:
 
     def is_known(self, name: str) -> bool:
         """Return True if the catalog contains the adapter, or if the adapter was removed but is not unloaded yet."""
-        return name in self._adapters
+        return name in self._adapter_by_name
 
     def resync(self) -> None:
-        """Reconcile every adapter; called after a process has started or ended."""
-        for adapter in self._adapters.values():
+        """Reconcile every adapter, after a process has started or ended."""
+        for adapter in self._adapter_by_name.values():
             adapter.changed.set()
         self._publish_if_empty()
         if self._catalog is not None:
@@ -202,7 +203,7 @@ class AdapterManager:
         return {
             name
             for name, digest in active_digests.items()
-            if digest in core.adapters and text.aliases.get(name) == digest
+            if digest in core.pinned_by_digest and text.digest_by_name.get(name) == digest
         }
 
     def exposed_names(self) -> set[str]:
@@ -213,7 +214,7 @@ class AdapterManager:
         """Return the digests of the latest content and of the active content of every adapter."""
         return {
             content.digest
-            for adapter in self._adapters.values()
+            for adapter in self._adapter_by_name.values()
             for content in (adapter.latest, adapter.active)
             if content
         }
@@ -240,7 +241,7 @@ class AdapterManager:
             else:
                 pause_s = await self._remove_once(adapter)
                 if pause_s is None and adapter.desired is None:
-                    del self._adapters[adapter.name]
+                    del self._adapter_by_name[adapter.name]
                     return
             self.on_change()
             await self._wait_for_change(adapter, pause_s)
@@ -364,12 +365,12 @@ class AdapterManager:
         core, text, server = self._handles.require_all()
         pinned = self._is_pinned(content.digest)
         async with self._adapter_load_semaphore:
-            if core.adapters.get(content.digest) != pinned:
+            if core.pinned_by_digest.get(content.digest) != pinned:
                 await core.load_adapter(content.digest, content.folder, pinned)
-        self._aliases[adapter.name] = content.digest
+        self._digest_by_name[adapter.name] = content.digest
         previous, adapter.active = adapter.active, content
         self._on_content_replaced(previous, content)
-        await text.set_adapters(self._aliases, self._adapter_limits(), self._chat_templates())
+        await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
         self._unload_requested.set()
         async with self._model_load_semaphore:
             await (server.load_adapter_model if adapter.exposed else server.unload_adapter_model)(adapter.name)
@@ -379,9 +380,9 @@ class AdapterManager:
         return (
             # Otherwise the next published names would contain the previous content.
             adapter.active == content
-            and core.adapters.get(content.digest) == self._is_pinned(content.digest)
-            and text.aliases.get(adapter.name) == content.digest
-            and text.limits.get(adapter.name) == (adapter.desired and adapter.desired.limits)
+            and core.pinned_by_digest.get(content.digest) == self._is_pinned(content.digest)
+            and text.digest_by_name.get(adapter.name) == content.digest
+            and text.limits_by_name.get(adapter.name) == (adapter.desired and adapter.desired.limits)
             and (adapter.name in server.models) == adapter.exposed
         )
 
@@ -391,9 +392,11 @@ class AdapterManager:
         try:
             if self._handles.server is not None:
                 await self._handles.server.unload_adapter_model(adapter.name)
-            self._aliases.pop(adapter.name, None)
+            self._digest_by_name.pop(adapter.name, None)
             if self._handles.text is not None:
-                await self._handles.text.set_adapters(self._aliases, self._adapter_limits(), self._chat_templates())
+                await self._handles.text.set_adapters(
+                    self._digest_by_name, self._limits_by_name(), self._chat_template_by_name()
+                )
             await self._publish_loading()
         except QuireError as error:
             logger.warning("adapter could not be removed name=%s error=%s", adapter.name, error)
@@ -417,7 +420,7 @@ class AdapterManager:
         if (text := self._handles.text) is not None:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
-                await text.set_adapters(self._aliases, self._adapter_limits(), self._chat_templates())
+                await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
         await self._publish_loading()
 
     async def _publish_loading(self) -> None:
@@ -429,7 +432,8 @@ class AdapterManager:
             return {
                 adapter.name
                 for adapter in self._desired_adapters()
-                if adapter.name not in text.aliases and (adapter.active is not None or not adapter.permanent_failure)
+                if adapter.name not in text.digest_by_name
+                and (adapter.active is not None or not adapter.permanent_failure)
             }
 
         with contextlib.suppress(QuireError):
@@ -486,20 +490,26 @@ class AdapterManager:
         ]
         return any(holder.desired and holder.desired.pinned for holder in holders)
 
-    def _adapter_limits(self) -> dict[str, AdapterLimits]:
+    def _limits_by_name(self) -> dict[AdapterName, AdapterLimits]:
         """Return the limits of all published names that have limits."""
         limits_by_name = {
             adapter.name: adapter.desired.limits for adapter in self._desired_adapters() if adapter.desired is not None
         }
-        return {name: limits for name, limits in limits_by_name.items() if limits is not None and name in self._aliases}
+        return {
+            name: limits
+            for name, limits in limits_by_name.items()
+            if limits is not None and name in self._digest_by_name
+        }
 
-    def _chat_templates(self) -> dict[str, str]:
+    def _chat_template_by_name(self) -> dict[AdapterName, str]:
         """Return the chat templates of all published adapters that have a chat template."""
-        files_by_name = {a.name: a.active.chat_template for a in self._adapters.values() if a.active is not None}
-        return {name: str(file) for name, file in files_by_name.items() if file is not None and name in self._aliases}
+        files_by_name = {a.name: a.active.chat_template for a in self._adapter_by_name.values() if a.active is not None}
+        return {
+            name: str(file) for name, file in files_by_name.items() if file is not None and name in self._digest_by_name
+        }
 
     def _desired_adapters(self) -> list[ManagedAdapter]:
-        return [adapter for adapter in self._adapters.values() if adapter.desired is not None]
+        return [adapter for adapter in self._adapter_by_name.values() if adapter.desired is not None]
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coro, name=name)

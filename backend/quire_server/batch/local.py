@@ -39,9 +39,9 @@ async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[L
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(run_dir.locked_run_dir(args.run_dir))
         fetcher = await stack.enter_async_context(AdapterFetcher(AdapterCache(args.cache_dir), options))
-        adapters = await fetch_adapters(catalog, args.served_name, fetcher)
+        cached_adapter_by_name = await fetch_adapters(catalog, args.served_name, fetcher)
         relay = LogRelay(True) if args.verbose else _drop
-        engine = LocalEngine(args.engine.absolute(), args.served_name, folder, adapters, relay)
+        engine = LocalEngine(args.engine.absolute(), args.served_name, folder, cached_adapter_by_name, relay)
         client = TextClient(folder / constants.TEXT_SOCKET)
         await stack.enter_async_context(_running(engine.run(), client.run()))
         await engine.wait_ready()

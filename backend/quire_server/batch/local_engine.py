@@ -16,6 +16,7 @@ from quire_server.clients.handles import CoreHandle, TextHandle
 from quire_server.supervisor import engine_process
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
+from quire_spec.constants import AdapterName
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.errors import ConfigError, InvalidArgument, QuireError
 
@@ -33,14 +34,14 @@ class LocalEngine:
         engine: Path,
         served_name: str,
         run_dir: Path,
-        adapters: Mapping[str, CachedAdapter],
+        cached_adapter_by_name: Mapping[AdapterName, CachedAdapter],
         relay: Callable[[str, str], None],
     ) -> None:
         """`engine` is the path of engine.json; `relay(name, line)` is called with each line of output of a process."""
         self._engine = engine
         self._served_name = served_name
         self._run_dir = run_dir
-        self._adapters = adapters
+        self._cached_adapter_by_name = cached_adapter_by_name
         self._relay = relay
         self._core: CoreHandle | None = None
         self._ready = asyncio.Event()
@@ -84,7 +85,7 @@ class LocalEngine:
     async def _core_session(self, child: ChildProcess) -> str:
         async with engine_process.connect("core", self._run_dir) as control:
             core = CoreHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
-            for name, adapter in self._adapters.items():
+            for name, adapter in self._cached_adapter_by_name.items():
                 try:
                     await core.load_adapter(adapter.digest, adapter.folder, False)
                 except InvalidArgument as error:
@@ -101,9 +102,11 @@ class LocalEngine:
     async def _text_session(self, child: ChildProcess) -> str:
         async with engine_process.connect("text", self._run_dir) as control:
             text = TextHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
-            aliases = {name: adapter.digest for name, adapter in self._adapters.items()}
-            files = {name: adapter.chat_template for name, adapter in self._adapters.items()}
-            await text.set_adapters(aliases, {}, {name: str(file) for name, file in files.items() if file is not None})
+            cached = self._cached_adapter_by_name
+            digest_by_name = {name: adapter.digest for name, adapter in cached.items()}
+            files = {name: adapter.chat_template for name, adapter in cached.items()}
+            template_by_name = {name: str(file) for name, file in files.items() if file is not None}
+            await text.set_adapters(digest_by_name, {}, template_by_name)
             self._processes["text"].mark_ready()
             watch_task = asyncio.create_task(engine_process.watch_connection(control))
             try:
@@ -125,25 +128,26 @@ class LocalEngine:
             return
         if is_connected and self._core is not None and not self._core.control.closed.is_set():
             self._ready.set()
-            logger.info("engine ready adapters=%d", len(self._adapters))
+            logger.info("engine ready adapters=%d", len(self._cached_adapter_by_name))
 
 
 async def fetch_adapters(
     catalog: AdapterCatalog, served_name: str, fetcher: AdapterFetcher
-) -> dict[str, CachedAdapter]:
+) -> dict[AdapterName, CachedAdapter]:
     """Return the content of each adapter by name.
 
     Raises:
         ConfigError: adapters cannot be fetched; the message lists all of these adapters.
     """
     if any(adapter.name == served_name for adapter in catalog.adapters):
-        raise ConfigError(f"adapters: {served_name!r} is the base model's name; rename the adapter")
-    contents, problems = {}, []
+        raise ConfigError(f"adapters: {served_name!r} is the base model's name; give the adapter another")
+    cached_adapter_by_name: dict[AdapterName, CachedAdapter] = {}
+    problems = []
     for adapter in catalog.adapters:
         try:
-            contents[adapter.name] = await fetcher.fetch(adapter.source)
+            cached_adapter_by_name[AdapterName(adapter.name)] = await fetcher.fetch(adapter.source)
         except QuireError as error:
             problems.append(f"adapter {adapter.name!r}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return contents
+    return cached_adapter_by_name

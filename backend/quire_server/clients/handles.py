@@ -17,7 +17,7 @@ from typing import Any
 from quire_server.clients.control_client import ConnectionLost, ControlClient
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.repository import remove_model, write_model
-from quire_spec.constants import AdapterDigest
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.documents.pod_status import MeasuredMemory
@@ -36,7 +36,7 @@ class CoreHandle:
 
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
-        self.adapters: dict[AdapterDigest, bool] = {}
+        self.pinned_by_digest: dict[AdapterDigest, bool] = {}
         """Maps the digest of each loaded adapter to whether the adapter is pinned."""
         self._timed_out_loads: set[AdapterDigest] = set()
         """Digests of adapters whose load timed out; the core can still complete such a load."""
@@ -53,7 +53,7 @@ class CoreHandle:
             ConnectionLost: the core ended.
         """
         async with self._locks[digest]:
-            if self.adapters.get(digest) == pinned:
+            if self.pinned_by_digest.get(digest) == pinned:
                 return
             args = {"digest": digest, "path": str(folder), "pinned": pinned}
             try:
@@ -62,11 +62,11 @@ class CoreHandle:
                 self._timed_out_loads.add(digest)
                 raise
             self._timed_out_loads.discard(digest)
-            self.adapters[digest] = pinned
+            self.pinned_by_digest[digest] = pinned
 
     def possibly_loaded(self) -> set[AdapterDigest]:
         """Return the digests of adapters that are loaded, or whose load timed out."""
-        return self.adapters.keys() | self._timed_out_loads
+        return self.pinned_by_digest.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
         """Unload an adapter from the core. Do nothing if the adapter is required again by the time the lock is
@@ -74,12 +74,12 @@ class CoreHandle:
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
-            pinned = self.adapters.pop(digest, None)
+            pinned = self.pinned_by_digest.pop(digest, None)
             try:
                 await self.control.call("unload_adapter", {"digest": digest}, timeout_s=_CALL_TIMEOUT_S)
             except QuireError:
                 if pinned is not None:
-                    self.adapters[digest] = pinned
+                    self.pinned_by_digest[digest] = pinned
                 raise
             self._timed_out_loads.discard(digest)
 
@@ -91,14 +91,14 @@ class TextHandle:
         self.control = control
         self.tool_call_parser: str | None = status.get("tool_call_parser")
         self.reasoning_parser: str | None = status.get("reasoning_parser")
-        self.aliases: dict[str, AdapterDigest] = {}
-        """Maps each adapter name to the digest that was last sent to the text process."""
-        self.limits: dict[str, AdapterLimits] = {}
-        """Maps the names of adapters with limits to the limits that were last sent to the text process."""
-        self.chat_templates: dict[str, str] = {}
-        """Maps the names of adapters with a chat template to the file that was last sent to the text process."""
+        self.digest_by_name: dict[AdapterName, AdapterDigest] = {}
+        """Digest of each name, as last sent to the text process."""
+        self.limits_by_name: dict[AdapterName, AdapterLimits] = {}
+        """Limits by adapter name, as last sent to the text process; without adapters that have no limits."""
+        self.chat_template_by_name: dict[AdapterName, str] = {}
+        """File of the chat template by adapter name, as last sent; without adapters that have no chat template."""
         self.published_digests: set[AdapterDigest] = set()
-        """Digests in the aliases that were sent last or are being sent."""
+        """Digests in the mapping that was sent last or is being sent."""
         self._was_published = False
         self._loading: Set[str] | None = None
         """Names that `set_loading_adapters` sent last."""
@@ -106,26 +106,26 @@ class TextHandle:
 
     async def set_adapters(
         self,
-        aliases: Mapping[str, AdapterDigest],
-        limits: Mapping[str, AdapterLimits],
-        chat_templates: Mapping[str, str],
+        digest_by_name: Mapping[AdapterName, AdapterDigest],
+        limits_by_name: Mapping[AdapterName, AdapterLimits],
+        chat_template_by_name: Mapping[AdapterName, str],
     ) -> None:
         """Send the adapters if they changed. Adapters that become ready at the same time are sent in one call."""
         async with self._lock:
-            new = dict(aliases), dict(limits), dict(chat_templates)
-            if not self._was_published or new != (self.aliases, self.limits, self.chat_templates):
-                new_aliases, new_limits, new_templates = new
+            new = dict(digest_by_name), dict(limits_by_name), dict(chat_template_by_name)
+            if not self._was_published or new != (self.digest_by_name, self.limits_by_name, self.chat_template_by_name):
+                new_digests, new_limits, new_templates = new
                 args: dict[str, Any] = {
-                    "adapters": new_aliases,
+                    "adapters": new_digests,
                     "limits": {name: to_json(adapter_limits) for name, adapter_limits in new_limits.items()},
                 }
                 if new_templates:
                     args["chat_templates"] = new_templates
-                self.published_digests |= set(new_aliases.values())
+                self.published_digests |= set(new_digests.values())
                 await self.control.call("set_adapters", args, timeout_s=_CALL_TIMEOUT_S)
-                self.aliases, self.limits, self.chat_templates = new
+                self.digest_by_name, self.limits_by_name, self.chat_template_by_name = new
                 self._was_published = True
-                self.published_digests = set(new_aliases.values())
+                self.published_digests = set(new_digests.values())
 
     async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:
         """Send the names of adapters that are loading and have no alias yet, unless the last call sent the same names.
@@ -134,7 +134,7 @@ class TextHandle:
         """
         async with self._lock:
             names = loading_names()
-            if self._loading is None or self._loading - self.aliases.keys() != names:
+            if self._loading is None or self._loading - self.digest_by_name.keys() != names:
                 await self.control.call("set_loading_adapters", {"names": sorted(names)}, timeout_s=_CALL_TIMEOUT_S)
                 self._loading = names
 

@@ -48,7 +48,7 @@ VALID_REQUEST = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [
 )
 def test_admission_rejects_invalid_requests(change: dict[str, object], error: type[Exception] | None, message: str):
     admission = AdmissionController(LIMITS, "base", has_tokenizer=True)
-    admission.closed_reason, admission.digests_by_name = "", {}
+    admission.closed_reason, admission.digest_by_name = "", {}
     request = GenerateRequest(**(VALID_REQUEST | change))
     if error is None:
         assert admission.admit(request, 0).params == SamplingParams()

@@ -19,13 +19,17 @@ async def test_replacement_switches_the_name_after_the_new_content_is_loaded(pod
     pod.set_catalog(2, a=two)
     await pod.until(lambda: len(pod.core.calls) == 2)
     await asyncio.sleep(0.05)
-    assert (pod.status("a").state, pod.status("a").digest, pod.handles.text.aliases) == ("Loading", old, {"a": old})
+    assert (pod.status("a").state, pod.status("a").digest, pod.handles.text.digest_by_name) == (
+        "Loading",
+        old,
+        {"a": old},
+    )
     pod.core.gate.set()
     await pod.until_states(a="Ready")
     new = pod.status("a").digest
-    await pod.until(lambda: pod.handles.core.adapters == {new: False})
+    await pod.until(lambda: pod.handles.core.pinned_by_digest == {new: False})
     assert [m for m, _ in pod.core.calls] == ["load_adapter", "load_adapter", "unload_adapter"]
-    assert pod.handles.text.aliases == {"a": new}
+    assert pod.handles.text.digest_by_name == {"a": new}
     assert pod.server.names("load_model") == ["a"], "the server's model is not reloaded"
 
 
@@ -65,7 +69,7 @@ async def test_removal_unloads_model_then_name_then_content(pod, one, two):
     kept = pod.status("b").digest
     pod.set_catalog(2, b=two)
     assert pod.states() == {"b": "Ready"}
-    await pod.until(lambda: pod.handles.core.adapters == {kept: False})
+    await pod.until(lambda: pod.handles.core.pinned_by_digest == {kept: False})
     assert pod.server.calls[-1] == ("unload_model", "a")
     assert pod.text.names("set_adapters")[-1] == {"adapters": {"b": kept}, "limits": {}}
     assert pod.core.calls[-1][0] == "unload_adapter"
@@ -79,7 +83,7 @@ async def test_failed_removal_is_retried(pod, one, monkeypatch):
     pod.set_catalog(2)
     await pod.until(lambda: len(pod.server.names("unload_model")) >= 2)
     pod.server.errors.clear()
-    await pod.until(lambda: not pod.handles.server.models and not pod.handles.core.adapters)
+    await pod.until(lambda: not pod.handles.server.models and not pod.handles.core.pinned_by_digest)
 
 
 async def test_failed_unload_is_retried(pod, one, two):
@@ -88,10 +92,10 @@ async def test_failed_unload_is_retried(pod, one, two):
     pod.core.errors["unload_adapter"] = Unavailable("no response")
     pod.set_catalog(2, a=two)
     await pod.until(lambda: pod.core.names("unload_adapter"))
-    assert len(pod.handles.core.adapters) == 2
+    assert len(pod.handles.core.pinned_by_digest) == 2
     pod.core.errors.clear()
     pod.set_catalog(3)
-    await pod.until(lambda: not pod.handles.core.adapters)
+    await pod.until(lambda: not pod.handles.core.pinned_by_digest)
 
 
 async def test_failure_of_a_superseded_adapter_does_not_block_its_successor(pod, one, two, monkeypatch):
@@ -117,14 +121,14 @@ async def test_content_stays_loaded_until_the_text_process_has_new_names(pod, on
     await pod.until_states(a="Ready", b="Ready")
     old = pod.status("a").digest
     pod.set_catalog(2, a=one)
-    await pod.until(lambda: len(pod.text.calls) > 2 or pod.handles.text.aliases == {"a": old})
+    await pod.until(lambda: len(pod.text.calls) > 2 or pod.handles.text.digest_by_name == {"a": old})
     pod.text.gate.clear()
     pod.set_catalog(3, a=two)
     await pod.until(lambda: pod.status("a").digest != old)
     await asyncio.sleep(0.6)
-    assert old in pod.handles.core.adapters, "text still sends requests for it"
+    assert old in pod.handles.core.pinned_by_digest, "text still sends requests for it"
     pod.text.gate.set()
-    await pod.until(lambda: list(pod.handles.core.adapters) == [pod.status("a").digest])
+    await pod.until(lambda: list(pod.handles.core.pinned_by_digest) == [pod.status("a").digest])
 
 
 async def test_failed_reactivation_is_retried(pod, one, two, monkeypatch):

@@ -33,7 +33,7 @@ class Process:
     def __init__(self, pod: "PodHarness") -> None:
         self.pod = pod
         self.closed = asyncio.Event()
-        self.adapters: dict[str, bool] = {}
+        self.pinned_by_digest: dict[str, bool] = {}
         self.names: dict[str, str] = {}
         self.models: set[str] = set()
 
@@ -52,11 +52,11 @@ class Process:
         if method == "load_adapter":
             if args["digest"].startswith("bad"):
                 raise InvalidArgument("bad")
-            self.adapters[args["digest"]] = args["pinned"]
+            self.pinned_by_digest[args["digest"]] = args["pinned"]
         elif method == "unload_adapter":
             text = self.pod.text
             assert text.closed.is_set() or args["digest"] not in text.names.values(), "a name still uses this digest"
-            del self.adapters[args["digest"]]
+            del self.pinned_by_digest[args["digest"]]
         await self.pause()
 
     async def load_model(self, name: str) -> None:
@@ -166,7 +166,7 @@ class PodHarness:
             if content.startswith("good"):
                 assert (status.state, status.digest) == (AdapterState.READY, content)
                 assert self.text.names[adapter.name] == content
-                assert self.handles.text and self.handles.text.limits.get(adapter.name) == adapter.limits
+                assert self.handles.text and self.handles.text.limits_by_name.get(adapter.name) == adapter.limits
                 assert (adapter.name in self.server.models) == (adapter.name in last.exposed_names())
             else:
                 # Ready if an earlier version of the source was fetched.
@@ -174,9 +174,9 @@ class PodHarness:
                 assert status.error or status.state is AdapterState.READY
         for name in self.text.names:
             assert name in statuses
-        for digest, pinned in self.core.adapters.items():
+        for digest, pinned in self.core.pinned_by_digest.items():
             assert digest in self.manager.digests_in_use() and pinned == self.manager._is_pinned(digest)
-        assert set(self.text.names.values()) <= self.core.adapters.keys()
+        assert set(self.text.names.values()) <= self.core.pinned_by_digest.keys()
         assert self.server.models <= self.text.names.keys() & last.exposed_names()
 
 
