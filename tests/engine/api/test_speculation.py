@@ -12,7 +12,7 @@ from support.scripted_drafts import ScriptedProposer
 from quire_engine import SamplingParams
 from quire_engine.sequence import BlockId, Sequence
 from quire_engine.step.plan import ScheduledSpan
-from quire_engine.worker.sampling.draft_verification import sample_spans
+from quire_engine.worker.sampling.rejection_sampler import RejectionSampler
 from quire_engine.worker.sampling.sampler import Sampler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -89,7 +89,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
         ScheduledSpan(_sequence(seed, params), 1, 2, None, draft_token_ids=(draft_token,))
         for seed in range(num_sequences)
     ]
-    outputs = sample_spans(Sampler(num_sequences), spans, logits.repeat(num_sequences, 1), None)
+    outputs = RejectionSampler(Sampler(num_sequences)).sample(spans, logits.repeat(num_sequences, 1), None)
     tokens = [output.token_ids for output in outputs]
     assert all(len(row) == 1 + (row[0] == draft_token) for row in tokens)
     for row, column in enumerate(([t[0] for t in tokens], [t[1] for t in tokens if len(t) == 2])):

@@ -13,8 +13,8 @@ from torch import Tensor
 from quire_engine.step.plan import ScheduledSpan, SpanOutput
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.sampling.beam_candidates import BeamCandidates
-from quire_engine.worker.sampling.draft_verification import sample_spans
 from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture, GrammarBitmask
+from quire_engine.worker.sampling.rejection_sampler import RejectionSampler
 from quire_engine.worker.sampling.sampler import SampledTokens, Sampler, SamplingRow
 from quire_kernels import to_device_async
 
@@ -48,6 +48,7 @@ class SpanSampler:
         `future_tokens`."""
         self.grammar_bitmask = GrammarBitmask(vocab_size, device)
         self._sampler = Sampler(max_num_seqs)
+        self._rejection_sampler = RejectionSampler(self._sampler)
         self._beam_candidates = BeamCandidates(self._sampler)
         self._device = device
         self._future_tokens = future_tokens
@@ -65,7 +66,7 @@ class SpanSampler:
             return [SpanOutput([]) for _ in spans]
         logits = next(logit_chunks)
         if all(span.sequence.beam_group is None for span in sampling_spans):
-            sampled_outputs = iter(sample_spans(self._sampler, sampling_spans, logits, bitmask()))
+            sampled_outputs = iter(self._rejection_sampler.sample(sampling_spans, logits, bitmask()))
         else:
             sampled_outputs = iter(self._sample_with_beams(sampling_spans, logits, bitmask))
         return [next(sampled_outputs) if span.samples else SpanOutput([]) for span in spans]
@@ -85,7 +86,7 @@ class SpanSampler:
         others = [span for span in spans if span.sequence.beam_group is None]
         beam_outputs = iter(self._beam_candidates.choose(_select_rows(logits, beam_rows), beams))
         other_outputs = iter(
-            sample_spans(self._sampler, others, _select_rows(logits, other_rows), bitmask()) if others else ()
+            self._rejection_sampler.sample(others, _select_rows(logits, other_rows), bitmask()) if others else ()
         )
         return [next(other_outputs if span.sequence.beam_group is None else beam_outputs) for span in spans]
 
