@@ -19,11 +19,11 @@ class GrammarQueue:
     """Compiles grammars before their sequences enter the engine. All methods run on the event loop."""
 
     def __init__(
-        self, get_compiler: Callable[[], GrammarCompiler], generate: Callable[[int, SequenceRequest], None]
+        self, get_compiler: Callable[[], GrammarCompiler], start_sequence: Callable[[int, SequenceRequest], None]
     ) -> None:
-        """`generate` starts a sequence of a client. `get_compiler` returns the compiler, which can take seconds."""
+        """`start_sequence` is called with a client id and a request; `get_compiler` can take seconds."""
         self._get_compiler = get_compiler
-        self._generate = generate
+        self._start_sequence = start_sequence
         self._thread_pool = ThreadPoolExecutor(1, "compile-grammar")
         self._waiting: dict[int, SequenceRequest] = {}
 
@@ -31,26 +31,26 @@ class GrammarQueue:
         """Read the vocabulary in the background, so that the first sequence does not wait for it."""
         self._thread_pool.submit(self._try_get_compiler)
 
-    def generate(self, client_id: int, request: SequenceRequest) -> None:
-        """Start a sequence once its grammar is compiled."""
+    def init_grammar(self, client_id: int, request: SequenceRequest) -> None:
+        """Compile the grammar of a sequence in the background, and then start the sequence (vLLM `grammar_init`)."""
         if request.grammar is None:
-            self._generate(client_id, request)
+            self._start_sequence(client_id, request)
             return
         self._waiting[request.id] = request
         future = asyncio.get_running_loop().run_in_executor(self._thread_pool, self._compile, request.grammar)
-        future.add_done_callback(lambda _: self._start(client_id, request))
+        future.add_done_callback(lambda _: self._on_compiled(client_id, request))
 
     def abort(self, sequence_ids: list[int]) -> None:
         """Drop sequences that have not started."""
         for sequence_id in sequence_ids:
             self._waiting.pop(sequence_id, None)
 
-    def _start(self, client_id: int, request: SequenceRequest) -> None:
+    def _on_compiled(self, client_id: int, request: SequenceRequest) -> None:
         # The object is compared, because another sequence can have the same id.
         if self._waiting.get(request.id) is request:
             del self._waiting[request.id]
             # If the grammar does not compile, the engine reports the error when the sequence starts.
-            self._generate(client_id, request)
+            self._start_sequence(client_id, request)
 
     def _compile(self, grammar: str) -> None:
         with suppress(QuireError):

@@ -90,7 +90,7 @@ class CoreServer(ConnectionHandler):
         """Called when the text process or a supervisor has sent a message."""
         from_text = connection is self._text_connection
         if from_text and isinstance(message, SequenceRequest):
-            self._grammar_queue.generate(self._client_id, message)
+            self._grammar_queue.init_grammar(self._client_id, message)
         elif from_text and isinstance(message, AbortSequences):
             self._grammar_queue.abort(message.ids)
             self._engine_loop.abort(self._client_id, message.ids)
