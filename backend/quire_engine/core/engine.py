@@ -100,9 +100,8 @@ class Engine:
             runner.swap_costs,
             layout,
         )
-        self.slot_copier: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
-        """Function that copies an adapter into a slot; the default copies at once, in the calling thread. The owner of
-        the engine can replace it with a function that copies in another thread and then calls `on_slot_loaded`."""
+        self._start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
+        """Starts the copy of an adapter into a slot; see `delegate_slot_copies`."""
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
         """Time at which each copy into a slot was requested, on the engine's clock."""
         self._adapter_events: list[AdapterEvent] = []
@@ -285,8 +284,17 @@ class Engine:
         self._discard_evicted_copies()
         return reads
 
+    def delegate_slot_copies(self, start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None]) -> None:
+        """Let the owner of the engine copy adapters into slots, in another thread. Without this call, each step copies
+        in its own thread.
+
+        `start_slot_copy` gets a slot load and the function that copies. The owner must run this function, and then call
+        `on_slot_loaded`.
+        """
+        self._start_slot_copy = start_slot_copy
+
     def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:
-        """Called when `slot_copier` has copied an adapter. If `error` is given, the waiting sequences fail with this
+        """Called when an adapter was copied into a slot. If `error` is given, the waiting sequences fail with this
         error."""
         self._adapter_registry.slot_table.on_loaded(slot_load, error is None)
         started_at = self._slot_copy_started_at.pop(slot_load)
@@ -387,7 +395,7 @@ class Engine:
         remaining = iter(slot_loads)
         try:
             for slot_load in remaining:
-                self.slot_copier(slot_load, self._runner.load_adapter_slot(slot_load))
+                self._start_slot_copy(slot_load, self._runner.load_adapter_slot(slot_load))
         finally:
             # The list is empty, except after Control-C.
             for slot_load in remaining:

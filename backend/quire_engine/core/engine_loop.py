@@ -60,7 +60,7 @@ class EngineLoop:
                 engine's on_slot_loaded with `submit_call`.
         """
         self._engine = engine
-        engine.slot_copier = on_slot_copy
+        engine.delegate_slot_copies(on_slot_copy)
         self._publish = publish
         self._on_adapter_needed = on_adapter_needed
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

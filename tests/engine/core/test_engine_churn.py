@@ -147,7 +147,7 @@ def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog
     reads: list[str] = []
     copies: list[tuple[SlotLoad, Callable[[], None]]] = []
     # Slots are filled while steps run.
-    engine.slot_copier = lambda slot_load, copy: copies.append((slot_load, copy))
+    engine.delegate_slot_copies(lambda slot_load, copy: copies.append((slot_load, copy)))
 
     def finish_copy(slot_load: SlotLoad, copy: Callable[[], None]) -> None:
         failed = rng.random() < 0.05
@@ -203,7 +203,7 @@ def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog
         harness.add_adapter(digest, None)
     while copies:
         finish_copy(*copies.pop())
-    engine.slot_copier = finish_copy
+    engine.delegate_slot_copies(finish_copy)
     harness.runner.step_hook = None
     harness.drain()
     engine.check_integrity()
@@ -375,7 +375,7 @@ def test_rejects_adapters_if_lora_is_disabled() -> None:
 def test_slot_copy_delays_and_fails_only_sequences_of_its_adapter() -> None:
     harness = EngineHarness()
     copies: list[tuple[SlotLoad, Callable[[], None]]] = []
-    harness.engine.slot_copier = lambda slot_load, copy: copies.append((slot_load, copy))
+    harness.engine.delegate_slot_copies(lambda slot_load, copy: copies.append((slot_load, copy)))
     harness.add_adapter("a")
     failed, other = harness.add([1, 2], "a", max_tokens=3), harness.add([3, 4], max_tokens=9)
     harness.step()

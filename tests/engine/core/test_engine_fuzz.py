@@ -109,7 +109,7 @@ class FuzzHarness:
         reads: list[tuple[str, Path]] = []
         copies: list[tuple[SlotLoad, Any]] = []
         # Adapters are read and copied while steps run.
-        engine.slot_copier = lambda *copy: copies.append(copy)
+        engine.delegate_slot_copies(lambda *copy: copies.append(copy))
         for digest in self.adapters:
             self.add_adapter(engine, digest)
         while step <= max(timed.arrival for timed in timed_requests) or engine.has_work or reads or copies:
