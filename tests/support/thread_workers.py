@@ -11,7 +11,7 @@ import psutil
 
 from quire_engine.core.engine import Engine
 from quire_engine.distributed.worker_handle import WorkerChannels
-from quire_engine.executor.tensor_parallel import create_runner
+from quire_engine.executor.runner_factory import create_runner
 from quire_engine.executor.tp_worker import TensorParallelWorker
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig

@@ -130,7 +130,7 @@ class Engine:
         checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress, config.download_dir))
         check_max_model_len(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
-        from quire_engine.executor.tensor_parallel import create_runner
+        from quire_engine.executor.runner_factory import create_runner
 
         runner = create_runner(config, checkpoint.shape, checkpoint.folder, progress=progress, on_lost=on_lost)
         engine = cls(config, checkpoint, runner, runner.memory)

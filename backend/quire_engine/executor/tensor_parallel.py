@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel execution: the model runner of rank 0, together with the workers of the other ranks.
 
-`create_runner` is called by the engine core. If there is one rank, `create_runner` returns a `DeviceModelRunner`.
+runner_factory.py starts it if there are several ranks.
 """
 
 import weakref
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from quire_engine.distributed.communicator import TIMEOUT_S
 from quire_engine.distributed.worker_group import WorkerGroup
@@ -47,6 +48,49 @@ class TensorParallelRunner(ModelRunner):
         self._adapter_by_digest: dict[AdapterDigest, ShardedAdapter] = {}
         self.swap_costs = local_runner.swap_costs
         self.memory = local_runner.memory
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        shape: ModelConfig,
+        folder: Path,
+        *,
+        progress: bool = False,
+        on_lost: Callable[[str], None] | None = None,
+        start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Self:
+        """Start the workers of the other ranks, and return the runner. The arguments and errors are the same as for
+        `create_runner`."""
+        TensorParallelShard(shape, 0, config.tensor_parallel_size).validate()
+        worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s)
+        try:
+            local_runner = DeviceModelRunner(
+                config,
+                shape,
+                folder,
+                communicator=worker_group.communicator,
+                worker_group=worker_group,
+                progress=progress,
+            )
+            blocks_per_seq = -(-local_runner.memory.max_model_len // config.block_size)
+            num_moves = 2 * local_runner.swap_costs.num_host_blocks
+            worker_group.start_serving(
+                max_elements(
+                    config.max_num_seqs,
+                    config.max_num_batched_tokens,
+                    blocks_per_seq,
+                    num_moves,
+                    choose_layout(config, shape).num_groups,
+                )
+            )
+        except Exception as error:
+            worker_group.close()
+            raise worker_group.startup_error(error) from error
+        runner = cls(local_runner, worker_group)
+        weakref.finalize(runner, _close, local_runner, worker_group)
+        return runner
 
     def read_adapter(self, path: Path) -> ShardedAdapter:
         """Read an adapter's folder on all ranks at the same time; see ModelRunner."""
@@ -108,55 +152,6 @@ class TensorParallelRunner(ModelRunner):
     def sample_tokens(self) -> None:
         """See ModelRunner."""
         self._local_runner.sample_tokens()
-
-
-def create_runner(
-    config: EngineConfig,
-    shape: ModelConfig,
-    folder: Path,
-    *,
-    progress: bool = False,
-    on_lost: Callable[[str], None] | None = None,
-    start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
-    timeout_s: float = TIMEOUT_S,
-) -> "DeviceModelRunner | TensorParallelRunner":
-    """Create the runner for a configuration, and start the workers of the other ranks. Raises the errors of
-    DeviceModelRunner.
-
-    Args:
-        config: configuration of the engine.
-        shape: configuration of the whole model.
-        folder: folder of the checkpoint.
-        progress: show a progress bar while the weights are loaded.
-        on_lost: called with the reason when a worker has ended unexpectedly.
-        start_worker: starts one worker; tests replace it.
-        timeout_s: limit of every collective operation, see Communicator.
-    """
-    if config.tensor_parallel_size == 1:
-        return DeviceModelRunner(config, shape, folder, progress=progress)
-    TensorParallelShard(shape, 0, config.tensor_parallel_size).validate()
-    worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s)
-    try:
-        runner = DeviceModelRunner(
-            config, shape, folder, communicator=worker_group.communicator, worker_group=worker_group, progress=progress
-        )
-        blocks_per_seq = -(-runner.memory.max_model_len // config.block_size)
-        num_moves = 2 * runner.swap_costs.num_host_blocks
-        worker_group.start_serving(
-            max_elements(
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
-                blocks_per_seq,
-                num_moves,
-                choose_layout(config, shape).num_groups,
-            )
-        )
-    except Exception as error:
-        worker_group.close()
-        raise worker_group.startup_error(error) from error
-    tensor_parallel_runner = TensorParallelRunner(runner, worker_group)
-    weakref.finalize(tensor_parallel_runner, _close, runner, worker_group)
-    return tensor_parallel_runner
 
 
 def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:

@@ -15,7 +15,7 @@ from support.tokenizer import byte_level, save_tokenizer
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import RequestOutput
 from quire_engine.core.engine import Engine
-from quire_engine.executor.tensor_parallel import create_runner
+from quire_engine.executor.runner_factory import create_runner
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.step.plan import SlotLoad
 from quire_engine.tokenization.tokenizer import Tokenizer
