@@ -22,10 +22,10 @@ class ManagedAdapter:
     desired: AdapterSpec | None
     """Entry of the catalog; None while the adapter is being removed."""
     exposed: bool
-    generation: int = 0
+    revision: int = 0
     """Number that increases with each new catalog. After an increase, the source must be checked again."""
-    observed_generation: int = -1
-    """Value that `generation` had when the source was last checked."""
+    observed_revision: int = -1
+    """Value that `revision` had when the source was last checked."""
     latest: CachedAdapter | None = None
     """Last fetched content of the source in the catalog."""
     latest_source: Source | None = None

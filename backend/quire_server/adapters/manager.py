@@ -156,7 +156,7 @@ class AdapterManager:
         adapter = self._adapter_by_name.get(name)
         if adapter is None or adapter.desired is None:
             raise NotFound(f"adapter {name!r}: was removed from the catalog")
-        if adapter.state is AdapterState.READY and adapter.observed_generation != adapter.generation:
+        if adapter.state is AdapterState.READY and adapter.observed_revision != adapter.revision:
             return AdapterState.FETCHING, None
         return adapter.state, adapter.failure if adapter.state is AdapterState.FAILED else None
 
@@ -269,7 +269,7 @@ class AdapterManager:
             reactivated = await self._reactivate_previous(adapter)
             await self._publish_names()
             return None if reactivated else _CONNECTION_RETRY_S
-        generation = adapter.generation
+        revision = adapter.revision
         try:
             await self._converge(adapter)
             adapter.failures = 0
@@ -281,7 +281,7 @@ class AdapterManager:
             return _CONNECTION_RETRY_S
         except Exception as error:
             # The desired state may have changed since the failed attempt began.
-            return await self._record_failure(adapter, error) if adapter.generation == generation else 0.0
+            return await self._record_failure(adapter, error) if adapter.revision == revision else 0.0
 
     async def _record_failure(self, adapter: ManagedAdapter, error: Exception) -> float | None:
         if not isinstance(error, QuireError):
@@ -314,7 +314,7 @@ class AdapterManager:
         return True
 
     async def _converge(self, adapter: ManagedAdapter) -> None:
-        if adapter.observed_generation != adapter.generation:
+        if adapter.observed_revision != adapter.revision:
             await self._fetch(adapter)
         assert adapter.latest is not None, "fetch returns or raises"
         # Repeated, because another name of the same content may have changed its pinning meanwhile.
@@ -325,7 +325,7 @@ class AdapterManager:
 
     async def _fetch(self, adapter: ManagedAdapter) -> None:
         assert adapter.desired is not None, "an adapter that is being removed fetches nothing"
-        generation, source = adapter.generation, adapter.desired.source
+        revision, source = adapter.revision, adapter.desired.source
         source_changed = source != adapter.latest_source
         if source_changed:
             adapter.set_state(AdapterState.FETCHING)
@@ -334,7 +334,7 @@ class AdapterManager:
         )
         try:
             async with host_semaphore, self._fetch_semaphore:
-                if adapter.generation != generation:
+                if adapter.revision != revision:
                     raise _Superseded
                 adapter.secret_version = self._fetcher.secret_version(source)
                 previous, adapter.latest = adapter.latest, await self._fetch_cancellably(adapter, source)
@@ -344,7 +344,7 @@ class AdapterManager:
             if source_changed:
                 raise
             logger.warning("source could not be checked, adapter unchanged name=%s error=%s", adapter.name, error)
-        adapter.observed_generation = generation
+        adapter.observed_revision = revision
 
     async def _fetch_cancellably(self, adapter: ManagedAdapter, source: Source) -> CachedAdapter:
         adapter.fetch_source = source
@@ -460,7 +460,7 @@ class AdapterManager:
             # Immediately: the client that sent the catalog must not read the previous state Ready.
             adapter.set_state(AdapterState.FETCHING)
         adapter.desired, adapter.exposed = desired, exposed
-        adapter.generation += 1
+        adapter.revision += 1
         adapter.permanent_failure = False
         if adapter.fetch_task is not None and (desired is None or desired.source != adapter.fetch_source):
             adapter.fetch_task.cancel()
