@@ -44,7 +44,7 @@ class FrontendConnection:
     def flush(self) -> None:
         """Send all waiting deltas unless the connection's write buffer is full."""
         if not self._connection.write_paused:
-            for deltas in self._delta_buffer.drain():
+            for deltas in self._delta_buffer.pop_batches():
                 self._connection.send(OutputDeltas(deltas))
                 self._throttle.record_sent(self._response_cost * len(deltas), asyncio.get_running_loop().time())
 

@@ -67,7 +67,7 @@ class OutputDeltaBuffer:
             return f"{self._num_bytes} unsent bytes exceed the limit of {MAX_PENDING_BYTES}"
         return None
 
-    def drain(self) -> list[list[OutputDelta]]:
+    def pop_batches(self) -> list[list[OutputDelta]]:
         """Remove and return all deltas, in batches of about MAX_BATCH_BYTES."""
         pending_outputs = [pending_output for outputs in self._pending.values() for pending_output in outputs.values()]
         self._pending, self._num_bytes, self._max_merged_bytes = {}, 0, 0
@@ -83,9 +83,7 @@ class OutputDeltaBuffer:
 
 
 class _PendingOutput:
-    """The deltas of one output. The deltas are merged by `drain`, because merging on each append would take quadratic
-    time.
-    """
+    """The deltas of one output. `pop_batches` merges them, because merging on each append would take quadratic time."""
 
     __slots__ = ("deltas", "num_bytes")
 

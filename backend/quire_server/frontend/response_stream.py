@@ -80,7 +80,7 @@ class ResponseStream:
         with self._lock:
             return self._try_acquire()
 
-    def drain(self) -> list[OutputDelta]:
+    def pop_deltas(self) -> list[OutputDelta]:
         """Remove and return all pending deltas."""
         with self._lock:
             deltas, self._pending_deltas = self._pending_deltas, []
@@ -88,7 +88,7 @@ class ResponseStream:
             return deltas
 
     def push_back(self, delta: OutputDelta) -> None:
-        """Put the last drained delta back."""
+        """Put the last popped delta back."""
         with self._lock:
             self._pending_deltas = [delta]
 

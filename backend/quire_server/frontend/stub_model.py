@@ -136,7 +136,7 @@ class TritonPythonModel:
         while (stream := self._send_queue.get()) is not None:
             due_at = None
             try:
-                due_at = self._send(stream, stream.drain())
+                due_at = self._send(stream, stream.pop_deltas())
             except Exception as error:
                 logger.exception("response failed model=%s", self._model_name)
                 self._send_failure(stream, error)

@@ -34,9 +34,9 @@ def test_merged_deltas_equal_the_single_ones(appends: list[tuple[int, int, bool]
         buffer.append(make_delta(request, number, index, ends=number >= len(appends)))
         expected.setdefault((request, index), []).append(number)
         if flush:
-            sent += [delta for batch in buffer.drain() for delta in batch]
-            assert buffer.drain() == []
-    sent += [delta for batch in buffer.drain() for delta in batch]
+            sent += [delta for batch in buffer.pop_batches() for delta in batch]
+            assert buffer.pop_batches() == []
+    sent += [delta for batch in buffer.pop_batches() for delta in batch]
     for (request, index), numbers in expected.items():
         own = [delta for delta in sent if (delta.id, delta.index) == (request, index)]
         assert "".join(delta.text for delta in own) == "".join(f"<{n}>" for n in numbers)
@@ -59,7 +59,7 @@ def test_unread_stream_overflows():
         assert count < MAX_PENDING_STREAM_BYTES
     assert count > 1000
     assert str(MAX_PENDING_STREAM_BYTES) in buffer.overflow_reason
-    buffer.drain()
+    buffer.pop_batches()
     assert buffer.overflow_reason is None
 
 
@@ -79,9 +79,9 @@ def test_single_large_delta_does_not_overflow():
     assert buffer.overflow_reason is None
 
 
-def test_drained_deltas_are_split_into_bounded_batches():
+def test_popped_deltas_are_split_into_bounded_batches():
     buffer = OutputDeltaBuffer()
     for request in range(5):
         buffer.append(OutputDelta(request, "x" * (MAX_BATCH_BYTES // 2), [1]))
-    assert [len(batch) for batch in buffer.drain()] == [2, 2, 1]
-    assert buffer.drain() == []
+    assert [len(batch) for batch in buffer.pop_batches()] == [2, 2, 1]
+    assert buffer.pop_batches() == []

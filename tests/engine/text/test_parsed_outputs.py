@@ -59,7 +59,7 @@ class BufferedFrontend:
         self._buffer.append(delta)
         self._num_sent += 1
         if self._num_sent % 3 == 0 or delta.final:
-            for batch in self._buffer.drain():
+            for batch in self._buffer.pop_batches():
                 [message] = FrameDecoder().feed(encode_frame(OutputDeltas(batch)))
                 assert isinstance(message, OutputDeltas)
                 self.deltas += message.deltas

@@ -27,7 +27,7 @@ def token(number, final=False):
 def test_first_delta_enqueues_and_later_ones_are_buffered():
     s = stream()
     assert [s.push(token(i)) for i in range(3)] == [True, False, False]
-    assert [delta.token_ids for delta in s.drain()] == [[0], [1], [2]]
+    assert [delta.token_ids for delta in s.pop_deltas()] == [[0], [1], [2]]
     assert not s.release()
     assert s.push(token(3))
 
@@ -38,17 +38,17 @@ def test_without_streaming_it_is_enqueued_once_at_the_end():
     assert s.try_acquire()
     assert not s.release()
     assert s.push(token(1, final=True))
-    assert len(s.drain()) == 2
+    assert len(s.pop_deltas()) == 2
 
 
 def test_push_back_returns_the_delta_and_drops_later_ones():
     s = stream()
     assert s.push(token(0))
     assert not s.push(OutputDelta(1, error_code="INTERNAL", error="x"))
-    *_, error = s.drain()
+    *_, error = s.pop_deltas()
     s.push_back(error)
     assert not s.push(token(1))
-    assert s.drain() == [error]
+    assert s.pop_deltas() == [error]
     assert not s.release()
 
 
@@ -56,7 +56,7 @@ def test_fail_replaces_pending_deltas_and_is_final():
     s = stream()
     s.push(token(0))
     assert not s.fail(Cancelled("gone"))
-    (delta,) = s.drain()
+    (delta,) = s.pop_deltas()
     assert (delta.error_code, delta.error, s.failed_locally) == ("CANCELLED", "gone", True)
     assert not s.push(token(1))
     assert not s.fail(Cancelled("again"))
@@ -67,7 +67,7 @@ def test_fail_does_not_affect_a_finished_request():
     s = stream()
     assert s.push(token(0, final=True))
     assert not s.fail(Cancelled("gone"))
-    assert s.drain() == [token(0, final=True)]
+    assert s.pop_deltas() == [token(0, final=True)]
     assert not s.failed_locally
 
 
@@ -76,7 +76,7 @@ def test_pending_tokens_are_bounded(final):
     s = stream()
     s.push(OutputDelta(1, "x", list(range(MAX_PENDING_TOKENS))))
     s.push(OutputDelta(1, "y", [1], "stop" if final else None))
-    deltas = s.drain()
+    deltas = s.pop_deltas()
     assert len(deltas) == (2 if final else 1)
     assert s.failed_locally is not final
     assert deltas[-1].error_code == (None if final else "UNAVAILABLE")
@@ -90,7 +90,7 @@ def test_bound_does_not_apply_without_streaming():
             OutputDelta(1, "x", list(range(MAX_PENDING_TOKENS)), "length", index=index, other_outputs_pending=index < 2)
         )
         assert must_enqueue == (index == 2)
-    assert [delta.index for delta in s.drain()] == [0, 1, 2] and not s.failed_locally
+    assert [delta.index for delta in s.pop_deltas()] == [0, 1, 2] and not s.failed_locally
 
 
 def test_threads_keep_order_and_send_one_final_response():
@@ -114,7 +114,7 @@ def test_threads_keep_order_and_send_one_final_response():
 
     def send():
         while (s := to_send.get()) is not None:
-            sent.setdefault(s.request_id, []).extend(s.drain())
+            sent.setdefault(s.request_id, []).extend(s.pop_deltas())
             if s.release():
                 to_send.put(s)
 
@@ -129,7 +129,7 @@ def test_threads_keep_order_and_send_one_final_response():
     for thread in senders:
         thread.join()
     while not to_send.empty():
-        sent.setdefault((s := to_send.get()).request_id, []).extend(s.drain())
+        sent.setdefault((s := to_send.get()).request_id, []).extend(s.pop_deltas())
     for request_id in streams:
         deltas = sent[request_id]
         assert [delta.final for delta in deltas].count(True) == 1
