@@ -315,7 +315,7 @@ class LLM:
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
         if adapter_digest not in self.engine.adapter_states():
-            self.engine.add_adapter(adapter_digest, path, self.engine.read_adapter(path), pinned=False)
+            self.engine.add_adapter(adapter_digest, path, self.engine.read_adapter(path), slot_pinned=False)
         return adapter_digest
 
     def _run_engine(

@@ -249,7 +249,12 @@ class Engine:
         return self._runner.read_adapter(path)
 
     def add_adapter(
-        self, digest: AdapterDigest, path: Path, packed_adapter: object, pinned: bool | None = None, read_s: float = 0.0
+        self,
+        digest: AdapterDigest,
+        path: Path,
+        packed_adapter: object,
+        slot_pinned: bool | None = None,
+        read_s: float = 0.0,
     ) -> None:
         """Register a result of `read_adapter` under its content digest.
 
@@ -257,15 +262,15 @@ class Engine:
             digest: content digest of the adapter.
             path: folder of the adapter.
             packed_adapter: result of `read_adapter`.
-            pinned: True or False registers the adapter in any case, even if it is being removed. With None, which is
-                for reads that `pop_adapter_reads` requested, an adapter that is already registered is not changed.
+            slot_pinned: True or False registers the adapter in any case, even if it is being removed. None is for reads
+                that `pop_adapter_reads` requested; an adapter that is already registered then stays as it is.
             read_s: seconds that reading took.
 
         Raises:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
         self._check_lora_enabled(digest)
-        keep_copy = self._adapter_registry.add(digest, path, pinned, self._runner.host_bytes(packed_adapter))
+        keep_copy = self._adapter_registry.add(digest, path, slot_pinned, self._runner.host_bytes(packed_adapter))
         self._discard_evicted_copies()
         if keep_copy:
             self._runner.store_adapter(digest, packed_adapter)

@@ -153,9 +153,9 @@ class CoreServer(ConnectionHandler):
 
     async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
         digest, path = AdapterDigest(_required_string(args, "digest")), Path(_required_string(args, "path"))
-        pinned = bool(args.get("pinned", False))
-        await self._read_and_add_adapter(digest, path, pinned)
-        logger.info("adapter loaded digest=%s pinned=%s", digest, pinned)
+        slot_pinned = bool(args.get("pinned", False))
+        await self._read_and_add_adapter(digest, path, slot_pinned)
+        logger.info("adapter loaded digest=%s pinned=%s", digest, slot_pinned)
         return {}
 
     async def _unload_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class CoreServer(ConnectionHandler):
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
 
-    async def _read_and_add_adapter(self, digest: AdapterDigest, path: Path, pinned: bool | None) -> None:
+    async def _read_and_add_adapter(self, digest: AdapterDigest, path: Path, slot_pinned: bool | None) -> None:
         started_at = self._event_loop.time()
         try:
             packed_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
@@ -211,7 +211,9 @@ class CoreServer(ConnectionHandler):
             logger.exception("adapter could not be read digest=%s path=%s", digest, path)
             raise Internal(f"adapter {digest!r}: reading {path} failed: {type(error).__name__}: {error}") from error
         read_s = self._event_loop.time() - started_at
-        await self._run_on_engine_thread(lambda: self._engine.add_adapter(digest, path, packed_adapter, pinned, read_s))
+        await self._run_on_engine_thread(
+            lambda: self._engine.add_adapter(digest, path, packed_adapter, slot_pinned, read_s)
+        )
 
     async def _run_on_engine_thread(self, action: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._engine_loop.submit_call(action))

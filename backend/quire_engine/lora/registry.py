@@ -65,8 +65,8 @@ class AdapterRegistry:
         self._evicted_copies: list[AdapterDigest] = []
         self._tick = 0
 
-    def add(self, digest: AdapterDigest, path: Path, pinned: bool | None = None, num_bytes: int = 0) -> bool:
-        """Register an adapter that was just read. If `pinned` is None, only restore the host copy of a registered
+    def add(self, digest: AdapterDigest, path: Path, slot_pinned: bool | None = None, num_bytes: int = 0) -> bool:
+        """Register an adapter that was just read. If `slot_pinned` is None, only restore the host copy of a registered
         adapter.
 
         Args:
@@ -80,8 +80,8 @@ class AdapterRegistry:
             InvalidArgument: every slot is pinned already.
         """
         adapter = self._adapter_by_digest.get(digest)
-        if adapter is None or pinned is not None:
-            adapter = self._register(digest, path, bool(pinned))
+        if adapter is None or slot_pinned is not None:
+            adapter = self._register(digest, path, bool(slot_pinned))
         self._reading.discard(digest)
         adapter.num_bytes = num_bytes
         if self._remove_if_unused(digest, adapter):
@@ -92,7 +92,7 @@ class AdapterRegistry:
         """Reject new sequences of an adapter, and unregister it after its last one. Ignore unknown digests."""
         if adapter := self._adapter_by_digest.get(digest):
             adapter.removed = True
-            self.slot_table.set_pinned(digest, False)
+            self.slot_table.set_slot_pinned(digest, False)
             self._remove_if_unused(digest, adapter)
 
     def on_read_failed(self, digest: AdapterDigest) -> bool:
@@ -166,15 +166,15 @@ class AdapterRegistry:
             adapter.needed_since = adapter.starved_since = None
         if adapter.num_sequences == 0:
             self._active.discard(digest)
-            if digest not in self.slot_table.pinned_adapters:
+            if digest not in self.slot_table.slot_pinned_adapters:
                 self._read_queue.pop(digest, None)
         self._remove_if_unused(digest, adapter)
 
     def begin_step(self, now: float) -> None:
-        """Assign slots to pinned adapters. Called before the first `can_run` of a step."""
-        for digest in sorted(self.slot_table.pinned_adapters):
+        """Called before the first `can_run` of a step. Assign slots to pinned adapters."""
+        for digest in sorted(self.slot_table.slot_pinned_adapters):
             if self.slot_table.lookup(digest) is None and digest in self._on_host:
-                self.slot_table.assign_pinned(digest)
+                self.slot_table.assign_slot_pinned(digest)
         self.slot_table.begin_step(now, self._is_on_host_or_reading, self._order_of_need)
 
     def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
@@ -264,16 +264,16 @@ class AdapterRegistry:
             return "slot"
         return "host" if digest in self._on_host else "disk"
 
-    def _register(self, digest: AdapterDigest, path: Path, pinned: bool) -> _Adapter:
-        if pinned and len(self.slot_table.pinned_adapters - {digest}) >= len(self.slot_table):
+    def _register(self, digest: AdapterDigest, path: Path, slot_pinned: bool) -> _Adapter:
+        if slot_pinned and len(self.slot_table.slot_pinned_adapters - {digest}) >= len(self.slot_table):
             raise InvalidArgument(
                 f"adapter {digest!r} cannot be pinned: all {len(self.slot_table)} slots are pinned; "
                 "raise max_loras or unpin another adapter"
             )
         adapter = self._adapter_by_digest.setdefault(digest, _Adapter(path))
         adapter.path, adapter.removed = path, False
-        self.slot_table.set_pinned(digest, pinned)
-        if not pinned and not adapter.num_sequences:
+        self.slot_table.set_slot_pinned(digest, slot_pinned)
+        if not slot_pinned and not adapter.num_sequences:
             self._read_queue.pop(digest, None)
         self._touch(adapter)
         return adapter
@@ -290,7 +290,7 @@ class AdapterRegistry:
         """Return the tick since which a host copy has been needed; inf for an idle pinned adapter, None if no copy is
         needed."""
         needed_since = self._adapter_by_digest[digest].needed_since
-        if needed_since is None and digest in self.slot_table.pinned_adapters:
+        if needed_since is None and digest in self.slot_table.slot_pinned_adapters:
             return math.inf
         return needed_since
 
@@ -310,7 +310,7 @@ class AdapterRegistry:
             adapter.needed_since = adapter.starved_since or self._tick
 
     def _request_read(self, digest: AdapterDigest, adapter: _Adapter) -> None:
-        is_needed = adapter.num_sequences > 0 or digest in self.slot_table.pinned_adapters
+        is_needed = adapter.num_sequences > 0 or digest in self.slot_table.slot_pinned_adapters
         if is_needed and digest not in self._on_host and digest not in self._reading:
             self._read_queue.setdefault(digest)
 
@@ -350,10 +350,10 @@ class AdapterRegistry:
 
     def _is_evictable(self, digest: AdapterDigest, needed_since: float | None) -> bool:
         """Return whether a host copy can be evicted for a copy that has been needed since the tick `needed_since`."""
-        adapter, is_pinned = self._adapter_by_digest[digest], digest in self.slot_table.pinned_adapters
-        if needed_since is None and (is_pinned or self.slot_table.lookup(digest) is not None):
+        adapter, is_slot_pinned = self._adapter_by_digest[digest], digest in self.slot_table.slot_pinned_adapters
+        if needed_since is None and (is_slot_pinned or self.slot_table.lookup(digest) is not None):
             return False
-        if self.slot_table.num_running(digest) or (is_pinned and not self.slot_table.can_evict_pinned):
+        if self.slot_table.num_running(digest) or (is_slot_pinned and not self.slot_table.can_evict_slot_pinned):
             return False
         return adapter.needed_since is None or (needed_since is not None and adapter.needed_since > needed_since)
 

@@ -58,14 +58,14 @@ class SlotTable:
     reserved, the last adapter thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest
     sequence and one load.
 
-    Pins. A pinned adapter gets a slot before a sequence needs it, and keeps it while idle. An idle pinned adapter loses
-    its slot only if all slots are pinned, because serving requests has priority over keeping adapters warm.
+    Slot pins. A slot-pinned adapter gets a slot before a sequence needs it, and keeps it while idle. It loses its
+    slot while idle only if all slots are pinned, because serving requests has priority over keeping adapters warm.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_by_digest: dict[AdapterDigest, SlotId] = {}
-        self._pinned: set[AdapterDigest] = set()
+        self._slot_pinned: set[AdapterDigest] = set()
         self._tick = 0
         self._max_reserved = max(1, num_slots // 2)
         # Monotonic seconds since which each adapter waits, oldest first.
@@ -99,18 +99,18 @@ class SlotTable:
         return 0 if slot is None else self._slots[slot].num_running
 
     @property
-    def pinned_adapters(self) -> frozenset[AdapterDigest]:
-        """Pinned adapters, with or without a slot."""
-        return frozenset(self._pinned)
+    def slot_pinned_adapters(self) -> frozenset[AdapterDigest]:
+        """Slot-pinned adapters, with or without a slot."""
+        return frozenset(self._slot_pinned)
 
     @property
-    def can_evict_pinned(self) -> bool:
-        """True if all slots are pinned, so that idle pinned adapters can be evicted."""
-        return len(self._pinned) >= len(self._slots)
+    def can_evict_slot_pinned(self) -> bool:
+        """True if all slots are pinned, so that idle slot-pinned adapters can be evicted."""
+        return len(self._slot_pinned) >= len(self._slots)
 
-    def set_pinned(self, digest: AdapterDigest, pinned: bool) -> None:
-        """Set or clear an adapter's pin."""
-        (self._pinned.add if pinned else self._pinned.discard)(digest)
+    def set_slot_pinned(self, digest: AdapterDigest, slot_pinned: bool) -> None:
+        """Set or clear the slot pin of an adapter."""
+        (self._slot_pinned.add if slot_pinned else self._slot_pinned.discard)(digest)
 
     def touch(self, digest: AdapterDigest) -> None:
         """Mark an adapter as recently used, because one of its sequences arrived."""
@@ -139,9 +139,9 @@ class SlotTable:
             self._reserve_slots(now, is_on_host_or_reading, order_of_need)
         self._usable_reservations = {digest for digest in self._reservations.values() if is_on_host_or_reading(digest)}
 
-    def assign_pinned(self, digest: AdapterDigest) -> None:
-        """Assign a slot to a pinned adapter before a sequence needs it, if a slot is free."""
-        slot = self._find_idle_slot(digest, can_evict_pinned=False)
+    def assign_slot_pinned(self, digest: AdapterDigest) -> None:
+        """Assign a slot to a slot-pinned adapter before a sequence needs it, if a slot is free."""
+        slot = self._find_idle_slot(digest, can_evict_slot_pinned=False)
         if slot is not None:
             self._assign(digest, slot)
 
@@ -280,16 +280,16 @@ class SlotTable:
             reserved_for in self._usable_reservations or self._slots[slot].num_running > 0
         )
 
-    def _find_idle_slot(self, digest: AdapterDigest, *, can_evict_pinned: bool | None = None) -> SlotId | None:
+    def _find_idle_slot(self, digest: AdapterDigest, *, can_evict_slot_pinned: bool | None = None) -> SlotId | None:
         """Return an empty slot for the adapter, or else the least recently used idle slot; None if the adapter can get
         neither.
         """
-        can_evict_pinned = self.can_evict_pinned if can_evict_pinned is None else can_evict_pinned
+        can_evict_slot_pinned = self.can_evict_slot_pinned if can_evict_slot_pinned is None else can_evict_slot_pinned
         idle_slots = [
-            (state.digest is not None, state.digest in self._pinned, state.last_used, SlotId(i))
+            (state.digest is not None, state.digest in self._slot_pinned, state.last_used, SlotId(i))
             for i, state in enumerate(self._slots)
             if state.is_idle
-            and (can_evict_pinned or state.digest not in self._pinned)
+            and (can_evict_slot_pinned or state.digest not in self._slot_pinned)
             and not self._reserved_for_other(SlotId(i), digest)
         ]
         return min(idle_slots)[3] if idle_slots else None
@@ -299,7 +299,7 @@ class SlotTable:
         no slot is left.
         """
         unreserved = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reservations]
-        candidates = [(s, i) for s, i in unreserved if self.can_evict_pinned or s.digest not in self._pinned]
+        candidates = [(s, i) for s, i in unreserved if self.can_evict_slot_pinned or s.digest not in self._slot_pinned]
         slot = self._find_idle_slot(digest)
         if slot is not None and slot not in self._reservations:
             return slot

@@ -203,7 +203,7 @@ class AdapterManager:
         return {
             name
             for name, digest in active_digests.items()
-            if digest in core.pinned_by_digest and text.digest_by_name.get(name) == digest
+            if digest in core.slot_pinned_by_digest and text.digest_by_name.get(name) == digest
         }
 
     def exposed_names(self) -> set[str]:
@@ -363,10 +363,10 @@ class AdapterManager:
         """Load the adapter, then publish its name, then load its model. Therefore each published name has a loaded
         adapter."""
         core, text, server = self._handles.require_all()
-        pinned = self._is_pinned(content.digest)
+        slot_pinned = self._is_slot_pinned(content.digest)
         async with self._adapter_load_semaphore:
-            if core.pinned_by_digest.get(content.digest) != pinned:
-                await core.load_adapter(content.digest, content.folder, pinned)
+            if core.slot_pinned_by_digest.get(content.digest) != slot_pinned:
+                await core.load_adapter(content.digest, content.folder, slot_pinned)
         self._digest_by_name[adapter.name] = content.digest
         previous, adapter.active = adapter.active, content
         self._on_content_replaced(previous, content)
@@ -380,7 +380,7 @@ class AdapterManager:
         return (
             # Otherwise the next published names would contain the previous content.
             adapter.active == content
-            and core.pinned_by_digest.get(content.digest) == self._is_pinned(content.digest)
+            and core.slot_pinned_by_digest.get(content.digest) == self._is_slot_pinned(content.digest)
             and text.digest_by_name.get(adapter.name) == content.digest
             and text.limits_by_name.get(adapter.name) == (adapter.desired and adapter.desired.limits)
             and (adapter.name in server.models) == adapter.exposed
@@ -481,7 +481,7 @@ class AdapterManager:
             if previous in (adapter.active, adapter.latest):
                 adapter.changed.set()
 
-    def _is_pinned(self, digest: AdapterDigest) -> bool:
+    def _is_slot_pinned(self, digest: AdapterDigest) -> bool:
         """Return whether any pinned adapter name refers to this content."""
         holders = [
             adapter

@@ -36,7 +36,7 @@ class CoreHandle:
 
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
-        self.pinned_by_digest: dict[AdapterDigest, bool] = {}
+        self.slot_pinned_by_digest: dict[AdapterDigest, bool] = {}
         """Maps the digest of each loaded adapter to whether the adapter is pinned."""
         self._timed_out_loads: set[AdapterDigest] = set()
         """Digests of adapters whose load timed out; the core can still complete such a load."""
@@ -44,7 +44,7 @@ class CoreHandle:
         self.memory = _parse_memory(status.get("memory"))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def load_adapter(self, digest: AdapterDigest, folder: Path, pinned: bool) -> None:
+    async def load_adapter(self, digest: AdapterDigest, folder: Path, slot_pinned: bool) -> None:
         """Load an adapter into the core, unless it is loaded already.
 
         Raises:
@@ -53,20 +53,20 @@ class CoreHandle:
             ConnectionLost: the core ended.
         """
         async with self._locks[digest]:
-            if self.pinned_by_digest.get(digest) == pinned:
+            if self.slot_pinned_by_digest.get(digest) == slot_pinned:
                 return
-            args = {"digest": digest, "path": str(folder), "pinned": pinned}
+            args = {"digest": digest, "path": str(folder), "pinned": slot_pinned}
             try:
                 await self.control.call("load_adapter", args, timeout_s=_LOAD_TIMEOUT_S)
             except Unavailable:
                 self._timed_out_loads.add(digest)
                 raise
             self._timed_out_loads.discard(digest)
-            self.pinned_by_digest[digest] = pinned
+            self.slot_pinned_by_digest[digest] = slot_pinned
 
     def possibly_loaded(self) -> set[AdapterDigest]:
         """Return the digests of adapters that are loaded, or whose load timed out."""
-        return self.pinned_by_digest.keys() | self._timed_out_loads
+        return self.slot_pinned_by_digest.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
         """Unload an adapter from the core. Do nothing if the adapter is required again by the time the lock is
@@ -74,12 +74,12 @@ class CoreHandle:
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
-            pinned = self.pinned_by_digest.pop(digest, None)
+            slot_pinned = self.slot_pinned_by_digest.pop(digest, None)
             try:
                 await self.control.call("unload_adapter", {"digest": digest}, timeout_s=_CALL_TIMEOUT_S)
             except QuireError:
-                if pinned is not None:
-                    self.pinned_by_digest[digest] = pinned
+                if slot_pinned is not None:
+                    self.slot_pinned_by_digest[digest] = slot_pinned
                 raise
             self._timed_out_loads.discard(digest)
 

@@ -184,7 +184,7 @@ def test_one_batch_with_different_adapters_and_the_base_model(folders, adapters,
 
         engine = engine_with_thread_workers(_config(folders[name], ranks, **lora), start_worker=start)
         for i, path in enumerate(adapters[name]):
-            engine.add_adapter(f"d{i}", path, engine.read_adapter(path), pinned=False)
+            engine.add_adapter(f"d{i}", path, engine.read_adapter(path), slot_pinned=False)
         outputs.append(_generate(engine, lambda i: None if i % 4 == 3 else f"d{i % 4}")[0])
         assert engine.stats().num_adapter_evictions > 0
         with pytest.raises(InvalidArgument, match=r"adapter_config.json is missing"):

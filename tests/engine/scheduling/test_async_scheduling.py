@@ -161,7 +161,7 @@ def test_tokens_are_equal_if_the_host_requires_them(folder):
 def test_tokens_are_equal_while_adapters_are_loaded_and_removed(folder, adapters):
     def drive(run: _EngineRun) -> None:
         for digest, path in adapters.items():
-            run.engine.add_adapter(digest, path, run.engine.read_adapter(path), pinned=False)
+            run.engine.add_adapter(digest, path, run.engine.read_adapter(path), slot_pinned=False)
         for i in range(16):
             run.add(i, _prompt(5 + 3 * i, i), {"adapter_digest": [None, "d0", "d1", "d2"][i % 4]}, stop_token_ids=STOPS)
             for _ in range(i % 3):

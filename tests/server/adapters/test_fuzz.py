@@ -33,7 +33,7 @@ class Process:
     def __init__(self, pod: "PodHarness") -> None:
         self.pod = pod
         self.closed = asyncio.Event()
-        self.pinned_by_digest: dict[str, bool] = {}
+        self.slot_pinned_by_digest: dict[str, bool] = {}
         self.names: dict[str, str] = {}
         self.models: set[str] = set()
 
@@ -52,11 +52,11 @@ class Process:
         if method == "load_adapter":
             if args["digest"].startswith("bad"):
                 raise InvalidArgument("bad")
-            self.pinned_by_digest[args["digest"]] = args["pinned"]
+            self.slot_pinned_by_digest[args["digest"]] = args["pinned"]
         elif method == "unload_adapter":
             text = self.pod.text
             assert text.closed.is_set() or args["digest"] not in text.names.values(), "a name still uses this digest"
-            del self.pinned_by_digest[args["digest"]]
+            del self.slot_pinned_by_digest[args["digest"]]
         await self.pause()
 
     async def load_model(self, name: str) -> None:
@@ -174,9 +174,9 @@ class PodHarness:
                 assert status.error or status.state is AdapterState.READY
         for name in self.text.names:
             assert name in statuses
-        for digest, pinned in self.core.pinned_by_digest.items():
-            assert digest in self.manager.digests_in_use() and pinned == self.manager._is_pinned(digest)
-        assert set(self.text.names.values()) <= self.core.pinned_by_digest.keys()
+        for digest, pinned in self.core.slot_pinned_by_digest.items():
+            assert digest in self.manager.digests_in_use() and pinned == self.manager._is_slot_pinned(digest)
+        assert set(self.text.names.values()) <= self.core.slot_pinned_by_digest.keys()
         assert self.server.models <= self.text.names.keys() & last.exposed_names()
 
 

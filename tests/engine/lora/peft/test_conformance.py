@@ -146,7 +146,7 @@ def test_logits_equal_peft(row, served_model, tmp_path):
         "the adapter has no effect, so the test would not notice if it were ignored"
     )
     digest = str(folder)
-    engine.add_adapter(digest, folder, engine.read_adapter(folder), pinned=False)
+    engine.add_adapter(digest, folder, engine.read_adapter(folder), slot_pinned=False)
     engine.add(SequenceRequest(1, PROMPT, {"temperature": 0.0, "max_tokens": 1, "logprobs": 20}, digest))
     logprobs = []
     while engine.has_work:
