@@ -101,7 +101,7 @@ def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
 
 
 class AdmissionController:
-    """Accepts or rejects requests; owns the table of adapter names."""
+    """Accepts or rejects requests; owns the table of adapter names. Only its methods change its state."""
 
     def __init__(
         self,
@@ -126,6 +126,28 @@ class AdmissionController:
         self._has_chat_template = has_chat_template
         self.parser_names = parser_names or ParserNames()
         """Parsers of chat outputs."""
+
+    def open(self) -> None:
+        """Accept requests from now on, because the engine core is connected."""
+        self.closed_reason = ""
+
+    def close(self, reason: str) -> None:
+        """Reject all requests with `reason` until `open` is called."""
+        self.closed_reason = reason
+
+    def start_draining(self) -> None:
+        """Reject all requests from now on."""
+        self.draining = True
+
+    def set_adapters(
+        self, digest_by_name: Mapping[AdapterName, AdapterDigest], chat_template_by_name: Mapping[str, str]
+    ) -> None:
+        """Replace the adapters that requests can name, and the files of their chat templates."""
+        self.digest_by_name, self.chat_template_by_name = dict(digest_by_name), dict(chat_template_by_name)
+
+    def set_loading_adapters(self, names: Set[str]) -> None:
+        """Replace the names of adapters that are being loaded."""
+        self.loading_names = names
 
     def admit(self, request: GenerateRequest, num_queued: int) -> AdmittedRequest:
         """Check a new request.

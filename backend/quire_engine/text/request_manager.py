@@ -150,15 +150,16 @@ class RequestManager:
 
     def on_core_connected(self) -> None:
         """Admit requests from now on."""
-        self._admission.closed_reason = ""
+        self._admission.open()
         self._metrics.set_core_connected(True)
 
     def on_core_lost(self) -> None:
         """Fail every open request, and reject new ones until the engine core is connected again."""
-        self._admission.closed_reason = "engine core is restarting; try again"
+        reason = "engine core is restarting; try again"
+        self._admission.close(reason)
         self._metrics.set_core_connected(False)
         for request_state in self._open_requests():
-            self._fail(request_state, Unavailable(self._admission.closed_reason))
+            self._fail(request_state, Unavailable(reason))
 
     def set_adapters(
         self,
@@ -171,19 +172,18 @@ class RequestManager:
         Open requests keep their digest.
         """
         self._rate_limiter.set_limits(limits or {}, self._clock())
-        self._admission.digest_by_name = dict(digest_by_name)
-        self._admission.chat_template_by_name = dict(chat_template_by_name or {})
+        self._admission.set_adapters(digest_by_name, chat_template_by_name or {})
         self._metrics.adapter_metrics.set_adapters(digest_by_name)
 
     def set_loading_adapters(self, names: Set[str]) -> None:
         """Replace the adapters that are being loaded. Requests that name such an adapter get UNAVAILABLE until it is
         loaded.
         """
-        self._admission.loading_names = names
+        self._admission.set_loading_adapters(names)
 
     def drain(self, on_drained: Callable[[], None]) -> None:
         """Reject new requests from now on; call `on_drained` when no request is open."""
-        self._admission.draining = True
+        self._admission.start_draining()
         self._drain_callbacks.append(on_drained)
         self._notify_if_drained()
 

@@ -48,7 +48,8 @@ VALID_REQUEST = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [
 )
 def test_admission_rejects_invalid_requests(change: dict[str, object], error: type[Exception] | None, message: str):
     admission = AdmissionController(LIMITS, "base", has_tokenizer=True)
-    admission.closed_reason, admission.digest_by_name = "", {}
+    admission.open()
+    admission.set_adapters({}, {})
     request = GenerateRequest(**(VALID_REQUEST | change))
     if error is None:
         assert admission.admit(request, 0).params == SamplingParams()
@@ -62,7 +63,7 @@ def test_admission_without_a_tokenizer_and_while_closed():
     admission = AdmissionController(LIMITS, "base", has_tokenizer=False)
     with pytest.raises(Unavailable, match="starting"):
         admission.admit(GenerateRequest(**VALID_REQUEST), 0)
-    admission.closed_reason = ""
+    admission.open()
     admission.admit(GenerateRequest(**VALID_REQUEST), 3)
     with pytest.raises(Unavailable, match="4 requests are waiting and max_num_queued_reqs is 4"):
         admission.admit(GenerateRequest(**VALID_REQUEST), 4)

@@ -159,7 +159,7 @@ def test_calls_stay_in_the_text_with_tool_choice_none(tokenizers: dict[str, Toke
 
 def test_a_checkpoint_with_unknown_format_rejects_tools(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
     admission = AdmissionController(LIMITS, "base", True, True, ParserNames())
-    admission.closed_reason = ""
+    admission.open()
     request = GenerateRequest(
         1, "base", None, None, {}, True, chat={"tools": [*TOOLS]}, parsing={"tool_choice": "auto"}
     )
