@@ -102,7 +102,7 @@ async def measure_first_use(llm: LLM, num_schemas: int, num_deaths: int) -> dict
     checker = GrammarChecker(
         engine.model_folder, engine.shape.vocab_size, engine.eos_token_ids, check_timeout_s=CHECK_TIMEOUT_S
     )
-    compiler = engine.grammar_compiler()
+    compiler = engine.input_processor.grammar_compiler()
 
     async def use(suffix: str) -> float:
         start = time.perf_counter()

@@ -69,7 +69,7 @@ class LLM:
         engine_args = from_vllm_arguments({"model": str(model)} | config)
         self.engine = Engine.from_config(EngineConfig.from_json(engine_args), progress=progress)
         tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
-        self.engine.tokenizer_folder = tokenizer_folder
+        self.engine.input_processor.tokenizer_folder = tokenizer_folder
         self.tokenizer: Tokenizer | None = None
         """None if the model has no tokenizer or skip_tokenizer_init is set; prompts must then be token ids."""
         if not self.engine.config.skip_tokenizer_init:

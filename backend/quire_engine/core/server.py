@@ -52,7 +52,7 @@ class CoreServer(ConnectionHandler):
         self._started_at = utc_now()
         self._engine_loop = EngineLoop(engine, self._publish, self._on_adapter_needed, self._on_slot_copy)
         self._io_threads = AdapterIOThreads()
-        self._grammar_queue = GrammarQueue(engine.grammar_compiler, self._engine_loop.generate)
+        self._grammar_queue = GrammarQueue(engine.input_processor.grammar_compiler, self._engine_loop.generate)
         self._text_connection: Connection | None = None
         self._client_ids = count(1)
         self._client_id = 0
