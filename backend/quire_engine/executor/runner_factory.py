@@ -25,7 +25,7 @@ def create_runner(
     start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
     timeout_s: float = TIMEOUT_S,
 ) -> DeviceModelRunner | TensorParallelRunner:
-    """Create the runner for a configuration and the workers of the other ranks; raises the same errors as
+    """Create the runner for a configuration, and start the workers of the other ranks. Raises the errors of
     DeviceModelRunner.
 
     Args:

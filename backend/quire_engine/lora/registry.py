@@ -171,7 +171,7 @@ class AdapterRegistry:
         self._remove_if_unused(digest, adapter)
 
     def begin_step(self, now: float) -> None:
-        """Called before the first `can_run` of a step. Assign slots to pinned adapters."""
+        """Assign slots to slot-pinned adapters. Called before the first `can_run` of a step."""
         for digest in sorted(self.slot_table.slot_pinned_adapters):
             if self.slot_table.lookup(digest) is None and digest in self._on_host:
                 self.slot_table.assign_slot_pinned(digest)

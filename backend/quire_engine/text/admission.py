@@ -113,7 +113,8 @@ class AdmissionController:
     ) -> None:
         self.limits = limits
         self.digest_by_name: Mapping[AdapterName, AdapterDigest] | None = None
-        """Digest by adapter name; replaced as a whole. None until the supervisor has sent the names."""
+        """Digest by adapter name; the mapping is never changed, only replaced. None until the supervisor has sent the
+        names."""
         self.chat_template_by_name: Mapping[str, str] = {}
         """File of the chat template by adapter name, only for adapters with their own template."""
         self.loading_names: Set[str] | None = None

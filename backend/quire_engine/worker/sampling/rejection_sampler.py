@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejection sampler: samples the rows of a span in order, until a sampled token differs from the draft token.
 
-So it verifies the draft. This is rejection sampling with a draft of probability 1, so it is exact for every sampling
-parameter. A draft token is accepted with the probability that the model gives it. For a rejected draft token, the row
-has already sampled its replacement. Each row is sampled with the seed of its sequence and its own position. So the
-tokens of a seed are the same with and without drafts, unless rounding differs between steps of different sizes.
+So it verifies the draft. The method is rejection sampling with a draft of probability 1, so it is exact for every
+sampling parameter. A draft token is accepted with the probability that the model gives it. If a draft token is
+rejected, the token that the row has sampled replaces it. Each row is sampled with the seed of its sequence and its own
+position. So a seed gives the same tokens with and without drafts, unless steps of different sizes round differently.
 
 Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding), with a one-hot draft.
 """
@@ -32,7 +32,7 @@ class RejectionSampler:
         """Sample spans that reach the end of their sequences, and verify their drafts; one output per span.
 
         Round i samples row i of the spans whose drafts were accepted so far. So penalties count accepted tokens before
-        the next row, and rows after a rejected token cost nothing.
+        the next row is sampled, and rows after a rejected token are not sampled at all.
 
         Args:
             spans: spans in the order of the rows of logits.
@@ -63,12 +63,13 @@ class RejectionSampler:
 
 
 def _sampling_row(span: ScheduledSpan, index: int) -> SamplingRow:
-    """Return row `index` of a span: the token after its last token, or after draft token `index` - 1."""
+    """Return row `index` of a span. Row 0 samples the token after the sequence's last token, row i the token after
+    draft token i - 1."""
     draft = span.draft_token_ids
     return SamplingRow(span.sequence, span.end - len(draft) + index, draft[:index])
 
 
 def _join(first: SpanOutput, second: SpanOutput) -> SpanOutput:
-    """Return one output that joins the outputs of two successive runs of tokens of a span."""
+    """Return one output that consists of two successive outputs of a span."""
     logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
     return replace(first, token_ids=first.token_ids + second.token_ids, logprobs=logprobs)

@@ -95,9 +95,9 @@ class PodAdminClient:
 
         Each pod has its status (GET /status) or an error. A downloading pod has its progress (GET /progress). All pods
         with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to it
-        (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only with
-        `replace_newer`: the caller then knows that `catalog` is the newest. None pushes no catalog. A visit takes at
-        most 4 s, for unresponsive pods usually 1 s. Errors of a pod are not raised.
+        (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only if `replace_newer` is
+        true, because the caller then knows that `catalog` is the latest. None pushes no catalog. A visit takes at most
+        4 s, for unresponsive pods usually 1 s. Errors of a pod are not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._visit_pod(pod, push, admin_key) for pod in pods)))
