@@ -39,7 +39,14 @@ def random_eagle3_head() -> dict[str, torch.Tensor]:
     }
 
 
-def save_eagle3_head(folder: Path, tensors: dict[str, torch.Tensor], layout: str) -> None:
+def random_aux_norms(flag: str) -> dict[str, torch.Tensor]:
+    """Return the additional tensors of a head whose config has this flag of speculators, with their names."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"norm_before_fc": {"input_norm": 3 * HIDDEN}, "fc_norm": {f"fc_norm.{i}": HIDDEN for i in range(3)}}
+    return {f"{name}.weight": torch.rand(size, generator=generator) + 0.5 for name, size in sizes.get(flag, {}).items()}
+
+
+def save_eagle3_head(folder: Path, tensors: dict[str, torch.Tensor], layout: str, **flags: bool) -> None:
     """Save a head in the layout "safeailab", "speculators", or "whole", which is the first without draft_vocab_size."""
     layer = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS, "vocab_size": VOCAB}
     layer |= {"num_key_value_heads": KV_HEADS, "max_position_embeddings": 512, "rms_norm_eps": EPS}
@@ -52,7 +59,7 @@ def save_eagle3_head(folder: Path, tensors: dict[str, torch.Tensor], layout: str
         config |= {"norm_before_residual": True}
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     size = {} if layout == "whole" else {"draft_vocab_size": DRAFT_VOCAB}
-    (folder / "config.json").write_text(json.dumps(config | size))
+    (folder / "config.json").write_text(json.dumps(config | size | flags))
     save_file(tensors, folder / "model.safetensors")
 
 

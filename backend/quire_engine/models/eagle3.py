@@ -55,13 +55,33 @@ class Eagle3Layer(Module):
         return self.mlp(self.post_attention_layernorm(residual), batch, residual=residual)
 
 
+class Eagle3AuxNorms(Module):
+    """A norm for the hidden states of each of the target's layers. The checkpoint numbers them from 0 on."""
+
+    def __init__(self, num_layers: int, size: int, eps: float, factory: ParamFactory) -> None:
+        vars(self).update({str(i): RMSNorm(size, eps, factory) for i in range(num_layers)})
+
+    def __call__(self, aux_hidden_states: Tensor) -> Tensor:
+        """Normalize the hidden states of each layer; [num_tokens, num_layers * size]."""
+        norms = vars(self).values()
+        parts = aux_hidden_states.chunk(len(norms), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+
+
 class Eagle3Head(Module):
-    """Proposes tokens from hidden states. Attributes have the names of SafeAILab's checkpoints."""
+    """Proposes tokens from hidden states. Attributes have the names of SafeAILab's checkpoints, and the norms before fc
+    those of speculators."""
 
     def __init__(self, config: Eagle3Config, target_hidden_size: int, factory: ParamFactory) -> None:
         """Allocate the parameters; `load` fills them."""
-        shape = config.layer
-        self.fc = Linear(len(config.aux_layers) * target_hidden_size, {"fc": shape.hidden_size}, factory)
+        shape, num_aux = config.layer, len(config.aux_layers)
+        self.input_norm: RMSNorm | None = None
+        self.fc_norm: Eagle3AuxNorms | None = None
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(num_aux * target_hidden_size, shape.norm_eps, factory)
+        if config.fc_norm:
+            self.fc_norm = Eagle3AuxNorms(num_aux, target_hidden_size, shape.norm_eps, factory)
+        self.fc = Linear(num_aux * target_hidden_size, {"fc": shape.hidden_size}, factory)
         self.midlayer = Eagle3Layer(config, factory)
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, factory)
         self.lm_head = Linear(shape.hidden_size, {"lm_head": config.draft_vocab_size}, factory)
@@ -83,15 +103,21 @@ class Eagle3Head(Module):
             kv_cache: KV cache of the layer.
         """
         rope = self._rotary(batch.positions, batch.long_rope, hidden.dtype)
-        return self.midlayer(embeddings, hidden, rope, kv_cache, batch)
+        hidden = self.midlayer(embeddings, hidden, rope, kv_cache, batch)
+        return self.norm(hidden) if self._config.norm_output else hidden
 
     def combine(self, aux_hidden_states: Tensor, batch: ForwardBatch) -> Tensor:
         """Convert the target's hidden states to the input of the first pass, [num_tokens, hidden_size]."""
+        if self.input_norm is not None:
+            aux_hidden_states = self.input_norm(aux_hidden_states)
+        if self.fc_norm is not None:
+            aux_hidden_states = self.fc_norm(aux_hidden_states)
         return self.fc(aux_hidden_states, batch)
 
     def propose(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the most likely token for each row of hidden states, as token ids of the target, [num_rows] int64."""
-        return self.d2t[self.lm_head(self.norm(hidden), batch).argmax(dim=-1)]
+        """Return the target's token id of the most likely token for each row of hidden states, [num_rows] int64."""
+        normalized = hidden if self._config.norm_output else self.norm(hidden)
+        return self.d2t[self.lm_head(normalized, batch).argmax(dim=-1)]
 
     def load(self, tensors: Mapping[str, Tensor], target_vocab_size: int) -> None:
         """Fill the parameters from a checkpoint, and repack them for speed.

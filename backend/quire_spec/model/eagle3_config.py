@@ -12,7 +12,6 @@ from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.model_config import ModelConfig
 
 _AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-_UNSUPPORTED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,14 @@ class Eagle3Config:
     draft_vocab_size: int
     """Number of tokens that the head can propose."""
     norm_before_residual: bool
-    """True if the layer adds its output to the normalized hidden state; False if it adds it to the hidden state before
-    normalization."""
+    """True if the layer adds its output to the hidden state after normalization; False: to the hidden state before
+    it."""
+    norm_before_fc: bool
+    """Whether the concatenated hidden states of the target are normalized, together."""
+    fc_norm: bool
+    """Whether the hidden states of each of the target's layers are normalized. Excludes norm_before_fc."""
+    norm_output: bool
+    """Whether the next pass reads the hidden states after the last norm; False: those before it."""
 
     @classmethod
     def load(cls, folder: Path, target: ModelConfig) -> Self:
@@ -57,9 +62,9 @@ class Eagle3Config:
                 "not a whole model"
             )
         reader = HFConfigReader(config, {})
-        for key in _UNSUPPORTED_FLAGS:
-            if reader.get_bool(key, False):
-                raise reader.error(key, True, "false (a head with this normalization is not supported)")
+        norm_before_fc, fc_norm = (reader.get_bool(key, False) for key in ("norm_before_fc", "fc_norm"))
+        if norm_before_fc and fc_norm:
+            raise reader.error("fc_norm", True, "false if norm_before_fc is true")
         for key, value, expected in (
             ("vocab_size", layer.vocab_size, target.vocab_size),
             # The head reads the embedding of the target.
@@ -83,6 +88,9 @@ class Eagle3Config:
             ids,
             reader.get_int("draft_vocab_size", layer.vocab_size),
             reader.get_bool("norm_before_residual", False),
+            norm_before_fc,
+            fc_norm,
+            reader.get_bool("norm_output", False),
         )
 
     def num_elements(self, target: ModelConfig) -> int:

@@ -13,6 +13,7 @@ from support.draft_heads import (
     HEADS,
     HIDDEN,
     KV_HEADS,
+    random_aux_norms,
     random_eagle3_head,
     save_eagle3_head,
     save_medusa_heads,
@@ -89,6 +90,22 @@ def test_eagle3_proposes_what_a_plain_computation_proposes(
         assert draft == _reference_draft(models.references[None], tensors, tokens, len(draft), layout)
 
 
+@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output"])
+def test_eagle3_heads_with_more_norms(models: Any, tmp_path: Path, flag: str) -> None:
+    tensors = random_eagle3_head() | random_aux_norms(flag)
+    save_eagle3_head(tmp_path, tensors, "speculators", **{flag: True})
+    speculation = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
+    seen = _check_outputs_and_record(models, speculation)
+    expected = [
+        [
+            _reference_draft(models.references[None], tensors, tokens, len(draft), "speculators", each)
+            for tokens, draft in seen
+        ]
+        for each in (flag, "")
+    ]
+    assert [draft for _, draft in seen] == expected[0] != expected[1]
+
+
 def test_an_embedding_that_equals_the_models_takes_no_memory(models: Any, tmp_path: Path) -> None:
     sizes = []
     for embedding in ({}, {"embed_tokens.weight": models.references[None].get_input_embeddings().weight.detach()}):
@@ -100,12 +117,17 @@ def test_an_embedding_that_equals_the_models_takes_no_memory(models: Any, tmp_pa
 
 @torch.inference_mode()
 def _reference_draft(
-    target: Any, tensors: dict[str, torch.Tensor], tokens: list[int], num_tokens: int, layout: str
+    target: Any, tensors: dict[str, torch.Tensor], tokens: list[int], num_tokens: int, layout: str, flag: str = ""
 ) -> list[int]:
     """Compute the draft after `tokens` with plain torch: all positions at once, again for each draft token."""
     ids = torch.tensor([tokens])
     states = target(input_ids=ids[:, :-1], output_hidden_states=True).hidden_states
-    aux = torch.cat([states[layer][0] for layer in AUX_LAYERS], dim=-1)
+    parts = [states[layer][0] for layer in AUX_LAYERS]
+    if flag == "fc_norm":
+        parts = [_norm(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+    aux = torch.cat(parts, dim=-1)
+    if flag == "norm_before_fc":
+        aux = _norm(aux, tensors["input_norm.weight"])
     hidden = functional.linear(aux, tensors["fc.weight"])
     own = next((tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")), None)
     table = target.get_input_embeddings().weight if own is None else own
@@ -113,10 +135,11 @@ def _reference_draft(
     draft: list[int] = []
     for _ in range(num_tokens):
         out = _reference_layer(tensors, embeddings, hidden, layout)
-        logits = functional.linear(_norm(out[-1], tensors["norm.weight"]), tensors["lm_head.weight"])
+        normalized = _norm(out[-1:], tensors["norm.weight"])
+        logits = functional.linear(normalized[0], tensors["lm_head.weight"])
         token = int(logits.argmax())
         draft.append(token + (int(tensors["d2t"][token]) if "d2t" in tensors else 0))
-        hidden = torch.cat((hidden, out[-1:]))
+        hidden = torch.cat((hidden, normalized if flag == "norm_output" else out[-1:]))
         embeddings = torch.cat((embeddings, table[draft[-1:]]))
     return draft
 
@@ -210,11 +233,17 @@ def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculative_config.model: folder '/nowhere' does not exist"):
         models.load(speculative_config=speculation | {"model": "/nowhere"})
     head = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tmp_path)}
+    save_eagle3_head(tmp_path, random_eagle3_head(), "speculators", norm_before_fc=True, fc_norm=True)
+    with pytest.raises(ConfigError, match=r"speculative_config.model: .*fc_norm: must be false if norm_before_fc"):
+        models.load(speculative_config=head)
+    for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        save_eagle3_head(tmp_path, random_eagle3_head(), "speculators", **{flag: True})
+        with pytest.raises(ConfigError, match=f"not an EAGLE-3 head: {name}.* missing"):
+            models.load(speculative_config=head)
     for layout, key, value in (
         ("safeailab", "hidden_size", 128),
         ("safeailab", "vocab_size", VOCAB - 1),
-        ("speculators", "fc_norm", True),
-        ("speculators", "norm_before_fc", True),
+        ("speculators", "norm_output", 1),
         ("safeailab", "eagle_aux_hidden_state_layer_ids", [0, 9]),
     ):
         save_eagle3_head(tmp_path, random_eagle3_head(), layout)

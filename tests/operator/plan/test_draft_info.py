@@ -83,7 +83,7 @@ def test_the_elements_of_a_head_are_those_of_its_tensors():
             {"hidden_size": 2048},
             "hidden_size of the EAGLE-3 head is 2048, but that of the model is 4096; use",
         ),
-        ("eagle3", {"fc_norm": True}, "fc_norm"),
+        ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "fc_norm"),
         ("eagle3", {"num_hidden_layers": 32}, "num_hidden_layers is 32, but an EAGLE-3 head has 1 layer; give"),
         ("medusa", {"medusa_num_heads": 2}, "numSpeculativeTokens: must be at most medusa_num_heads 2, got 3"),
     ],
