@@ -7,6 +7,7 @@ Pure; checkpoint_files.py reads the files.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,9 +29,11 @@ class DraftInfo:
     checkpoint: CheckpointInfo | None
     """The draft model; None for heads."""
     num_elements: int
-    """Weights of the heads; 0 for a draft model."""
+    """Weights of the heads, with an embedding in their files; 0 for a draft model."""
     kv_shape: ModelConfig | None
     """Shape of the KV cache; None if there is no KV cache."""
+    has_embedding: bool = False
+    """Whether the files of the heads contain an embedding. If it equals the model's, the engine does not keep it."""
 
     @classmethod
     def from_files(
@@ -60,7 +63,9 @@ class DraftInfo:
         digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
         if spec.method == "eagle3":
             head = Eagle3Config.from_config(config, target)
-            return cls(spec.method, digest, None, head.num_elements(target), head.layer)
+            has_embedding = _has_tensor("embed_tokens.weight", index, header)
+            embedding = target.vocab_size * target.embedding_size if has_embedding else 0
+            return cls(spec.method, digest, None, head.num_elements(target) + embedding, head.layer, has_embedding)
         if spec.method == "medusa":
             num_tokens = spec.numSpeculativeTokens
             heads = MedusaConfig.from_config(config, num_tokens)
@@ -78,3 +83,9 @@ class DraftInfo:
     def file_bytes(self) -> int:
         """Bytes of the weights' files; for heads, the number is estimated as 2 bytes for each weight."""
         return self.checkpoint.weights_bytes if self.checkpoint is not None else 2 * self.num_elements
+
+
+def _has_tensor(name: str, index: object, header: object) -> bool:
+    """Return whether the files contain a tensor with this name, perhaps after `model.`."""
+    names = index.get("weight_map") if isinstance(index, Mapping) else header
+    return isinstance(names, Mapping) and any(f"{prefix}{name}" in names for prefix in ("", "model."))

@@ -205,9 +205,10 @@ def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
     if draft is None:
         return 0
     if draft.checkpoint is None:
-        # A head reads the whole embedding, of which each of several ranks has a shard.
+        # A head without an embedding of its own reads the model's, of which each of several ranks has a shard.
         shape = inputs.model.shape
-        embedding = shape.vocab_size * shape.embedding_size if draft.kv_shape is not None and tp > 1 else 0
+        needs_copy = draft.kv_shape is not None and not draft.has_embedding and tp > 1
+        embedding = shape.vocab_size * shape.embedding_size if needs_copy else 0
         return device_memory.weights_bytes((draft.num_elements + embedding) * element_bytes(inputs), 1)
     engine = replace(inputs.engine, quantization=None)
     if inputs.gpu is not None:

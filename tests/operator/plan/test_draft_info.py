@@ -65,6 +65,21 @@ def test_the_elements_of_a_head_are_those_of_its_tensors():
     assert draft.num_elements == sum(math.prod(t.shape) for t in tensors if t.dim() == 2 and t.dtype == torch.float32)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_an_embedding_of_a_head_is_counted_once(name, is_sharded):
+    tensors = {name: {"dtype": "BF16", "shape": [128256, 4096], "data_offsets": [0, 128256 * 4096 * 2]}}
+    files = ({"weight_map": {name: "model-00001-of-00002.safetensors"}}, None) if is_sharded else (None, tensors)
+    plain = inputs_with("eagle3")
+    draft = DraftInfo.from_files(spec("eagle3"), MODELS["8b"].shape, EAGLE, *files)
+    inputs = dataclasses.replace(plain, draft=draft)
+    embedding = 128256 * 4096 * 2
+    assert draft.file_bytes == plain.draft.file_bytes + embedding
+    assert draft_bytes(inputs, 1) == pytest.approx(draft_bytes(plain, 1) + embedding, rel=0.01)
+    # The first of several ranks has the whole embedding in any case.
+    assert draft_bytes(inputs, 2) == draft_bytes(plain, 2) == draft_bytes(inputs, 1)
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
