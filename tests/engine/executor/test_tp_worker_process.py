@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core process with one tensor-parallel worker: it serves, uses no CPU when idle, and both end together."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -14,6 +15,15 @@ from support.tiny_checkpoints import greedy_output, make_llama
 
 from quire_spec.protocol.messages import OutputDeltas
 
+REPORT_FROZEN = """
+import gc, os, pathlib, signal
+def report(*_):
+    path = pathlib.Path(os.environ["FREEZE_COUNTS"], str(os.getpid()))
+    path.with_suffix(".part").write_text(str(gc.get_freeze_count()))
+    path.with_suffix(".part").rename(path)
+signal.signal(signal.SIGUSR2, report)
+"""
+"""A sitecustomize.py: the process writes the number of its frozen objects to a file when it gets SIGUSR2."""
 ENDLESS = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True}
 
 
@@ -23,7 +33,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pod(model: Path, tmp_path: Path) -> Iterator[EngineProcesses]:
+def counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder into which the processes write the numbers of their frozen objects."""
+    (tmp_path / "sitecustomize.py").write_text(REPORT_FROZEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("FREEZE_COUNTS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def pod(model: Path, tmp_path: Path, counts: Path) -> Iterator[EngineProcesses]:
     config = {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 8 * 2**20, "tensor_parallel_size": 2}
     # As on GPUs, so that the worker dies with two steps in flight.
     config["async_scheduling"] = True
@@ -55,6 +74,15 @@ def test_killed_core_leaves_no_worker(pod: EngineProcesses):
     check_request_fails_when_killed(pod, core)
     # The worker is an orphan now, so this process cannot wait for it.
     wait_for(lambda: has_ended(rank), 10)
+
+
+def test_every_process_excludes_its_model_from_garbage_collections(pod: EngineProcesses, counts: Path):
+    """Collections in the middle of a step do not traverse the objects that exist when loading ends."""
+    core = pod.processes["core"].pid
+    for pid in (pod.processes["text"].pid, core, *(rank.pid for rank in tp_worker_processes(core))):
+        os.kill(pid, signal.SIGUSR2)
+        wait_for((counts / str(pid)).exists, 10, f"a report of process {pid}")
+        assert int((counts / str(pid)).read_text()) > 10_000
 
 
 def has_ended(process: psutil.Process) -> bool:
