@@ -187,17 +187,31 @@ def test_a_wrong_case_of_the_gate_does_not_hide_the_others(bench_modules, monkey
 
 
 def test_every_prediction_has_its_reasons(bench_modules):
-    """Ratios to other engines have no floor. Each number is predicted once."""
+    """And a floor, also each ratio to another engine. Each number is predicted once."""
     from gpu_phases.bars import BARS, PREDICTIONS
 
-    assert {bar.what for bar in BARS if not bar.floor} == {
-        "against transformers' continuous batching", "against vLLM, same loads", "32 adapters of rank 16, against vLLM"
-    }  # fmt: skip
-    assert all(each.predicted and each.why for each in (*BARS, *PREDICTIONS))
-    assert all(each.floor for each in PREDICTIONS)
+    assert all(each.floor and each.predicted and each.why for each in (*BARS, *PREDICTIONS))
     numbers = [(each.rows, each.field) for each in (*BARS, *PREDICTIONS)]
     assert len(set(numbers)) == len(numbers)
     assert all(bar.bar is not None and bar.aim is not None for bar in BARS)
+
+
+def test_floors_of_experts_follow_from_their_bytes(bench_modules):
+    """One token selects 4 of 32 experts; 2,048 tokens read all, and their products take longer than that.
+    A hundredth of the weights of an expert has a hundredth of the bytes."""
+    import torch
+    from card import Card
+    from gpu_phases import gate_cases
+    from gpu_phases.bars import EXPERT_BYTES, PREDICTIONS
+
+    floors = {each.rows: each.floor for each in PREDICTIONS}
+    assert floors["mxfp4: 32 experts, 4 for each of 1 tokens"] == "4.0 x 13.2 MB / 4.3 TB/s: 12 us"
+    assert floors["int8: 32 experts, 4 for each of 16 tokens"] == "28.2 x 24.9 MB / 4.3 TB/s: 163 us"
+    assert floors["fp8: 32 experts, 4 for each of 2048 tokens"].endswith(" / 790 TFLOP/s: 516 us")
+    assert set(EXPERT_BYTES) == {"mxfp4", *gate_cases.QUANTIZED}
+    for name, num_bytes in EXPERT_BYTES.items():
+        experts = gate_cases.quantized_experts(Card(torch.device("cpu"), True), name, (1, 288, 288), torch.float32)
+        assert 100 * (experts.gate_up.num_bytes + experts.down.num_bytes) == pytest.approx(num_bytes, rel=0.02)
 
 
 def test_bars_take_the_row_that_counts(bench_modules):

@@ -10,6 +10,14 @@ and a bfloat16 product of 8192 x 8192 x 8192 random numbers at 790 TFLOP/s. The 
 saves 0.13 ms of them. A side branch can hide 0.42 ms of reading A and 0.32 ms of launches; beside a GEMM that occupies
 the shared memory, 60 % of that are assumed. Its two dependencies for each linear take 0.26 ms, and the lost early
 launch 0.13 ms. Loading an adapter makes about 4,500 calls that hold Python's lock for an assumed 8 us each.
+
+The floor of a ratio to another engine is the quotient of both engines' times on a card that reaches both rates. A step
+of this engine takes max(15.0 GB / 4.3 TB/s, 15.0 GFLOP x tokens / 790 TFLOP/s), which is 4.9 ms for 256 sequences, and
+128 KiB x tokens of context / 4.3 TB/s. vLLM computes and reads the same. For 1,000 tokens in and 200 out of 256
+sequences, 282,000 tokens of context on average: the prompts take 4.9 s and a step 13.5 ms, in total 7.6 s. In a step of
+transformers without flash attention, each of 256 queries is multiplied by all 282,000 keys, which takes 38 TFLOP:
+48 ms. Before that, keys and values of 37 GB are read from blocks, written, read again, and written for each of four
+heads that share them, which takes 7 x 37 GB / 4.3 TB/s: 60 ms. With the products a step takes 113 ms, in total 27.5 s.
 """
 
 from collections.abc import Sequence
@@ -60,24 +68,52 @@ BARS = (
     Prediction("single stream, weight bytes / copy bandwidth", "single", "fraction",
         "15.0 GB, 3.5 ms", "0.71", "10 kernels a layer; the small ones and gaps take 27 of 150 us", 0.75, 0.88),
     Prediction("output tokens/s, 256 sequences at about 1,000", "decode", "value",
-        "11.5 ms: 22,000", "14,300", "products of 256 rows run at 500 to 620 TFLOP/s", 14000, 16000),
+        "12.8 ms: 20,000", "14,300", "products of 256 rows run at 500 to 620 TFLOP/s", 14000, 16000),
     Prediction("1000 in / 1000 out, saturated, tokens/s", "saturated", "value",
         "11,900", "9,100", "prefill 6.4 s and 1,000 steps of 21.8 ms for 256 sequences", 9000, 10500),
     Prediction("against transformers' continuous batching", "transformers", "value",
-        "", "4 to 8", "without flash attention it masks the other sequences' keys", 3, 6),
+        "27.5 / 7.6 s: 3.6", "4 to 8",
+        "each of transformers' operations is a launch from Python, and prompts are masked as well", 3, 6),
     Prediction("against vLLM, same loads", "vllm", "value",
-        "", "0.95 to 1.05", "the same products; both replay mixed steps of up to 512 tokens", 1.0, 1.1),
+        "the same bytes and operations: 1.0", "0.95 to 1.05",
+        "the same products; both replay mixed steps of up to 512 tokens", 1.0, 1.1),
     Prediction("GPU idle per decoding step, 256 sequences, ms", "gaps_256", "value",
         "0", "0.05 to 0.15", "ten small launches and two copies between two graphs", 0.5, 0.1, is_time=True),
     Prediction("32 adapters of rank 16 / own base", "adapters", "value",
         "+ 0.62 ms a step: 0.96", "0.89 to 0.92", "261 launches of 2.5 us, and 70 % of the bandwidth", 0.88, 0.95),
     Prediction("32 adapters of rank 16, against vLLM", "vllm_adapters", "value",
-        "", "1.2", "vLLM pads to the largest rank, and launches more", 1.2, 1.5),
+        "the same bytes and operations: 1.0", "1.2",
+        "vLLM fills with zeros before each shrink, has no early launch, and starts programs for all rows per adapter",
+        1.2, 1.5),
     Prediction("ITL p99 with 100 cold adapters loading / without", "itl", "value",
         "1.0", "1.04", "the loading thread holds Python's lock for 35 ms a load, in pieces", 1.10, 1.03, is_time=True),
     Prediction("weights in the page cache to ready, second start, s", "start", "value",
         "4", "11 to 18", "imports 5, copies by four threads 2, 39 captures 2, rehearsal 3", 20, 10, is_time=True),
 )  # fmt: skip
+COPY_RATE, MATRIX_RATE = 4.3e12, 790e12
+"""Bytes and operations per second, as above."""
+EXPERT_BYTES = {"mxfp4": 13.2e6, "int4": 16.3e6, "int8": 24.9e6, "fp8": 24.9e6}
+"""Codes, scales and zero points of an expert of gpt-oss-20b, 3 x 2,880 x 2,880 weights, by scheme."""
+
+
+def _of_quantized_experts(scheme: str, num_tokens: int, field: str, predicted: str, why: str) -> Prediction:
+    """Return the prediction of 32 experts, 4 for each token. The floor is the time in which the experts that the tokens
+    select are read; or, if it is longer, the time of the products."""
+    num_read = 32 * (1 - (1 - 4 / 32) ** num_tokens)
+    bytes_us = num_read * EXPERT_BYTES[scheme] / COPY_RATE * 1e6
+    products_us = 6.0 * num_tokens * 4 * 2880**2 / MATRIX_RATE * 1e6
+    floor = f"{num_read:.1f} x {EXPERT_BYTES[scheme] / 1e6:.1f} MB / 4.3 TB/s: {bytes_us:.0f} us"
+    if products_us > bytes_us:
+        floor = f"6 x {num_tokens:,} x 4 x 2,880 x 2,880 / 790 TFLOP/s: {products_us:.0f} us"
+    unit = {"value": ", us", "tflops": ", TFLOP/s"}.get(field, "")
+    rows = f"{scheme}: 32 experts, 4 for each of {num_tokens} tokens"
+    what = f"{scheme}: 32 experts, 4 for each of {num_tokens:,} tokens{unit}"
+    return Prediction(what, rows, field, floor, predicted, why, worst=field == "value", is_time=field == "value")
+
+
+_ONE_TOKEN = "five launches that depend on each other take 20 us, and unpacking reads at 45 to 75 % of a copy"
+_SIXTEEN_TOKENS = "programs unpack codes in registers, 64 inputs at a time, and the launches take 20 us"
+_MANY_TOKENS = "each tile of 64 rows dequantizes its weights again, four times for 256 rows of an expert"
 PREDICTIONS = (
     Prediction("base, LoRA enabled / disabled", "lora_enabled", "value", "1.0", "1.0", "graphs without LoRA launches",
         0.98, 1.0),
@@ -139,6 +175,20 @@ PREDICTIONS = (
         "0.60 to 0.75", "tiles of 16 rows read each expert once or twice; no asynchronous start"),
     Prediction("128 experts, 8 for each of 2,048 tokens, TFLOP/s", "128 experts, 8 for each of 2048", "tflops", "790",
         "250 to 350", "tiles of 64 x 64 read operands from the L2 cache too often", worst=False),
+    *(
+        prediction
+        for scheme, one, sixteen, many in (
+            ("mxfp4", "40 to 55", "0.40 to 0.55", "150 to 250"),
+            ("int4", "45 to 60", "0.40 to 0.55", "150 to 250"),
+            ("int8", "50 to 65", "0.55 to 0.70", "200 to 300"),
+            ("fp8", "50 to 65", "0.55 to 0.70", "200 to 300"),
+        )
+        for prediction in (
+            _of_quantized_experts(scheme, 1, "value", one, _ONE_TOKEN),
+            _of_quantized_experts(scheme, 16, "fraction", sixteen, _SIXTEEN_TOKENS),
+            _of_quantized_experts(scheme, 2048, "tflops", many, _MANY_TOKENS),
+        )
+    ),
     Prediction("norm and qkv in one kernel, 1 token", "norm and qkv (small), 1", "fraction", "11.7 us", "0.75 to 0.85",
         "no gap between norm and product, but 384 short programs, and no early start here",
         worst=False),
