@@ -57,6 +57,35 @@ def test_new_memory_contains_nan():
     assert torch.empty(1 << 20, device="cuda").isnan().all().item()
 
 
+LOCKS = """
+import threading, time
+import torch
+from emulator import device
+side, x = torch.cuda.Stream(), torch.ones(8, device="cuda")
+freed = torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(side):
+    # It needs Python's lock again after another thread has taken it.
+    device.enqueue(lambda: time.sleep(1))
+    freed.record_stream(side)
+del freed
+# The allocator asks for the end of the work on the side stream while it holds its lock.
+asking = threading.Thread(target=lambda: torch.empty(1 << 22, device="cuda"))
+asking.start()
+time.sleep(0.3)
+# Takes the allocator's lock, without giving Python's back.
+del x
+asking.join()
+print("done")
+"""
+
+
+def test_work_does_not_run_while_an_allocator_holds_its_lock():
+    """Otherwise work that needs Python's lock waits for a thread that has it and waits for the allocator's."""
+    result = subprocess.run([sys.executable, "-c", LOCKS], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "done\n"
+
+
 CAPTURES = """
 import torch
 def forks(x):

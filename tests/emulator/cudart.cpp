@@ -2,7 +2,7 @@
 // A CUDA runtime without a GPU: what PyTorch's CUDA build calls of libcudart, on host memory.
 //
 // It is made to find faults, not to be fast. The runtime executes queued work as late as CUDA allows: when a thread
-// waits for it or for a later event, and one piece per query of its completion. A host buffer that is overwritten too
+// waits for it or for a later event, and one piece after a query of its completion. A host buffer that is overwritten too
 // early, a missing wait between streams, or memory that is freed during a copy therefore changes the results. A captured
 // graph runs its nodes in a random order that its edges allow. Fresh memory is filled with 0xff (NaN, -1), and freed
 // memory is unmapped. Calls that CUDA forbids during capture fail with CUDA's own errors.
@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -184,6 +185,33 @@ void progress() {
     std::lock_guard running(runs);
     if (!stopped) step(chosen);
   }
+}
+
+// Runs a piece of the work before a mark in a thread of its own. PyTorch's allocators query events while they hold a lock, for
+// which another thread may wait with Python's lock, so work that needs Python must not run in a query.
+void ask(const std::shared_ptr<Mark>& mark) {
+  static auto& gate = *new std::mutex;
+  static auto& wake = *new std::condition_variable;
+  static auto& asked = *new std::set<std::shared_ptr<Mark>>;
+  static bool begun = (std::thread([] {
+                         while (true) {
+                           std::shared_ptr<Mark> chosen;
+                           {
+                             std::unique_lock lock(gate);
+                             wake.wait(lock, [] { return !asked.empty(); });
+                             chosen = *asked.begin();
+                             asked.erase(asked.begin());
+                           }
+                           // A destroyed stream has no work left.
+                           std::lock_guard running(runs);
+                           if (!stopped && !chosen->done) step(chosen->stream);
+                         }
+                       }).detach(),
+                       true);
+  (void)begun;
+  std::lock_guard lock(gate);
+  asked.insert(mark);
+  wake.notify_one();
 }
 
 // With `books`.
@@ -680,7 +708,8 @@ API Error cudaEventQuery(cudaEvent_t handle) {
   if (Error error = mark_of((Event*)handle, &mark)) return say(error);
   if (!mark) return cudaSuccess;
   // A question never waits: work may, for another rank's, and is then progress()'s, or be under way elsewhere.
-  if (!mark->done && (kDevices == 1 || stopped) && runs.try_lock()) {
+  if (!mark->done && !stopped && kDevices == 1) ask(mark);
+  if (!mark->done && stopped && runs.try_lock()) {
     if (!mark->done) step(mark->stream);
     runs.unlock();
   }
