@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.gpu.pdl import supports_pdl
+from quire_kernels.linear import LinearWeight
 from quire_kernels.linear import linear as linear_op
 from quire_kernels.norm_linear import rms_norm_linear as rms_norm_linear_op
 
@@ -30,9 +31,10 @@ _PREFETCHED = 1024
 """
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """See linear.linear. Reads each weight once; more than 16 tokens are left to PyTorch."""
-    if len(x) > MAX_TOKENS:
+def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """See linear.linear. Reads each weight once; more than 16 tokens are left to PyTorch, and quantized weights to
+    their kernels."""
+    if len(x) > MAX_TOKENS or not isinstance(weight, Tensor):
         return linear_op.get("cuda", "torch")(x, weight, bias, residual)
     out = x.new_empty(len(x), len(weight)) if residual is None else residual
     assert out.is_contiguous()

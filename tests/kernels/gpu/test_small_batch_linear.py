@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.requirements_of_machine import requires_interpreter
 
-from quire_kernels import linear, rms_norm_linear
+from quire_kernels import linear, pack_weight_int8, quantize_int8, rms_norm_linear
 
 pytestmark = requires_interpreter
 
@@ -45,3 +45,9 @@ def test_product_is_added_to_the_residual_stream(num_tokens, num_inputs, num_out
         )
         torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         assert stream is None or found is stream
+
+
+def test_quantized_weights_are_left_to_their_kernels():
+    """Of a checkpoint or quantized at load, also for few tokens."""
+    x, weight = torch.randn(2, 64), pack_weight_int8(*quantize_int8(torch.randn(32, 64)), dtype=torch.float32)
+    assert torch.equal(linear.get("cuda", "small")(x, weight, None), linear.reference(x, weight, None))
