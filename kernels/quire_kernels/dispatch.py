@@ -14,7 +14,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -104,6 +105,21 @@ class Op(Generic[P, R]):
         if self.override is None:
             self.dispatch_table[device_type] = self.get(device_type, name)
             self._preferred[device_type] = name
+
+    @contextmanager
+    def run_on(self, device_type: str, source_type: str, name: str) -> Iterator[None]:
+        """While the context is active, run an implementation of `source_type` for tensors on `device_type`."""
+        function, preferred = self.dispatch_table.get(device_type), self._preferred.get(device_type)
+        self.dispatch_table[device_type] = self.get(source_type, name)
+        self._preferred[device_type] = name
+        try:
+            yield
+        finally:
+            del self.dispatch_table[device_type], self._preferred[device_type]
+            if function is not None:
+                self.dispatch_table[device_type] = function
+            if preferred is not None:
+                self._preferred[device_type] = preferred
 
     @property
     def override(self) -> str | None:

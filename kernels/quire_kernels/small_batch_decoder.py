@@ -55,15 +55,13 @@ class SmallBatchDecoder:
 def build_small_batch_decoder(
     layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
 ) -> SmallBatchDecoder | None:
-    """Return the decoder; None if QUIRE_KERNELS does not select its kernel, or if a weight is not plain bfloat16 or
-    float32. float16 is not supported, because its range is too small for inputs that are multiplied before they are
-    normalised."""
+    """Return the layers; None if their kernel is not selected for the device, or if a weight is not plain bfloat16 or
+    float32. float16 is too narrow for inputs that are multiplied before they are normalised."""
     weights = [product.weight for layer in layers for product in layer.linears()]
     is_plain = all(
         isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32)
         for weight in weights
     )
-    device_type = layers[0].attention_norm.device.type
-    if not is_plain or rms_norm_linear.override != "small" or device_type != "cuda":
+    if not is_plain or rms_norm_linear.preferred(layers[0].attention_norm.device.type) != "small":
         return None
     return SmallBatchDecoder(layers, heads, eps)

@@ -6,11 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from support.quantized_checkpoints import FOLDER
 from support.requirements_of_machine import requires_emulated_gpu
 from support.tiny_checkpoints import BASE, make_adapter, make_checkpoint, write_checkpoint
 from transformers import LlamaConfig
 
 pytestmark = [requires_emulated_gpu, pytest.mark.timeout(1200)]
+
+ON_REQUEST = "rms_norm_linear=small,linear=small,sample=histogram"
 
 # Prints the name of each kernel that is compiled, then the number of those that were found.
 SCRIPT = """
@@ -44,11 +47,11 @@ def environment():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Models whose layers have different kernels: dense, experts, and sinks with windows."""
+    """Models whose layers have different kernels: dense, experts, sinks with windows, and quantized experts."""
     # Groups of 32 inputs, for 4 bits.
     llama = write_checkpoint(tmp_path_factory.mktemp("llama"), LlamaConfig(**BASE | {"intermediate_size": 128}), 1)
     others = {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in ("qwen3_moe", "gpt_oss")}
-    return {"llama": llama, **others}
+    return {"llama": llama, "mxfp4": FOLDER / "mxfp4", **others}
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +64,22 @@ def shipped(models, environment, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "fields", "selected"),
     [
-        ("llama", "{}"),
-        ("llama", '{"quantization": "int4", "kv_cache_dtype": "fp8"}'),
-        ("qwen3_moe", "{}"),
-        ("gpt_oss", "{}"),
+        ("llama", "{}", ""),
+        ("llama", '{"quantization": "int4", "kv_cache_dtype": "fp8"}', ""),
+        ("qwen3_moe", "{}", ""),
+        ("gpt_oss", "{}", ""),
+        ("mxfp4", "{}", ""),
+        ("llama", "{}", ON_REQUEST),
+        ("qwen3_moe", '{"quantization": "int8"}', ON_REQUEST),
     ],
-    ids=["dense", "int4", "experts", "sinks"],
+    ids=["dense", "int4", "experts", "sinks", "quantized-experts", "on-request", "experts-on-request"],
 )
-def test_a_start_with_the_cache_compiles_nothing(models, shipped, environment, tmp_path, name, fields):
+def test_a_start_with_the_cache_compiles_nothing(models, shipped, environment, tmp_path, name, fields, selected):
     adapter = make_adapter(models[name], tmp_path / "adapter", r=4) if name == "llama" else ""
     variables = {"EMULATOR_DRY": "1", "EMULATOR_SMS": "132", "QUIRE_KERNEL_CACHE": str(shipped)}
-    variables["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    variables |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "QUIRE_KERNELS": selected}
     argv = [sys.executable, "-c", SCRIPT, str(models[name]), str(adapter), fields]
     done = subprocess.run(argv, env=environment | variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire_engine.distributed.communicator import Communicator
@@ -28,11 +28,39 @@ QUANTIZED_LLAMAS = sorted(path.parent.name for path in FOLDER.glob("*/config.jso
 CPU = torch.device("cpu")
 VOCAB = 128
 NUM_TOKENS = 200
+NUM_EXPERTS = 4
+_ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def open_checkpoint(folder: Path) -> QuantizedTensors:
     """Return the quantized tensors of the checkpoint in `folder`."""
     return QuantizedTensors(TensorFiles(folder), ModelConfig.load(folder).quantization)
+
+
+def quantized_mixture(name: str, into: Path) -> Path:
+    """Return the folder of a mixture whose experts the writer of a format quantized: gpt-oss in mxfp4, or a Mixtral,
+    written below `into`, whose experts are the MLP of the quantized Llama; gate and up are exchanged in every other
+    one."""
+    if name == "mxfp4":
+        return FOLDER / "mxfp4"
+    tensors, folder = load_file(FOLDER / name / "model.safetensors"), into / name
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    prefix = "model.layers.0.mlp."
+    mlp = {key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
+    experts = "model.layers.0.block_sparse_moe."
+    tensors[f"{experts}gate.weight"] = torch.randn(NUM_EXPERTS, 64, generator=torch.Generator().manual_seed(0))
+    for expert in range(NUM_EXPERTS):
+        for matrix, role in _ROLES.items():
+            source = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(role, role) if expert % 2 else role
+            for key, tensor in mlp.items():
+                if key.startswith(f"{source}."):
+                    tensors[f"{experts}experts.{expert}.{matrix}.{key.removeprefix(f'{source}.')}"] = tensor.clone()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    config |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_dequantized(folder: Path, into: Path) -> Path:

@@ -19,11 +19,12 @@ from quire_engine.lora.device_slots import create_slots
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.moe import MoE
 from quire_engine.models.registry import get_model_class
 from quire_engine.step.input import build_step_input
 from quire_engine.step.plan import ScheduledSpan
 from quire_engine.worker.warmup import compile_steps, dummy_span, set_block_tables
-from quire_kernels import LinearWeight, pack_weight_fp8, pack_weight_int4, pack_weight_int8
+from quire_kernels import LinearWeight, pack_weight_fp8, pack_weight_int4, pack_weight_int8, pack_weight_mxfp4
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.capabilities import QUANTIZATIONS
@@ -63,7 +64,8 @@ rows."""
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
     """Compile the kernels of bfloat16 models into a folder and mark it as complete.
 
-    The kernels include those for adapters, for an fp8 KV cache, and for weights that are quantized at load.
+    These include the kernels of adapters, of an fp8 KV cache, of weights that are quantized at load, and those that
+    run only if QUIRE_KERNELS selects them.
 
     Args:
         models: folders with a config.json; if empty, kernels are compiled for the shape of Llama-3.1-8B.
@@ -91,16 +93,19 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
     def call_kernels() -> None:
         for shape in shapes:
-            for model in _models(shape):
+            for model in _models(shape, version):
                 _run_steps(model, version)
+            with compilation.on_request():
+                # Weights that are quantized at load have no kernels on request.
+                _run_steps(next(_models(shape, version)), version)
             compilation.compile_step_ops(shape.vocab_size, _CONFIG.block_size, _DTYPE)
 
     return len(compilation.fill_cache(call_kernels, version, into))
 
 
-def _models(shape: ModelConfig) -> Iterator[CausalLM]:
-    """Yield the model without quantization at load, and, if its checkpoint is not quantized, once with each
-    quantization at load."""
+def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalLM]:
+    """Yield the model without quantization at load; if its checkpoint is not quantized, also with each quantization at
+    load."""
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
         try:
@@ -111,12 +116,14 @@ def _models(shape: ModelConfig) -> Iterator[CausalLM]:
         model.pack()
         if shape.quantization is not None:
             _quantize_like_checkpoint(model, shape.quantization)
+            _quantize_experts_like_checkpoint(model, shape.quantization, capability)
         yield model
 
 
 def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme) -> None:
-    """Give the linear layers that remain quantized in memory empty quantized weights, as if a checkpoint had been
-    loaded."""
+    """Replace the weights of linear layers that are quantized in the checkpoint and remain quantized in memory."""
+    if quantization.method == "mxfp4":
+        return  # only experts are quantized
     info = model.shape.architecture_info
     path_by_name = {path.rpartition(".")[2]: path for path in info.linears}
     for layer, linear in model.linears():
@@ -129,6 +136,36 @@ def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme)
             linear.weight = empty_quantized_weight(scheme, *linear.weight.shape)
 
 
+def _quantize_experts_like_checkpoint(
+    model: CausalLM, quantization: QuantizationScheme, capability: tuple[int, int]
+) -> None:
+    """Replace the weights of experts in the same way. The experts of a layer remain quantized only if all have one
+    scheme."""
+    for index, layer in enumerate(model.layers):
+        moe = getattr(layer, "mlp", None)
+        if not isinstance(moe, MoE):
+            continue
+        prefix = f"{model.shape.architecture_info.layers_path}.{index}.{moe.PATH}."
+        try:
+            gate_up, down = (
+                {quantization.scheme_of(name.removesuffix(".weight")) for name, _ in tensors}
+                for tensors in (moe.gate_up_tensors(prefix), moe.down_tensors(prefix))
+            )
+        except ConfigError:
+            continue  # not all of them are quantized
+        if len(gate_up) == len(down) == 1 and all(_has_experts_kernel(each, capability) for each in gate_up | down):
+            weights = []
+            for [scheme], weight in ((gate_up, moe.experts.gate_up), (down, moe.experts.down)):
+                assert isinstance(weight, torch.Tensor)
+                weights.append(empty_quantized_weight(scheme, weight[..., 0].numel(), weight.shape[-1]))
+            moe.experts = replace(moe.experts, gate_up=weights[0], down=weights[1])
+
+
+def _has_experts_kernel(scheme: WeightScheme, capability: tuple[int, int]) -> bool:
+    is_convertible = scheme.layout != "fp8" or capability >= _MIN_CAPABILITY_FOR_E4M3
+    return scheme.has_kernel and not scheme.has_act_order and is_convertible
+
+
 def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features: int) -> LinearWeight:
     """Return an empty weight on the meta device, with the memory layout that `pack_quantized` gives to weights of a
     checkpoint."""
@@ -138,6 +175,8 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
     def values(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(out_features, in_features, dtype=dtype, device=_DEVICE)
 
+    if scheme.layout == "mxfp4":
+        return pack_weight_mxfp4(values(torch.uint8), scales.to(torch.float8_e8m0fnu))
     if scheme.layout == "fp8":
         return pack_weight_fp8(values(torch.float8_e4m3fn), scales)
     if scheme.layout == "int8":

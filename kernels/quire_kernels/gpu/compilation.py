@@ -8,7 +8,7 @@ results.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from triton.runtime.jit import JITFunction
 
 import quire_kernels as ops
 from quire_kernels.dispatch import Op, collect_ops
-from quire_kernels.gpu import attention, kernel_cache, lora
+from quire_kernels.gpu import attention, kernel_cache, lora, small_batch_linear
 
+ON_REQUEST = ((ops.rms_norm_linear, "small"), (ops.linear, "small"), (ops.sample, "histogram"))
+"""Implementations that run only if QUIRE_KERNELS selects them; an image has their kernels, too."""
 _NUM_SMS = 132
 """Number of multiprocessors of an H100 SXM or an H200. The number of attention workers, a constant of kernels, depends
 on it."""
@@ -61,16 +63,25 @@ def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] =
     JITFunction.run = compile_
     attention.num_workers = lambda *_: attention.WORKERS_PER_SM * _NUM_SMS
     lora.supports_pdl = attention.supports_pdl = lambda device: capability >= (9, 0)
-    operations: list[Op[..., Any]] = collect_ops(vars(ops))
-    for op in operations:
-        op.dispatch_table["meta"] = op.get("cuda", op.preferred("cuda"))
+    small_batch_linear.supports_pdl = attention.supports_pdl
     try:
-        yield
+        with ExitStack() as stack:
+            for op in collect_ops(vars(ops)):
+                stack.enter_context(op.run_on("meta", "cuda", op.preferred("cuda")))
+            yield
     finally:
         JITFunction.run, attention.num_workers = run, workers
-        lora.supports_pdl = attention.supports_pdl = supports_pdl
-        for op in operations:
-            del op.dispatch_table["meta"]
+        lora.supports_pdl = attention.supports_pdl = small_batch_linear.supports_pdl = supports_pdl
+
+
+@contextmanager
+def on_request() -> Iterator[None]:
+    """While the context is active, tensors on the meta device use the implementations of ON_REQUEST. Use it in
+    `compile_only`."""
+    with ExitStack() as stack:
+        for op, name in ON_REQUEST:
+            stack.enter_context(op.run_on("meta", "cuda", name))
+        yield
 
 
 def fill_cache(call_kernels: Callable[[], None], capability: tuple[int, int], folder: Path) -> set[str]:
@@ -113,6 +124,7 @@ def _call_samplers(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> None
         _own(ops.argmax_first)(row_logits)
         for any_filtered in (True, False):
             limits = positions, floats, floats
-            _own(ops.sample)(row_logits, floats, *limits, positions, positions, any_filtered)
+            for form in ("own", "histogram"):
+                ops.sample.get("cuda", form)(row_logits, floats, *limits, positions, positions, any_filtered)
         _own(ops.apply_token_bitmask)(row_logits, bits, positions)
     _own(ops.apply_penalties)(logits.float(), positions, counts > 0, counts, positions, floats, floats, floats)

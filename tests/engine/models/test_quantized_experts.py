@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, load_model, logits_of
+from support.quantized_checkpoints import (
+    FOLDER,
+    QUANTIZED_LLAMAS,
+    load_model,
+    logits_of,
+    quantized_mixture,
+)
 from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import BASE, make_adapter, make_checkpoint, write_checkpoint
 from transformers import MixtralConfig
@@ -34,8 +40,6 @@ NO_KERNEL = {
     "gptq-desc_act": "gptq per group",
 }
 """Formats without a kernel for experts, and how the log describes them."""
-NUM_EXPERTS = 4
-ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @pytest.fixture
@@ -46,28 +50,8 @@ def has_kernels(monkeypatch):
 
 @pytest.fixture(params=[*QUANTIZED_LLAMAS, "mxfp4"])
 def checkpoint(request, tmp_path):
-    """A mixture whose experts the writer of a format quantized: gpt-oss in mxfp4, or a Mixtral whose experts are the
-    MLP of the quantized Llama; gate and up are exchanged in every other one."""
-    if request.param == "mxfp4":
-        return FOLDER / "mxfp4"
-    tensors, folder = load_file(FOLDER / request.param / "model.safetensors"), tmp_path / request.param
-    config = json.loads((FOLDER / request.param / "config.json").read_text())
-    prefix = "model.layers.0.mlp."
-    mlp = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-    experts = "model.layers.0.block_sparse_moe."
-    tensors[f"{experts}gate.weight"] = torch.randn(NUM_EXPERTS, 64, generator=torch.Generator().manual_seed(0))
-    for expert in range(NUM_EXPERTS):
-        for name, role in ROLES.items():
-            source = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(role, role) if expert % 2 else role
-            for key, tensor in mlp.items():
-                if key.startswith(f"{source}."):
-                    tensors[f"{experts}experts.{expert}.{name}.{key.removeprefix(f'{source}.')}"] = tensor.clone()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    config |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    """A mixture whose experts the writer of a format quantized."""
+    return quantized_mixture(request.param, tmp_path)
 
 
 def _experts(model) -> list[ExpertWeights]:
