@@ -124,8 +124,8 @@ def _continuation(recorded: dict[tuple[int, ...], list[int]]) -> Callable[[Seque
 
 def _load_rows(card: Card, loads: abc.Sequence[Load], key: str | None = None) -> Iterator[Row]:
     engine = _engine(card)
-    prompt, output = (512, 16) if card.is_full else (12, 3)
-    drive(engine, Load("warm up", ((prompt, output),) * 32))
+    prompt, output, num = (512, 16, 32) if card.is_full else (12, 3, 4)
+    drive(engine, Load("warm up", ((prompt, output),) * num))
     for load in loads if card.is_full or loads[0].rate else [TINY_LOAD]:
         found = numbers(engine, load)
         details = {name: found[name] for name in ("seconds", "ttft_ms", "itl_ms", "kv_waste")}

@@ -42,9 +42,10 @@ def rows(context: Context) -> Iterator[Row]:
         config = settings(card) | {"model": str(folder), "device": card.device.type}
         config |= {"enable_lora": True, "max_loras": num_slots, "max_cpu_loras": num_slots, "max_lora_rank": rank}
         config |= {} if card.is_full else {"kv_cache_memory_bytes": 1 << 20}
-        pod = stack.enter_context(
-            EngineProcesses(folder / "run", None, core=(str(Path(__file__).parents[1] / "random_core.py"),), **config)
-        )
+        core = (str(Path(__file__).parents[1] / "random_core.py"),)
+        pod = stack.enter_context(EngineProcesses(folder / "run", None, core=core, **config))
+        # Its folder is removed: the log of the phase says what the core said, also if the phase fails.
+        stack.callback(lambda: print(pod.log("core"), flush=True))
         pod.start("core", timeout_s=START_TIMEOUT_S)
         resident, cold = [f"resident {i}" for i in range(num_resident)], [f"cold {i}" for i in range(num_cold)]
         register_adapters(pod, files[-num_resident:], resident, pinned=True)
@@ -58,7 +59,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 def _plan(card: Card, vocab_size: int, loads: int) -> ItlWorkload:
     if not card.is_full:
-        return ItlWorkload(2, 0.5, loads, 12, 6, 12, vocab_size, 1.0)
+        return ItlWorkload(1 if card.is_gpu else 2, 0.5, loads, 12, 6, 6, vocab_size, 1.0)
     return ItlWorkload(3, 25.0, loads, 256, 128, 3 * settings(card)["max_num_seqs"], vocab_size, 1.0)
 
 
