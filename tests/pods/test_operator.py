@@ -32,9 +32,12 @@ STORY, QUESTION = "Once upon a time", "Question: list the names of customers in 
 KILL = """
 import os, pathlib
 for process in pathlib.Path("/proc").glob("[0-9]*"):
-    parent = (process / "stat").read_text().rpartition(") ")[2].split()[1]
-    if parent == "1" and b"quire_server" in (process / "cmdline").read_bytes():
-        os.kill(int(process.name), 9)
+    try:
+        parent = (process / "stat").read_text().rpartition(") ")[2].split()[1]
+        if parent == "1" and b"quire_server" in (process / "cmdline").read_bytes():
+            os.kill(int(process.name), 9)
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # The process has ended.
 """
 CHILDREN = (
     ("apps/v1", "Deployment"), ("batch/v1", "Job"), ("v1", "ConfigMap"), ("v1", "Secret"), ("v1", "Service"),
