@@ -56,7 +56,8 @@ def build_small_batch_decoder(
     layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
 ) -> SmallBatchDecoder | None:
     """Return the layers; None if their kernel is not selected for the device, or if a weight is not plain bfloat16 or
-    float32. float16 is too narrow for inputs that are multiplied before they are normalised."""
+    float32. float16 is not supported, because its range is too small for inputs that are multiplied before they are
+    normalised."""
     weights = [product.weight for layer in layers for product in layer.linears()]
     is_plain = all(
         isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32)

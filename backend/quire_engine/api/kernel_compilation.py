@@ -104,8 +104,8 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalLM]:
-    """Yield the model without quantization at load; if its checkpoint is not quantized, also with each quantization at
-    load."""
+    """Yield the model without quantization at load, and, if its checkpoint is not quantized, once with each
+    quantization at load."""
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
         try:
@@ -121,7 +121,8 @@ def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalL
 
 
 def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme) -> None:
-    """Replace the weights of linear layers that are quantized in the checkpoint and remain quantized in memory."""
+    """Give the linear layers that remain quantized in memory empty quantized weights, as if a checkpoint had been
+    loaded."""
     if quantization.method == "mxfp4":
         return  # only experts are quantized
     info = model.shape.architecture_info

@@ -115,7 +115,7 @@ class Eagle3Head(Module):
         return self.fc(aux_hidden_states, batch)
 
     def propose(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the target's token id of the most likely token for each row of hidden states, [num_rows] int64."""
+        """Return the most likely token for each row of hidden states, as token ids of the target, [num_rows] int64."""
         normalized = hidden if self._config.norm_output else self.norm(hidden)
         return self.d2t[self.lm_head(normalized, batch).argmax(dim=-1)]
 
