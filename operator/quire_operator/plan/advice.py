@@ -93,21 +93,25 @@ def _attempt_row(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, ...]
     assert inputs.gpu is not None, "only GPUs have a table"
     costs = candidate.costs
     share = inputs.gpu.visible_bytes * candidate.utilization // 1000
-    pinned = inputs.engine.kvCacheMemory
-    required = max(_min_kv_bytes(inputs, candidate.tp), 0 if pinned is None else to_bytes(pinned))
+    requested = inputs.engine.kvCacheMemory
+    required = max(_min_kv_bytes(inputs, candidate.tp), 0 if requested is None else to_bytes(requested))
     available = share - costs.total
     return share, costs.weights, costs.activations, costs.non_torch, costs.lora, available, required - available
 
 
 def _min_kv_bytes(inputs: PlannerInputs, tp: int) -> int:
-    pinned = inputs.engine.maxModelLen
-    tokens = round_up_to_blocks(pinned or limits.min_context(inputs) * inputs.engine.minConcurrency)
+    requested = inputs.engine.maxModelLen
+    tokens = round_up_to_blocks(requested or limits.min_context(inputs) * inputs.engine.minConcurrency)
     return tokens * limits.kv_bytes_per_token(inputs, tp)
 
 
 def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:
-    pinned = inputs.engine.tensorParallelSize
-    return f"not tried: spec.engine.tensorParallelSize is {pinned}" if pinned else limits.rejection_reason(inputs, tp)
+    requested = inputs.engine.tensorParallelSize
+    return (
+        f"not tried: spec.engine.tensorParallelSize is {requested}"
+        if requested
+        else limits.rejection_reason(inputs, tp)
+    )
 
 
 def _sufficient_gpus(inputs: PlannerInputs) -> str:
@@ -135,9 +139,9 @@ def _reduction_options(inputs: PlannerInputs) -> str:
 def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
     best_attempt = max(attempts, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
     host, costs, tp = host_costs(inputs, 0), best_attempt.costs, best_attempt.tp
-    pinned = inputs.engine.kvCacheMemory
+    requested = inputs.engine.kvCacheMemory
     min_kv = round_up_mib(_min_kv_bytes(inputs, tp))
-    kv = min_kv if pinned is None else max(min_kv, to_bytes(pinned))
+    kv = min_kv if requested is None else max(min_kv, to_bytes(requested))
     rows = {
         "weights": tp * costs.weights, "step": tp * costs.activations, "adapter slots": tp * costs.lora,
         "least KV cache": tp * kv,
@@ -146,10 +150,10 @@ def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> 
     }  # fmt: skip
     total, limit = host.rounded_total + tp * (costs.rounded_total + kv), inputs.memory_limit
     context = limits.min_context(inputs)
-    if pinned is not None and to_bytes(pinned) < min_kv:
+    if requested is not None and to_bytes(requested) < min_kv:
         summary = (
-            f"spec.engine.kvCacheMemory: {pinned}: a context of {context} tokens needs {min_kv // MIB}Mi; raise it, or "
-            f"use {_reduction_options(inputs)}"
+            f"spec.engine.kvCacheMemory: {requested}: a context of {context} tokens needs {min_kv // MIB}Mi; raise "
+            f"it, or use {_reduction_options(inputs)}"
         )
     else:
         assert limit is not None, "without a memory limit the KV cache always has the minimum size"
@@ -194,14 +198,16 @@ def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return
     for count in limits.TP_SIZES:
-        unpinned = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=None))
-        if count <= candidate.tp or limits.rejection_reason(unpinned, count):
+        unrestricted = replace(inputs, max_gpus=count, engine=replace(inputs.engine, tensorParallelSize=None))
+        if count <= candidate.tp or limits.rejection_reason(unrestricted, count):
             continue
         if alternative := _sufficient_candidate_with(inputs, max_gpus=count):
             yield _suggestion(f"spec.gpu.count {count}", alternative)
             break
-        # Without a pinned tensorParallelSize, the planner uses the fewest GPUs that give the longest context.
-        if alternative := _sufficient_candidate_with(unpinned, engine=replace(inputs.engine, tensorParallelSize=count)):
+        # Without a requested tensorParallelSize, the planner uses the fewest GPUs that give the longest context.
+        if alternative := _sufficient_candidate_with(
+            unrestricted, engine=replace(inputs.engine, tensorParallelSize=count)
+        ):
             yield _suggestion(f"spec.gpu.count {count} with spec.engine.tensorParallelSize {count}", alternative)
             break
     for product, (mib, _) in PRODUCTS.items():

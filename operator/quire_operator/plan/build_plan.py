@@ -61,10 +61,10 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
     )
 
 
-def _planned_value(pinned: T | None, value: T, reason: str) -> PlannedValue[T]:
-    if pinned is None:
+def _planned_value(requested: T | None, value: T, reason: str) -> PlannedValue[T]:
+    if requested is None:
         return PlannedValue(value, Origin.COMPUTED, reason)
-    return PlannedValue(pinned, Origin.SPEC, "set in the spec")
+    return PlannedValue(requested, Origin.SPEC, "set in the spec")
 
 
 def _device_memory(inputs: PlannerInputs, candidate: Candidate) -> DeviceMemory:
@@ -102,11 +102,11 @@ def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[st
 
 
 def _kv_cache_memory(inputs: PlannerInputs, device_memory: DeviceMemory) -> PlannedValue[str] | None:
-    pinned = inputs.engine.kvCacheMemory
-    if inputs.gpu is not None and pinned is None:
+    requested = inputs.engine.kvCacheMemory
+    if inputs.gpu is not None and requested is None:
         return None
     reason = "a bounded fraction of memory" if inputs.memory_limit is None else "the rest of the container's memory"
-    return _planned_value(pinned, to_quantity(device_memory.kv), reason)
+    return _planned_value(requested, to_quantity(device_memory.kv), reason)
 
 
 def _tp_reason(inputs: PlannerInputs, candidate: Candidate) -> str:

@@ -124,17 +124,17 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
     If the spec sets a size that fits, return this size. If the size does not fit, return the missing bytes as a
     negative number.
     """
-    pinned = None if inputs.engine.kvCacheMemory is None else to_bytes(inputs.engine.kvCacheMemory)
+    requested = None if inputs.engine.kvCacheMemory is None else to_bytes(inputs.engine.kvCacheMemory)
     if inputs.gpu is not None:
         available = inputs.gpu.visible_bytes * utilization // 1000 - costs.total
     elif inputs.memory_limit is not None:
         model_bytes = inputs.memory_limit - host_costs(inputs, 0).rounded_total
         available = (model_bytes // tp - costs.rounded_total) // MIB * MIB
     else:
-        available = pinned or _cpu_kv_bytes(inputs, tp, seqs, per_token)
-    if pinned is None:
+        available = requested or _cpu_kv_bytes(inputs, tp, seqs, per_token)
+    if requested is None:
         return available
-    return pinned if pinned <= available else available - pinned
+    return requested if requested <= available else available - requested
 
 
 def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> int:

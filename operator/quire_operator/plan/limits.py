@@ -38,24 +38,24 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     Raises:
         Unplannable: spec.engine.tensorParallelSize is not allowed.
     """
-    pinned = inputs.engine.tensorParallelSize
-    if pinned is None and inputs.gpu is None:
+    requested = inputs.engine.tensorParallelSize
+    if requested is None and inputs.gpu is None:
         return [1]
-    if pinned is None:
+    if requested is None:
         return [tp for tp in TP_SIZES if not rejection_reason(inputs, tp)]
-    field = f"spec.engine.tensorParallelSize: {pinned}"
-    if reason := unsupported_reason(inputs.model.shape, pinned):
+    field = f"spec.engine.tensorParallelSize: {requested}"
+    if reason := unsupported_reason(inputs.model.shape, requested):
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
     gpu = inputs.gpu
-    if gpu is not None and gpu.gpus_per_node is not None and pinned > gpu.gpus_per_node:
+    if gpu is not None and gpu.gpus_per_node is not None and requested > gpu.gpus_per_node:
         fix = f"nodes with {gpu.name} have {gpu.gpus_per_node} GPUs, and a replica runs on one node; lower it"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
-    if pinned not in capabilities.TENSOR_PARALLEL_SIZES:
+    if requested not in capabilities.TENSOR_PARALLEL_SIZES:
         supported = ", ".join(map(str, capabilities.TENSOR_PARALLEL_SIZES))
         fix = f"the engine of this release supports {supported}; omit the field, and use a larger GPU if needed"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {fix}")
-    return [pinned]
+    return [requested]
 
 
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
@@ -115,10 +115,10 @@ def check_context(inputs: PlannerInputs) -> None:
     Raises:
         Unplannable: maxModelLen exceeds the model's maximum, so the engine would reject it.
     """
-    pinned, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
-    if pinned is not None and pinned > limit:
+    requested, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
+    if requested is not None and requested > limit:
         fix = f"the model supports at most {limit} tokens (max_position_embeddings); lower it"
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {pinned}: {fix}")
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {requested}: {fix}")
 
 
 def check_speculation(inputs: PlannerInputs) -> None:
@@ -147,9 +147,9 @@ def check_quantization(inputs: PlannerInputs) -> None:
     Raises:
         Unplannable: the value does not match.
     """
-    pinned = inputs.engine.quantization
+    requested = inputs.engine.quantization
     try:
-        resolve_quantization(None if pinned == "None" else pinned, inputs.model.shape.quantization)
+        resolve_quantization(None if requested == "None" else requested, inputs.model.shape.quantization)
     except ConfigError as error:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.{error}") from error
 

@@ -22,7 +22,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     """Return the plan for these inputs. `images` maps each device to the image of this release.
 
     Raises:
-        Unplannable: no candidate fits, or the GPU or the engine does not support a pinned value.
+        Unplannable: no candidate fits, or the GPU or the engine does not support a requested value.
     """
     limits.check_dtypes(inputs)
     limits.check_context(inputs)

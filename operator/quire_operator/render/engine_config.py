@@ -116,7 +116,7 @@ def _spec_arguments(service: LLMService, draft: ModelLocation | None) -> dict[st
     """Return the fields that the spec or the device sets."""
     spec, lora, openai = service.spec.engine, service.spec.lora, service.spec.openai
     cpu = service.spec.device is Device.CPU
-    pinned = {
+    requested = {
         "dtype": spec.dtype,
         "max_model_len": spec.maxModelLen,
         "gpu_memory_utilization": _to_float(spec.gpuMemoryUtilization),
@@ -144,7 +144,7 @@ def _spec_arguments(service: LLMService, draft: ModelLocation | None) -> dict[st
         "enable_prefix_caching": spec.prefixCaching,
         "enable_lora": lora.maxLoaded > 0,
         "max_lora_rank": lora.maxRank,
-        **{name: value for name, value in pinned.items() if value is not None},
+        **{name: value for name, value in requested.items() if value is not None},
     }
 
 

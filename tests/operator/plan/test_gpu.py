@@ -60,9 +60,9 @@ def test_mig_memory_and_gpus_per_node():
     assert (gpu.memory_mib, gpu.gpus_per_node) == (81559, 2)
     inputs = dataclasses.replace(planner_inputs("70b", H100, "lora: {maxLoaded: 0}\ngpu: {count: 8}"), gpu=gpu)
     assert planner.make_plan(inputs).tensorParallelSize.value == 2
-    pinned = dataclasses.replace(inputs, engine=dataclasses.replace(inputs.engine, tensorParallelSize=4))
+    requested = dataclasses.replace(inputs, engine=dataclasses.replace(inputs.engine, tensorParallelSize=4))
     with pytest.raises(Unplannable, match="4: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs"):
-        planner.make_plan(pinned)
+        planner.make_plan(requested)
 
 
 def test_rejects_unknown_and_shared_gpus():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of the planner: more memory never gives a worse plan, pinned values are kept, plans survive upgrades."""
+"""Properties of the planner: more memory never gives a worse plan, values of the spec are kept, upgrades keep plans."""
 
 import dataclasses
 import json
@@ -96,8 +96,8 @@ def check(inputs, plan):
     assert plan.maxNumBatchedTokens.value >= plan.maxNumSeqs.value
     assert plan.blockSize.value in capabilities.BLOCK_SIZES
     assert schema_problems(plan.to_json()) == []
-    pinned = {k: v for k, v in dataclasses.asdict(inputs.engine).items() if v is not None}
-    for name, value in pinned.items():
+    requested = {k: v for k, v in dataclasses.asdict(inputs.engine).items() if v is not None}
+    for name, value in requested.items():
         if hasattr(plan, name):
             assert getattr(plan, name).value == value
             assert getattr(plan, name).origin == "Spec"
@@ -289,13 +289,13 @@ def test_from_json_rejects_invalid_plans():
             Plan.from_json(body | wrong)
 
 
-def test_high_pinned_utilization_is_reported():
+def test_high_requested_utilization_is_reported():
     plan = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
     assert plan.fit is FitReason.UTILIZATION_RISK
     assert plan.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
 
 
-def test_pinned_kv_cache_is_used_exactly_or_rejected():
+def test_requested_kv_cache_is_used_exactly_or_rejected():
     plan = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheMemory: 4Gi}")
     assert (plan.bytes.kv, plan.kvTokens, plan.kvCacheMemory.value) == (4 * GIB, 32768, "4Gi")
     assert plan.maxModelLen.value == 16384
@@ -355,7 +355,7 @@ def test_suggested_memory_on_a_cpu_is_sufficient_and_minimal(text):
         ("NVIDIA-GeForce-RTX-5090", "dtype: float32"), (None, "kvCacheMemory: 64Mi"), (None, "swapSpace: 64Gi"),
     ],
 )  # fmt: skip
-def test_message_names_the_pinned_field_that_does_not_fit(gpu, field):
+def test_message_names_the_requested_field_that_does_not_fit(gpu, field):
     rest = "lora: {maxLoaded: 0}\nruntime: {memory: 60Gi}"
     text = unplannable("8b", gpu, f"{rest}\nengine: {{{field}}}")[1]
     name, value = field.replace("'", "").split(": ")
@@ -363,21 +363,21 @@ def test_message_names_the_pinned_field_that_does_not_fit(gpu, field):
     assert plan_for("8b", gpu, rest)
 
 
-@pytest.mark.parametrize("pinned", [{"maxModelLen": 32768}, {"minConcurrency": 2}, {"tensorParallelSize": 1}])
-def test_suggestions_for_more_requests_are_sufficient(pinned):
+@pytest.mark.parametrize("requested", [{"maxModelLen": 32768}, {"minConcurrency": 2}, {"tensorParallelSize": 1}])
+def test_suggestions_for_more_requests_are_sufficient(requested):
     """Each suggested option is planned by itself."""
-    advice = plan_for("qwen", L4, f"{NO_LORA}\nengine: {json.dumps(pinned)}").advice
+    advice = plan_for("qwen", L4, f"{NO_LORA}\nengine: {json.dumps(requested)}").advice
     gpus, larger, *shorter = advice.partition("To fit more: ")[2].split("; ")
     assert gpus.startswith("spec.gpu.count 2 with spec.engine.tensorParallelSize 2 gives ")
-    shared = json.dumps(pinned | {"tensorParallelSize": 2})
+    shared = json.dumps(requested | {"tensorParallelSize": 2})
     plans = [plan_for("qwen", L4, f"{NO_LORA}\nengine: {shared}\ngpu: {{count: 2}}")]
-    plans += [plan_for("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(pinned)}")]
+    plans += [plan_for("qwen", larger.partition(" gives ")[0], f"{NO_LORA}\nengine: {json.dumps(requested)}")]
     for plan, option in zip(plans, (gpus, larger), strict=True):
         assert f" gives {plan.kvTokens} KV tokens and a context of {plan.maxModelLen.value}" in option
     for option in shorter:
         length = re.fullmatch(r"lower spec.engine.maxModelLen to (\d+).", option)[1]
         plans.append(plan_for("qwen", L4, f"{NO_LORA}\nengine: {{maxModelLen: {length}}}"))
-    assert len(plans) == 2 + ("maxModelLen" in pinned)
+    assert len(plans) == 2 + ("maxModelLen" in requested)
     assert all(plan.kvTokens >= 4 * plan.maxModelLen.value for plan in plans)
 
 
