@@ -23,6 +23,7 @@ from transformers import Mxfp4Config
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -279,7 +280,14 @@ def test_blocks_that_have_left_the_window_of_all_layers_are_freed(cases, changes
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}], ids=str
+    "changes",
+    [
+        {},
+        {"async_scheduling": True},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)},
+    ],
+    ids=["default", "async", "chunks", "ngram"],
 )
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
 def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, changes):
@@ -299,10 +307,13 @@ def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, chang
             result = engine.step()
             outputs[-1] += [token for delta in result.results for token in delta.token_ids]
             engine.check_integrity()
-            num_blocks = -(-(len(prompt) + len(outputs[-1]) + 1) // 8)
+            # A step also has blocks for three draft tokens.
+            num_tokens_of_step = 1 + 3 * ("speculative_config" in changes)
+            num_blocks = -(-(len(prompt) + len(outputs[-1]) + num_tokens_of_step) // 8)
             if outputs[-1]:
                 assert result.stats.num_used_blocks <= layout.num_full_groups * num_blocks + num_windowed * 4
     assert engine.stats().prefix_cache_hits == 32 + 7
+    assert bool(engine.stats().num_draft_tokens) == ("speculative_config" in changes)
     full = torch.tensor([prompt + outputs[0]])
     with torch.inference_mode():
         logits = load_oracle(case.folder)(full).logits[0, len(prompt) - 1 : -1]
