@@ -118,7 +118,10 @@ ERRORS = {
     "int3": (_compressed(INT4 | {"num_bits": 3}), "format: must be .*got 'pack-quantized with int 3'"),
     "strategy": (_compressed(INT4 | {"strategy": "tensor_group"}), "weights: strategy: must be tensor or channel or"),
     "asymmetric": (_compressed(FP8 | {"symmetric": False}, "float-quantized"), "weights: symmetric: must be true"),
-    "KV cache": (_compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: must be null, .* kv_cache_dtype"),
+    "KV cache": (
+        _compressed(kv_cache_scheme={"num_bits": 8}),
+        r"kv_cache_scheme: must be null \(no .*\); then kv_cache_dtype applies",
+    ),
     "sparse": (_compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: must be dense"),
     "rotated": (_compressed(transform_config={"config_groups": {"a": {}}}), "transform_config: must be null"),
     "calibrated": (_compressed(quantization_status="frozen"), "quantization_status: must be compressed, got 'frozen'"),
