@@ -167,6 +167,17 @@ def test_rounding_of_normally_distributed_weights(scheme: str, error: float) -> 
 
 
 @requires_native_kernels
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 64])
+def test_nan_in_fp8_weights(num_tokens: int) -> None:
+    """A NaN code or a NaN scale makes its column NaN, and no other."""
+    values, scales = quantize_fp8(torch.randn(64, 96))
+    values.view(torch.uint8)[3, 5], values.view(torch.uint8)[40, 95] = 0x7F, 0xFF
+    scales[9] = float("nan")
+    is_nan = linear(_random(num_tokens, 96), pack_weight_fp8(values, scales, dtype=torch.bfloat16), None).isnan()
+    assert is_nan.all(0).nonzero().flatten().tolist() == [3, 9, 40] and is_nan.sum() == 3 * num_tokens
+
+
+@requires_native_kernels
 def test_linear_reads_strided_rows() -> None:
     x, weight = _random(7, 100), _random(32, 40)
     wanted = x[:, :40].double() @ weight.double().t()

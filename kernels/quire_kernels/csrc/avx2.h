@@ -308,36 +308,4 @@ QUIRE_INLINE __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
   return {select_lanes(a, index.low, b), select_lanes(a, index.high, b)};
 }
 
-// Bytes of a table of 128, whose indices are in the lower 7 bits. A shuffle reads a table of 16 and returns 0 for an index
-// with the highest bit, so each of the 8 parts of the table adds its bytes.
-QUIRE_INLINE __m256i select_bytes(__m512i first, __m256i index, __m512i second) {
-  index = _mm256_and_si256(index, _mm256_set1_epi8(127));
-  __m256i found = _mm256_setzero_si256();
-  const auto add = [&](__m256i part, int number) __attribute__((always_inline)) {
-    // An index of the part becomes 0x70 to 0x7f, each other one at least 0x80.
-    const __m256i within = _mm256_xor_si256(index, _mm256_set1_epi8(number << 4));
-    found = _mm256_or_si256(found, _mm256_shuffle_epi8(part, _mm256_adds_epu8(within, _mm256_set1_epi8(0x70))));
-  };
-  const auto add_both = [&](__m256i parts, int number) __attribute__((always_inline)) {
-    add(_mm256_permute2x128_si256(parts, parts, 0x00), number);
-    add(_mm256_permute2x128_si256(parts, parts, 0x11), number + 1);
-  };
-  add_both(first.low, 0);
-  add_both(first.high, 2);
-  add_both(second.low, 4);
-  add_both(second.high, 6);
-  return found;
-}
-QUIRE_INLINE __m512i _mm512_permutex2var_epi8(__m512i first, __m512i index, __m512i second) {
-  return {select_bytes(first, index.low, second), select_bytes(first, index.high, second)};
-}
-
-// Add the products of four unsigned bytes and four signed bytes to each lane of 32 bits, without saturation.
-QUIRE_INLINE __m256i multiply_fours(__m256i sums, __m256i weights, __m256i x) {
-  const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(weights, 8);
-  const __m256i even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
-  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(even, even_x));
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(odd, odd_x));
-}
-
 }  // namespace quire

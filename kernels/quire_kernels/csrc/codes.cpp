@@ -26,12 +26,23 @@ namespace quire {
 namespace {
 
 // From this many tiles on, a panel is expanded to bfloat16 in the L2 cache first: one expansion instead of one a tile.
+// With AVX2, a panel of 8 bits is expanded if a tile has several parts with the same columns.
 constexpr int64_t kExpandedTiles = 3;
 
 // Position of the code of 8 bits of column c and input e of a pair within its line.
 int64_t position(int64_t c, int64_t e) {
+  if (!kAvx512) return c / 8 * 16 + e * 8 + c % 8;
   const int64_t word = c % kLanes * 2 + e;
   return word / 8 * 16 + c / kLanes * 8 + word % 8;
+}
+
+// Whether codes of 8 bits are e4m3, and not integers: code 1 is not 1.
+bool is_float(const QuireWeight& w) { return w.table[1] != 0x3f80; }
+
+// A code of 8 bits as `Bytes` reads it.
+uint8_t packed_code(uint8_t code, const QuireWeight& w) {
+  if (kAvx512 || is_float(w)) return code;
+  return code & 0x80 ? -(code & 0x7f) : code;
 }
 
 struct CodeTile {
@@ -46,6 +57,17 @@ struct CodeTile {
   bool add;
   int64_t stride;  // bytes of `next` to prefetch for each pair of inputs; 0: none
   const char* next;
+
+  // Arguments of part `number`, from `row` on.
+  CodeTile part(int64_t row, int64_t number, int64_t parts, int64_t num_groups) const {
+    CodeTile part = *this;
+    part.x += row * ldx;
+    if (sums) part.sums += row * num_groups;
+    part.out += row * ldo;
+    part.stride /= parts;
+    part.next += number * (k / 2) * part.stride;
+    return part;
+  }
 };
 
 int64_t num_groups(const QuireWeight& w, int64_t k) { return (k + w.group - 1) / w.group; }
@@ -69,6 +91,14 @@ struct PackedScales {
 
 #ifdef __AVX512F__
 
+using Weights = __m512bh;  // of a pair of inputs and 16 columns
+
+inline Weights as_weights(__m512i pairs) { return (__m512bh)pairs; }
+inline __m512i as_pairs(Weights weights) { return (__m512i)weights; }
+inline __attribute__((always_inline)) void multiply(__m512& sums, Weights x, Weights weights) {
+  sums = _mm512_dpbf16_ps(sums, x, weights);
+}
+
 // Table lookups of 4 bits.
 struct Nibbles : PackedScales {
   static constexpr int64_t kInputs = 4, kBytes = kLine;
@@ -79,14 +109,61 @@ struct Nibbles : PackedScales {
 
   // Weights of pair `kPair` of the inputs at `at`, columns 0 to 15 and 16 to 31.
   template <int kPair>
-  inline __attribute__((always_inline)) void load(const uint8_t* at, __m512bh& left, __m512bh& right) const {
+  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
     const __m512i line = _mm512_loadu_si512(at);
-    left = (__m512bh)_mm512_permutexvar_epi16(kPair ? _mm512_srli_epi16(line, 8) : line, table);
-    right = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, kPair ? 12 : 4), table);
+    left = (Weights)_mm512_permutexvar_epi16(kPair ? _mm512_srli_epi16(line, 8) : line, table);
+    right = (Weights)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, kPair ? 12 : 4), table);
+  }
+};
+
+// Table lookups of 8 bits: a sign and an index of 7 bits.
+struct Bytes : PackedScales {
+  static constexpr int64_t kInputs = 2, kBytes = kLine;
+  __m512i low[2], high[2];
+
+  explicit Bytes(const bf16* values) {
+    alignas(64) uint8_t halves[2][128];
+    for (int i = 0; i < 128; i++) halves[0][i] = values[i] & 255, halves[1][i] = values[i] >> 8;
+    for (int i = 0; i < 2; i++) {
+      low[i] = _mm512_load_si512(halves[0] + 64 * i);
+      high[i] = _mm512_load_si512(halves[1] + 64 * i);
+    }
+  }
+
+  template <int>
+  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
+    const __m512i line = _mm512_loadu_si512(at);
+    const __m512i lows = _mm512_permutex2var_epi8(low[0], line, low[1]);
+    const __m512i magnitudes = _mm512_permutex2var_epi8(high[0], line, high[1]);
+    // 0xf8: magnitudes | (line & 0x80).
+    const __m512i highs = _mm512_ternarylogic_epi32(magnitudes, line, _mm512_set1_epi8((char)0x80), 0xf8);
+    left = (Weights)_mm512_unpacklo_epi8(lows, highs);
+    right = (Weights)_mm512_unpackhi_epi8(lows, highs);
   }
 };
 
 #else
+
+// The first and the second inputs of pairs and 16 columns.
+struct Weights {
+  __m512 even, odd;
+};
+
+inline Weights as_weights(__m512i pairs) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)))};
+}
+
+// All weights are exact in bfloat16.
+inline __m512i as_pairs(Weights weights) {
+  const __m512i even = _mm512_castps_si512(weights.even);
+  return _mm512_or_si512(_mm512_castps_si512(weights.odd),
+                         {_mm256_srli_epi32(even.low, 16), _mm256_srli_epi32(even.high, 16)});
+}
+
+inline __attribute__((always_inline)) void multiply(__m512& sums, const Weights& x, const Weights& weights) {
+  sums = _mm512_fmadd_ps(x.odd, weights.odd, _mm512_fmadd_ps(x.even, weights.even, sums));
+}
 
 // Table lookups of 4 bits. A shuffle of bytes looks up one byte of the values of two pairs, which are neighbours.
 struct Nibbles : PackedScales {
@@ -109,40 +186,49 @@ struct Nibbles : PackedScales {
   }
 
   template <int kPair>
-  inline __attribute__((always_inline)) void load(const uint8_t* at, __m512bh& left, __m512bh& right) const {
+  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
     const __m512i line = _mm512_loadu_si512(at);
-    left = {look_up<kPair>(line.low), look_up<kPair>(line.high)};
-    right = {look_up<kPair>(_mm256_srli_epi16(line.low, 4)), look_up<kPair>(_mm256_srli_epi16(line.high, 4))};
+    left = as_weights({look_up<kPair>(line.low), look_up<kPair>(line.high)});
+    right = as_weights({look_up<kPair>(_mm256_srli_epi16(line.low, 4)), look_up<kPair>(_mm256_srli_epi16(line.high, 4))});
   }
 };
 
-#endif
-
-// Table lookups of 8 bits: a sign and an index of 7 bits.
+// Codes of 8 bits: integers in two's complement, or e4m3. A line has the codes of 8 columns and the first input of a
+// pair, then those of the second input, and so on for the next columns: 16 codes are 16 words, and 2 x 8 weights.
+template <bool kFloat>
 struct Bytes : PackedScales {
   static constexpr int64_t kInputs = 2, kBytes = kLine;
-  __m512i low[2], high[2];
 
-  explicit Bytes(const bf16* values) {
-    alignas(64) uint8_t halves[2][128];
-    for (int i = 0; i < 128; i++) halves[0][i] = values[i] & 255, halves[1][i] = values[i] >> 8;
-    for (int i = 0; i < 2; i++) {
-      low[i] = _mm512_load_si512(halves[0] + 64 * i);
-      high[i] = _mm512_load_si512(halves[1] + 64 * i);
+  explicit Bytes(const bf16*) {}
+
+  static inline __attribute__((always_inline)) void convert(const uint8_t* at, __m256& even, __m256& odd) {
+    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+    if constexpr (kFloat) {
+      // With its sign moved by one bit, a code is a float16 number, 2^8 times too small, also if it is subnormal.
+      const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((int16_t)0xbf80));
+      even = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+      odd = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    } else {
+      even = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(words)));
+      odd = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1)));
     }
   }
 
   template <int>
-  inline __attribute__((always_inline)) void load(const uint8_t* at, __m512bh& left, __m512bh& right) const {
-    const __m512i line = _mm512_loadu_si512(at);
-    const __m512i lows = _mm512_permutex2var_epi8(low[0], line, low[1]);
-    const __m512i magnitudes = _mm512_permutex2var_epi8(high[0], line, high[1]);
-    // 0xf8: magnitudes | (line & 0x80).
-    const __m512i highs = _mm512_ternarylogic_epi32(magnitudes, line, _mm512_set1_epi8((char)0x80), 0xf8);
-    left = (__m512bh)_mm512_unpacklo_epi8(lows, highs);
-    right = (__m512bh)_mm512_unpackhi_epi8(lows, highs);
+  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
+    convert(at, left.even.low, left.odd.low);
+    convert(at + 16, left.even.high, left.odd.high);
+    convert(at + 32, right.even.low, right.odd.low);
+    convert(at + 48, right.even.high, right.odd.high);
+  }
+
+  static inline __m512 scales(const uint8_t* at, int64_t half, const QuireWeight& w) {
+    const __m512 scales = PackedScales::scales(at, half, w);
+    return kFloat ? _mm512_mul_ps(scales, _mm512_set1_ps(256.f)) : scales;
   }
 };
+
+#endif
 
 // A panel after `expand`: bfloat16, float32 scales and float32 shifts.
 struct Expanded {
@@ -151,9 +237,9 @@ struct Expanded {
   explicit Expanded(const bf16*) {}
 
   template <int>
-  inline __attribute__((always_inline)) void load(const uint8_t* at, __m512bh& left, __m512bh& right) const {
-    left = (__m512bh)_mm512_loadu_si512(at);
-    right = (__m512bh)_mm512_loadu_si512(at + kLine);
+  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
+    left = as_weights(_mm512_loadu_si512(at));
+    right = as_weights(_mm512_loadu_si512(at + kLine));
   }
 
   static inline __m512 scales(const uint8_t* at, int64_t half, const QuireWeight&) {
@@ -177,10 +263,10 @@ void expand(const uint8_t* at, uint8_t* out, int64_t k, const QuireWeight& w) {
   for (int64_t group = 0, groups = num_groups(w, k); group < groups; group++) {
     for (int64_t i = group * w.group, end = std::min(i + w.group, k); i < end; i += Codes::kInputs) {
       each<Codes::kInputs / 2>([&](auto p) __attribute__((always_inline)) {
-        __m512bh left, right;
+        Weights left, right;
         codes.template load<p>(at, left, right);
-        _mm512_storeu_si512(out, (__m512i)left);
-        _mm512_storeu_si512(out + kLine, (__m512i)right);
+        _mm512_storeu_si512(out, as_pairs(left));
+        _mm512_storeu_si512(out + kLine, as_pairs(right));
         out += Expanded::kBytes;
       });
       at += Codes::kBytes;
@@ -195,39 +281,39 @@ void expand(const uint8_t* at, uint8_t* out, int64_t k, const QuireWeight& w) {
   }
 }
 
-// A row's result does not depend on R or on the layout: each column is summed in the order of the inputs.
-template <int R, typename Codes>
+// Columns of H halves of the panel from half kFirst on. A row's result does not depend on R or on the layout: each column is summed in the order of the inputs.
+template <int R, typename Codes, int kFirst = 0, int H = 2>
 void compute_codes(const CodeTile& t, const QuireWeight& w) {
   const Codes codes(w.table);
   // Kept in memory: they are used once a group.
-  float totals[R][kColumns] = {};
+  float totals[R][H * kLanes] = {};
   const uint8_t* at = t.panel;
   const char* next = t.next;
   const bf16* x = t.x;
   const int64_t groups = num_groups(w, t.k);
   for (int64_t group = 0; group < groups; group++) {
     const bf16* const end = t.x + std::min((group + 1) * w.group, t.k);
-    __m512 sums[R][2];
-    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][1] = _mm512_setzero_ps(); });
+    __m512 sums[R][H];
+    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_ps(); });
     for (; x < end; x += Codes::kInputs, at += Codes::kBytes) {
       each<Codes::kInputs / 2>([&](auto p) __attribute__((always_inline)) {
-        __m512bh left, right;
+        Weights left, right;
         codes.template load<p>(at, left, right);
         if (t.stride) {
           _mm_prefetch(next, _MM_HINT_T1);
           next += t.stride;
         }
         each<R>([&](auto r) __attribute__((always_inline)) {
-          const __m512bh inputs = pair(x + r * t.ldx + 2 * p);
-          sums[r][0] = _mm512_dpbf16_ps(sums[r][0], inputs, left);
-          sums[r][1] = _mm512_dpbf16_ps(sums[r][1], inputs, right);
+          const Weights inputs = as_weights((__m512i)pair(x + r * t.ldx + 2 * p));
+          multiply(sums[r][0], inputs, kFirst ? right : left);
+          if constexpr (H == 2) multiply(sums[r][1], inputs, right);
         });
       });
     }
-    each<2>([&](auto half) __attribute__((always_inline)) {
-      const __m512 scales = Codes::scales(at, half, w);
+    each<H>([&](auto half) __attribute__((always_inline)) {
+      const __m512 scales = Codes::scales(at, kFirst + half, w);
       if (w.has_zeros) {
-        const __m512 shifts = Codes::shifts(at, half, w, scales);
+        const __m512 shifts = Codes::shifts(at, kFirst + half, w, scales);
         each<R>([&](auto r) __attribute__((always_inline)) {
           sums[r][half] = _mm512_mul_ps(sums[r][half], scales);
           const __m512 sum = _mm512_set1_ps(t.sums[r * groups + group]);
@@ -244,26 +330,39 @@ void compute_codes(const CodeTile& t, const QuireWeight& w) {
     at += Codes::bytes(w);
   }
   each<R>([&](auto r) __attribute__((always_inline)) {
-    each<2>([&](auto half) __attribute__((always_inline)) {
-      const int64_t column = half * kLanes;
-      finish(_mm512_loadu_ps(totals[r] + column), t.out + r * t.ldo + column, t.bias ? t.bias + column : nullptr,
+    each<H>([&](auto half) __attribute__((always_inline)) {
+      const int64_t column = (kFirst + half) * kLanes;
+      finish(_mm512_loadu_ps(totals[r] + half * kLanes), t.out + r * t.ldo + column, t.bias ? t.bias + column : nullptr,
              t.add);
     });
   });
 }
 
+template <int R, typename Codes>
+void compute_codes_parts(const CodeTile& t, const QuireWeight& w) {
+  each_part<R>([&](auto part) {
+    const CodeTile arguments = t.part(part.kRow, part.kNumber, kParts<R>, num_groups(w, t.k));
+    compute_codes<part.kRows, Codes, part.kFirst, part.kHalves>(arguments, w);
+  });
+}
+
+// In parts, the tables of 4 bits would be looked up again for each part.
+template <int R, typename Codes>
+constexpr auto kTile =
+    kParts<R> == 1 || Codes::kInputs == 4 ? compute_codes<R, Codes> : compute_codes_parts<R, Codes>;
+
 using ComputeCodes = void (*)(const CodeTile&, const QuireWeight&);
 template <typename Codes>
 constexpr ComputeCodes kComputeCodes[kTileRows + 1] = {
     nullptr,
-    compute_codes<1, Codes>,
-    compute_codes<2, Codes>,
-    compute_codes<3, Codes>,
-    compute_codes<4, Codes>,
-    compute_codes<5, Codes>,
-    compute_codes<6, Codes>,
-    compute_codes<7, Codes>,
-    compute_codes<8, Codes>,
+    kTile<1, Codes>,
+    kTile<2, Codes>,
+    kTile<3, Codes>,
+    kTile<4, Codes>,
+    kTile<5, Codes>,
+    kTile<6, Codes>,
+    kTile<7, Codes>,
+    kTile<8, Codes>,
 };
 
 int64_t panel_bytes(const QuireWeight& w, int64_t k) {
@@ -310,7 +409,7 @@ void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t
           const uint8_t* const row = codes + (p * kColumns + c) * k + i;
           for (int64_t e = 0; e < 2; e++) {
             if (w.bits == 8) {
-              at[position(c, e)] = row[e];
+              at[position(c, e)] = packed_code(row[e], w);
             } else {
               uint8_t* const word = at + (c % kLanes * 2 + e) * 2;
               const int shift = c / kLanes * 4;
@@ -324,6 +423,12 @@ void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t
       for (int64_t c = 0; c < kColumns; c++) {
         const int64_t from = (p * kColumns + c) * groups + group;
         __builtin_memcpy(at + c * w.scale_bytes, scales + from * w.scale_bytes, w.scale_bytes);
+        if (!kAvx512 && w.bits == 8 && is_float(w)) {
+          // Without the table there is no NaN. A scale that is NaN has the same result: a column of NaN.
+          const uint8_t* const row = codes + (p * kColumns + c) * k;
+          const bool has_nan = std::any_of(row + begin, row + end, [](uint8_t code) { return (code & 0x7f) == 0x7f; });
+          if (has_nan) std::fill_n(at + c * w.scale_bytes, w.scale_bytes, 0xff);
+        }
         if (w.has_zeros) at[kColumns * w.scale_bytes + c] = zeros[from];
       }
       at += PackedScales::bytes(w);
@@ -337,8 +442,14 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
   const QuireWeight& w = *weight;
   if (w.int8_inputs) return quire_linear_int4(x, ldx, weight, bias, out, m, n, k, add);
   const int64_t panels = n / kColumns, bytes = panel_bytes(w, k), groups = num_groups(w, k);
+#ifdef __AVX512F__
   const ComputeCodes* const direct = w.bits == 4 ? kComputeCodes<Nibbles> : kComputeCodes<Bytes>;
   const auto expand_panel = w.bits == 4 ? expand<Nibbles> : expand<Bytes>;
+#else
+  const ComputeCodes* const direct = w.bits == 4 ? kComputeCodes<Nibbles>
+                                     : is_float(w) ? kComputeCodes<Bytes<true>> : kComputeCodes<Bytes<false>>;
+  const auto expand_panel = w.bits == 4 ? expand<Nibbles> : is_float(w) ? expand<Bytes<true>> : expand<Bytes<false>>;
+#endif
   // Of few rows each thread computes the sums: the threads then need not wait for each other.
   const bool shared = m > kTileRows;
   float* const shared_sums = w.has_zeros && shared ? floats(m * groups) : nullptr;
@@ -361,7 +472,7 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
       const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
       const int64_t share = bytes / tiles;
-      const bool expands = tiles >= kExpandedTiles;
+      const bool expands = tiles >= kExpandedTiles || (!kAvx512 && w.bits == 8 && count > kRegisterRows);
       const ComputeCodes* const compute = expands ? kComputeCodes<Expanded> : direct;
       if (expands) {
         if ((int64_t)scratch.size() < expanded_bytes(w, k) + kLine) scratch.resize(expanded_bytes(w, k) + kLine);
@@ -383,7 +494,7 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
               bias ? bias + p * kColumns : nullptr,
               add != 0,
               // With a single tile the hardware prefetcher is faster; see tile.h.
-              p + 1 < end && tiles > 1 ? share / (k / 2) : 0,
+              p + 1 < end && (tiles > 1 || (w.bits == 8 && prefetches(tiles, count))) ? share / (k / 2) : 0,
               (const char*)(panel + bytes) + tile * share,
           };
           compute[r1 - r0](t, w);

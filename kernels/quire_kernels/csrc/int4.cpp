@@ -34,18 +34,50 @@ struct Int4Tile {
   bool add;
   int64_t stride;  // bytes of `next` to prefetch for each line; 0: none
   const char* next;
+
+  // Arguments of part `number`, from `row` on.
+  Int4Tile part(int64_t row, int64_t number, int64_t parts, int64_t num_groups) const {
+    Int4Tile part = *this;
+    part.x += row * k;
+    part.groups += row * num_groups;
+    part.out += row * ldo;
+    part.stride /= parts;
+    part.next += number * (k / 4) * part.stride;
+    return part;
+  }
 };
 
-template <int R>
+#ifndef __AVX512F__
+
+// vpmaddubsw adds two products of a nibble and 8 bits exactly. Eight lines add at most 8 * 2 * 15 * 127 = 30,480, so a
+// step of 8 columns and a row takes one product and one addition of words; vpmaddwd widens the words once in 8 lines.
+constexpr int64_t kInputsOfWords = 32;
+
+// Add the products of a line's nibbles and four inputs.
+inline __attribute__((always_inline)) void multiply_nibbles(__m512i& sums, __m512i weights, __m512i x) {
+  sums = {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(weights.low, x.low)),
+          _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(weights.high, x.high))};
+}
+
+inline __attribute__((always_inline)) void add_words(__m512i& sums, __m512i words) {
+  const __m256i one = _mm256_set1_epi16(1);
+  sums = _mm512_add_epi32(sums, {_mm256_madd_epi16(words.low, one), _mm256_madd_epi16(words.high, one)});
+}
+
+#endif
+
+// Columns of H halves of the panel from half kFirst on.
+template <int R, int kFirst = 0, int H = 2>
 void compute_int4(const Int4Tile& t, const QuireWeight& w) {
-  float totals[R][kColumns] = {};
+  float totals[R][H * kLanes] = {};
   const __m512i nibble = _mm512_set1_epi8(15);
   const uint8_t* at = t.panel;
   const char* next = t.next;
   const int64_t groups = t.k / w.group;
   for (int64_t group = 0, i = 0; group < groups; group++) {
-    __m512i sums[R][2];
-    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][1] = _mm512_setzero_si512(); });
+    __m512i sums[R][H];
+    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });
+#ifdef __AVX512F__
     for (const int64_t end = i + w.group; i < end; i += 4, at += kLine) {
       const __m512i line = _mm512_loadu_si512(at);
       const __m512i left = _mm512_and_si512(line, nibble);
@@ -62,7 +94,36 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
         multiply_add(sums[r][1], right, x);
       });
     }
-    each<2>([&](auto half) __attribute__((always_inline)) {
+#else
+    const auto multiply = [&](int64_t end, __m512i(&sums)[R][H]) __attribute__((always_inline)) {
+      each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });
+      for (; i < end; i += 4, at += kLine) {
+        const __m512i line = _mm512_loadu_si512(at);
+        const __m512i left = _mm512_and_si512(kFirst ? _mm512_srli_epi16(line, 4) : line, nibble);
+        const __m512i right = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibble);
+        if (t.stride) {
+          _mm_prefetch(next, _MM_HINT_T1);
+          next += t.stride;
+        }
+        each<R>([&](auto r) __attribute__((always_inline)) {
+          int32_t four;
+          __builtin_memcpy(&four, t.x + r * t.k + i, 4);
+          const __m512i x = _mm512_set1_epi32(four);
+          multiply_nibbles(sums[r][0], left, x);
+          if constexpr (H == 2) multiply_nibbles(sums[r][1], right, x);
+        });
+      }
+    };
+    for (const int64_t end = i + w.group; i < end;) {
+      __m512i words[R][H];
+      multiply(std::min(i + kInputsOfWords, end), words);
+      each<R>([&](auto r) __attribute__((always_inline)) {
+        each<H>([&](auto h) __attribute__((always_inline)) { add_words(sums[r][h], words[r][h]); });
+      });
+    }
+#endif
+    each<H>([&](auto h) __attribute__((always_inline)) {
+      const int64_t half = kFirst + h;
       const __m512 scales = w.scale_bytes == 2
                                 ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(at + half * 32)))
                                 : _mm512_loadu_ps((const float*)(at + half * 64));
@@ -71,8 +132,8 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
                                        : _mm512_set1_ps(8.f);
       each<R>([&](auto r) __attribute__((always_inline)) {
         const Group& g = t.groups[r * groups + group];
-        const __m512 sum = _mm512_fnmadd_ps(zeros, _mm512_set1_ps(g.sum), _mm512_cvtepi32_ps(sums[r][half]));
-        float* const total = totals[r] + half * kLanes;
+        const __m512 sum = _mm512_fnmadd_ps(zeros, _mm512_set1_ps(g.sum), _mm512_cvtepi32_ps(sums[r][h]));
+        float* const total = totals[r] + h * kLanes;
         const __m512 factor = _mm512_mul_ps(scales, _mm512_set1_ps(g.scale));
         _mm512_storeu_ps(total, _mm512_fmadd_ps(sum, factor, _mm512_loadu_ps(total)));
       });
@@ -80,16 +141,25 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
     at += kColumns * (w.scale_bytes + w.has_zeros);
   }
   each<R>([&](auto r) __attribute__((always_inline)) {
-    each<2>([&](auto half) __attribute__((always_inline)) {
-      const int64_t c = half * kLanes;
-      finish(_mm512_loadu_ps(totals[r] + c), t.out + r * t.ldo + c, t.bias ? t.bias + c : nullptr, t.add);
+    each<H>([&](auto h) __attribute__((always_inline)) {
+      const int64_t c = (kFirst + h) * kLanes;
+      finish(_mm512_loadu_ps(totals[r] + h * kLanes), t.out + r * t.ldo + c, t.bias ? t.bias + c : nullptr, t.add);
     });
   });
 }
 
+template <int R>
+void compute_int4_parts(const Int4Tile& t, const QuireWeight& w) {
+  each_part<R>([&](auto part) {
+    compute_int4<part.kRows, part.kFirst, part.kHalves>(t.part(part.kRow, part.kNumber, kParts<R>, t.k / w.group), w);
+  });
+}
+
+template <int R>
+constexpr auto kTile = kParts<R> == 1 ? compute_int4<R> : compute_int4_parts<R>;
+
 constexpr void (*kComputeInt4[kTileRows + 1])(const Int4Tile&, const QuireWeight&) = {
-    nullptr,         compute_int4<1>, compute_int4<2>, compute_int4<3>, compute_int4<4>,
-    compute_int4<5>, compute_int4<6>, compute_int4<7>, compute_int4<8>,
+    nullptr, kTile<1>, kTile<2>, kTile<3>, kTile<4>, kTile<5>, kTile<6>, kTile<7>, kTile<8>,
 };
 
 // Quantize the groups of a row symmetrically to [-127, 127], and exchange the second and third of each four inputs.
@@ -165,7 +235,7 @@ void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, co
               n,
               bias ? bias + p * kColumns : nullptr,
               add != 0,
-              p + 1 < end && tiles > 1 ? share / (k / 4) : 0,
+              p + 1 < end && prefetches(tiles, count) ? share / (k / 4) : 0,
               (const char*)(panel + bytes) + tile * share,
           };
           kComputeInt4[r1 - r0](t, w);

@@ -34,7 +34,7 @@ struct Group {
 
 // Arguments of a tile: up to 8 rows by one panel.
 struct Int8Tile {
-  const int8_t* x;      // [rows, k]
+  const Input* x;       // [rows, k]
   const Group* groups;  // [rows, groups]
   const uint8_t* panel;
   int64_t k;
@@ -44,35 +44,44 @@ struct Int8Tile {
   bool add;
   int64_t prefetched;  // bytes of the next panel to prefetch in each step; 0: none
   const char* next;
+
+  // Arguments of part `number`, from `row` on.
+  Int8Tile part(int64_t row, int64_t number, int64_t parts) const {
+    Int8Tile part = *this;
+    part.x += row * k;
+    part.groups += row * num_groups(k);
+    part.out += row * ldo;
+    part.prefetched /= parts;
+    part.next += number * (k / 4) * part.prefetched;
+    return part;
+  }
 };
 
-template <int R>
+template <int R, int kFirst = 0, int H = 2>
 void compute_int8(const Int8Tile& t) {
   // Kept in memory: they are used once a group.
-  float totals[R][kColumns] = {};
+  float totals[R][H * kLanes] = {};
   const char* next = t.next;
   const int64_t groups = num_groups(t.k);
   for (int64_t group = 0, i = 0; group < groups; group++) {
-    __m512i sums[R][2];
-    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][1] = _mm512_set1_epi32(t.groups[r * groups + group].start); });
+    __m512i sums[R][H];
+    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_set1_epi32(t.groups[r * groups + group].start); });
     for (const int64_t end = std::min(i + kGroup, t.k); i < end; i += 4) {
-      const __m512i left = _mm512_loadu_si512(t.panel + i * kColumns);
+      const __m512i left = _mm512_loadu_si512(t.panel + i * kColumns + kFirst * 64);
       const __m512i right = _mm512_loadu_si512(t.panel + i * kColumns + 64);
       if (t.prefetched) {
         _mm_prefetch(next, _MM_HINT_T1);
         next += t.prefetched;
       }
       each<R>([&](auto r) __attribute__((always_inline)) {
-        int32_t four;
-        __builtin_memcpy(&four, t.x + r * t.k + i, 4);
-        const __m512i x = _mm512_set1_epi32(four);
+        const Four x = load_four(t.x + r * t.k + i);
         multiply_add(sums[r][0], left, x);
-        multiply_add(sums[r][1], right, x);
+        if constexpr (H == 2) multiply_add(sums[r][1], right, x);
       });
     }
     each<R>([&](auto r) __attribute__((always_inline)) {
       const __m512 scale = _mm512_set1_ps(t.groups[r * groups + group].scale);
-      each<2>([&](auto half) __attribute__((always_inline)) {
+      each<H>([&](auto half) __attribute__((always_inline)) {
         float* const total = totals[r] + half * kLanes;
         _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][half]), scale, _mm512_loadu_ps(total)));
       });
@@ -80,21 +89,30 @@ void compute_int8(const Int8Tile& t) {
   }
   const float* scales = (const float*)(t.panel + t.k * kColumns);
   each<R>([&](auto r) __attribute__((always_inline)) {
-    each<2>([&](auto half) __attribute__((always_inline)) {
-      const int64_t at = half * kLanes;
-      const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(totals[r] + at), _mm512_loadu_ps(scales + at));
+    each<H>([&](auto half) __attribute__((always_inline)) {
+      const int64_t at = (kFirst + half) * kLanes;
+      const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(totals[r] + half * kLanes), _mm512_loadu_ps(scales + at));
       finish(value, t.out + r * t.ldo + at, t.bias ? t.bias + at : nullptr, t.add);
     });
   });
 }
 
+template <int R>
+void compute_int8_parts(const Int8Tile& t) {
+  each_part<R>([&](auto part) {
+    compute_int8<part.kRows, part.kFirst, part.kHalves>(t.part(part.kRow, part.kNumber, kParts<R>));
+  });
+}
+
+template <int R>
+constexpr auto kTile = kParts<R> == 1 ? compute_int8<R> : compute_int8_parts<R>;
+
 constexpr void (*kComputeInt8[kTileRows + 1])(const Int8Tile&) = {
-    nullptr,         compute_int8<1>, compute_int8<2>, compute_int8<3>, compute_int8<4>,
-    compute_int8<5>, compute_int8<6>, compute_int8<7>, compute_int8<8>,
+    nullptr, kTile<1>, kTile<2>, kTile<3>, kTile<4>, kTile<5>, kTile<6>, kTile<7>, kTile<8>,
 };
 
 // Quantize the groups of a row symmetrically to [-127, 127]. k is a multiple of 16.
-void quantize_row(const bf16* x, int8_t* out, Group* groups, int64_t k) {
+void quantize_row(const bf16* x, Input* out, Group* groups, int64_t k) {
   for (int64_t begin = 0; begin < k; begin += kGroup, groups++) {
     const int64_t end = std::min(begin + kGroup, k);
     __m512 most = _mm512_setzero_ps();
@@ -105,7 +123,7 @@ void quantize_row(const bf16* x, int8_t* out, Group* groups, int64_t k) {
     for (int64_t i = begin; i < end; i += kLanes) {
       const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i), factor));
       sum = _mm512_add_epi32(sum, q);
-      _mm_storeu_si128((__m128i*)(out + i), _mm512_cvtepi32_epi8(q));
+      store_inputs(out + i, q);
     }
     *groups = {amax / 127.0f, -128 * _mm512_reduce_add_epi32(sum)};
   }
@@ -113,7 +131,7 @@ void quantize_row(const bf16* x, int8_t* out, Group* groups, int64_t k) {
 
 // Rows of a call, in memory that a thread keeps.
 struct Quantized {
-  std::vector<int8_t> rows;
+  std::vector<Input> rows;
   std::vector<Group> groups;
 };
 
@@ -153,7 +171,7 @@ void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const 
     // Threads divide the panels and not the rows, so weights are read from memory once.
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     Quantized* const q = shared ? all : quantized(m, k);
-    int8_t* const rows = q->rows.data();
+    Input* const rows = q->rows.data();
     Group* const groups = q->groups.data();
     const int64_t first_row = shared ? m * thread / threads : 0, last_row = shared ? m * (thread + 1) / threads : m;
     for (int64_t r = first_row; r < last_row; r++) quantize_row(x + r * ldx, rows + r * k, groups + r * num, k);
@@ -178,7 +196,7 @@ void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const 
               bias ? bias + p * kColumns : nullptr,
               add != 0,
               // With a single tile the hardware prefetcher is faster; see tile.h.
-              p + 1 < end && tiles > 1 ? share / (k / 4) : 0,
+              p + 1 < end && prefetches(tiles, count) ? share / (k / 4) : 0,
               (const char*)(panel + panel_bytes) + tile * share,
           });
         }

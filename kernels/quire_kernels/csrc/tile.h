@@ -15,6 +15,16 @@ namespace quire {
 constexpr int64_t kColumns = 32;
 constexpr int64_t kTileRows = 8;
 constexpr int64_t kLine = 64;  // bytes of a cache line
+// Rows whose sums fit into the registers. AVX2 has half as many registers, of half the size: 8 contain the sums of 4 rows
+// and 16 columns, and the others the weights and the inputs. A larger tile is computed in parts.
+constexpr int kRegisterRows = kAvx512 ? kTileRows : 4;
+// Halves of a panel that R rows are multiplied with together. Few rows need both: with few sums, the latency of an
+// addition would be the bottleneck.
+template <int R>
+constexpr int kHalves = kAvx512 || R <= 2 ? 2 : 1;
+// Parts in which R rows by a panel are computed.
+template <int R>
+constexpr int kParts = R > kRegisterRows ? kParts<(R + 1) / 2> + kParts<R / 2> : 2 / kHalves<R>;
 // Rows whose inputs stay in the L2 cache while all panels are multiplied.
 constexpr int64_t kBlockRows = 240;
 
@@ -68,6 +78,29 @@ inline __attribute__((always_inline)) void each(F&& function) {
     each<N, I + 1>(function);
   }
 }
+
+// Part of a tile whose sums fit into the registers: R rows from row I on, and H halves of the panel from kHalf on.
+template <int R, int I, int kHalf, int H, int N>
+struct TilePart {
+  static constexpr int kRows = R, kRow = I, kFirst = kHalf, kHalves = H, kNumber = N;
+};
+
+// Call `function` with each TilePart of a tile of R rows.
+template <int R, int I = 0, int N = 0, typename F>
+inline __attribute__((always_inline)) void each_part(F&& function) {
+  if constexpr (R > kRegisterRows) {
+    constexpr int kUpper = (R + 1) / 2;
+    each_part<kUpper, I, N>(function);
+    each_part<R - kUpper, I + kUpper, N + kParts<kUpper>>(function);
+  } else {
+    constexpr int H = kHalves<R>;
+    each<2 / H>([&](auto n) __attribute__((always_inline)) { function(TilePart<R, I, n * H, H, N + n>()); });
+  }
+}
+
+// Whether tiles prefetch the next panel. If one tile is computed in one part, the hardware prefetcher is faster: see
+// kFewTiles.
+inline bool prefetches(int64_t tiles, int64_t rows) { return tiles > 1 || (!kAvx512 && rows > 2); }
 
 // Add the deltas of rows I to I + N - 1; rows of one adapter together, so that its panel is loaded once.
 template <int I, int N, int R>
