@@ -69,7 +69,7 @@ def test_min_tokens_forbids_every_stop_token(models: Any) -> None:
 def test_min_tokens_forbids_eos_even_with_ignore_eos(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     end = models.expected(PROMPTS[2])[4]
     expected = models.expected(PROMPTS[2], eos_token_id=end, min_new_tokens=10, pad_token_id=end)[:10]
-    monkeypatch.setattr(models.llm.engine, "eos_token_ids", frozenset([end]))
+    monkeypatch.setattr(models.llm.engine.input_processor, "_eos_token_ids", frozenset([end]))
     [tokens] = models.tokens([PROMPTS[2]], _greedy(ignore_eos=True, min_tokens=10))
     assert (tokens[:10], len(tokens)) == (expected, NUM)
 

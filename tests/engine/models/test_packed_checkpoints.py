@@ -134,7 +134,7 @@ def test_parts_that_are_computed_together_must_be_quantized_alike(tmp_path):
     name = "model.layers.0.self_attn.k_proj.weight"
     tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale").float()
     save_file(tensors, folder / "model.safetensors")
-    error = r"config: parts of model.layers.0.self_attn.\* .* q_proj \(int8, channel\), k_proj \(not quantized\)"
+    error = r"config: parts of model.layers.0.self_attn.\* .* \(q_proj \(int8, channel\), k_proj \(not quantized\)"
     with pytest.raises(ConfigError, match=error):
         load_model(folder, torch.float32)
 
