@@ -281,7 +281,8 @@ void expand(const uint8_t* at, uint8_t* out, int64_t k, const QuireWeight& w) {
   }
 }
 
-// Columns of H halves of the panel from half kFirst on. A row's result does not depend on R or on the layout: each column is summed in the order of the inputs.
+// Columns of H halves of the panel from half kFirst on. A row's result does not depend on R or on the layout: each column
+// is summed in the order of the inputs.
 template <int R, typename Codes, int kFirst = 0, int H = 2>
 void compute_codes(const CodeTile& t, const QuireWeight& w) {
   const Codes codes(w.table);

@@ -47,7 +47,14 @@ struct Int4Tile {
   }
 };
 
-#ifndef __AVX512F__
+#ifdef __AVX512F__
+
+// Add the products of a line's nibbles and four inputs.
+inline __attribute__((always_inline)) void multiply_nibbles(__m512i& sums, __m512i weights, __m512i x) {
+  multiply_add(sums, weights, x);
+}
+
+#else
 
 // vpmaddubsw adds two products of a nibble and 8 bits exactly. Eight lines add at most 8 * 2 * 15 * 127 = 30,480, so a
 // step of 8 columns and a row takes one product and one addition of words; vpmaddwd widens the words once in 8 lines.
@@ -76,25 +83,6 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
   const int64_t groups = t.k / w.group;
   for (int64_t group = 0, i = 0; group < groups; group++) {
     __m512i sums[R][H];
-    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });
-#ifdef __AVX512F__
-    for (const int64_t end = i + w.group; i < end; i += 4, at += kLine) {
-      const __m512i line = _mm512_loadu_si512(at);
-      const __m512i left = _mm512_and_si512(line, nibble);
-      const __m512i right = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibble);
-      if (t.stride) {
-        _mm_prefetch(next, _MM_HINT_T1);
-        next += t.stride;
-      }
-      each<R>([&](auto r) __attribute__((always_inline)) {
-        int32_t four;
-        __builtin_memcpy(&four, t.x + r * t.k + i, 4);
-        const __m512i x = _mm512_set1_epi32(four);
-        multiply_add(sums[r][0], left, x);
-        multiply_add(sums[r][1], right, x);
-      });
-    }
-#else
     const auto multiply = [&](int64_t end, __m512i(&sums)[R][H]) __attribute__((always_inline)) {
       each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });
       for (; i < end; i += 4, at += kLine) {
@@ -114,6 +102,10 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
         });
       }
     };
+#ifdef __AVX512F__
+    multiply(i + w.group, sums);
+#else
+    each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });
     for (const int64_t end = i + w.group; i < end;) {
       __m512i words[R][H];
       multiply(std::min(i + kInputsOfWords, end), words);
