@@ -55,6 +55,7 @@ from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.prefill_attention import prepare_chunk_attention, select_prefill_attention
 from quire_kernels.quantization import GROUP_SIZE, e2m1_codebook, quantize_fp8, quantize_int4, quantize_int8
 from quire_kernels.quantized_linear import (
+    MIN_CAPABILITY_FOR_FP8,
     QuantizedWeight,
     converts_fp8,
     has_kernel_for_shape,

@@ -41,6 +41,7 @@ PANEL_COLUMNS = 32
 """Output columns of a panel: kColumns in csrc/tile.h."""
 _INPUTS_MULTIPLE = 16
 MIN_CAPABILITY_FOR_FP8 = (8, 9)
+"""Lowest compute capability (major, minor) of GPUs with instructions for float8_e4m3fn."""
 FP8_BLOCK = 128
 """Number of rows and of columns of a block that has one scale."""
 

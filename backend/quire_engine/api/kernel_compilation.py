@@ -24,7 +24,14 @@ from quire_engine.models.registry import get_model_class
 from quire_engine.step.input import build_step_input
 from quire_engine.step.plan import ScheduledSpan
 from quire_engine.worker.warmup import compile_steps, dummy_span, set_block_tables
-from quire_kernels import LinearWeight, pack_weight_fp8, pack_weight_int4, pack_weight_int8, pack_weight_mxfp4
+from quire_kernels import (
+    MIN_CAPABILITY_FOR_FP8,
+    LinearWeight,
+    pack_weight_fp8,
+    pack_weight_int4,
+    pack_weight_int8,
+    pack_weight_mxfp4,
+)
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.capabilities import QUANTIZATIONS
@@ -53,7 +60,6 @@ same as those of Llama-3.1-8B.
 """
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
-_MIN_CAPABILITY_FOR_E4M3 = (8, 9)
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
 """Numbers of spans in the compiled steps: one number for each variant of the attention plan up to 257 spans."""
 _LONGEST_STEP = 8192
@@ -163,7 +169,7 @@ def _quantize_experts_like_checkpoint(
 
 
 def _has_experts_kernel(scheme: WeightScheme, capability: tuple[int, int]) -> bool:
-    is_convertible = scheme.layout != "fp8" or capability >= _MIN_CAPABILITY_FOR_E4M3
+    is_convertible = scheme.layout != "fp8" or capability >= MIN_CAPABILITY_FOR_FP8
     return scheme.has_kernel and not scheme.has_act_order and is_convertible
 
 
@@ -187,7 +193,7 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
 
 def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
     """Run the steps that an engine runs at start, without and with adapters, on each type of KV cache."""
-    e4m3 = [torch.float8_e4m3fn] if capability >= _MIN_CAPABILITY_FOR_E4M3 else []
+    e4m3 = [torch.float8_e4m3fn] if capability >= MIN_CAPABILITY_FOR_FP8 else []
     for dtype in (_DTYPE, *e4m3):
         kv_cache = _create_cache(model.shape, dtype)
         for spans in _steps(model.shape):

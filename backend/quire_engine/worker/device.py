@@ -16,7 +16,7 @@ import torch
 
 import quire_kernels
 from quire_engine.worker.memory_budget import check_model_fits
-from quire_kernels import dispatch, has_quantized_kernel
+from quire_kernels import MIN_CAPABILITY_FOR_FP8, dispatch, has_quantized_kernel
 from quire_kernels.gpu import kernel_cache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
 _WEIGHT_BYTES_PER_THREAD = 32 << 20
-_MIN_CAPABILITY_FOR_E4M3 = (8, 9)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
@@ -109,7 +108,7 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
                 str(dtype).removeprefix("torch."),
             )
         return torch.int8
-    if config.device == "cuda" and (capability := torch.cuda.get_device_capability()) < _MIN_CAPABILITY_FOR_E4M3:
+    if config.device == "cuda" and (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY_FOR_FP8:
         raise ConfigError(
             f"kv_cache_dtype: {config.kv_cache_dtype!r} requires a GPU of compute capability 8.9 or higher, "
             f"got {capability[0]}.{capability[1]}; use 'auto' or another GPU"
