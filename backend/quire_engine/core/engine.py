@@ -197,7 +197,7 @@ class Engine:
             packed_adapter: result of `read_adapter`.
             slot_pinned: True or False registers the adapter in any case, even if it is being removed. With None, which
                 is for reads that `pop_adapter_reads` requested, an adapter that is already registered is not changed.
-                read_s: seconds that reading took.
+            read_s: seconds that reading took.
 
         Raises:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.

@@ -124,9 +124,8 @@ class InputProcessor:
         return grammar
 
     def _create_stop_strings(self, params: SamplingParams) -> StopStrings | None:
-        """Return the stop strings that the engine must search for in a beam search; None for other requests. For other
-        requests, the text process searches for stop strings.
-        """
+        """Return the stop strings of a beam search, or None for other requests, because the text process searches for
+        their stop strings."""
         if not (params.use_beam_search and params.stop):
             return None
         if (tokenizer := self._load_tokenizer()) is None:

@@ -140,7 +140,7 @@ async def fetch_adapters(
         ConfigError: adapters cannot be fetched; the message lists all of these adapters.
     """
     if any(adapter.name == served_name for adapter in catalog.adapters):
-        raise ConfigError(f"adapters: {served_name!r} is the base model's name; give the adapter another")
+        raise ConfigError(f"adapters: {served_name!r} is the base model's name; give the adapter another name")
     cached_adapter_by_name: dict[AdapterName, CachedAdapter] = {}
     problems = []
     for adapter in catalog.adapters:

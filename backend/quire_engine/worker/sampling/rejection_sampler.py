@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejection sampler: samples the rows of a span in order, until a sampled token differs from the draft token.
 
-So it verifies the draft. The method is rejection sampling with a draft of probability 1, so it is exact for every
+The method is rejection sampling with a draft of probability 1, so it is exact for every
 sampling parameter. A draft token is accepted with the probability that the model gives it. If a draft token is
 rejected, the token that the row has sampled replaces it. Each row is sampled with the seed of its sequence and its own
 position. So a seed gives the same tokens with and without drafts, unless steps of different sizes round differently.
