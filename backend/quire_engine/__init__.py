@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inference engine. `LLM` is for offline generation; the processes of a pod import the modules that they need.
+"""The inference engine. Use `LLM` for offline generation. The processes of a pod do not use this file, and import the
+modules that they need.
 
 Names are imported on first use, so that importing the package loads neither torch nor a model.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the engine: `python -m quire_engine generate|bench|convert|compile`, without a server.
+"""Command line of the engine: `python -m quire_engine generate|bench|convert|compile`. It needs no server.
 
 This module only parses arguments and prints results; it calls `api/llm.py`, `api/benchmark.py`,
 `weights/pickle_conversion.py` and `api/kernel_compilation.py`.
@@ -179,7 +179,7 @@ def _load_llm(args: argparse.Namespace) -> LLM:
 
 
 def _parse_key_values(option: str, items: Sequence[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE items. A value that is not valid JSON is a string, such as bfloat16."""
+    """Parse NAME=VALUE items. A value that is not valid JSON is used as a string, for example bfloat16."""
     values: dict[str, Any] = {}
     for item in items:
         name, separator, text = item.partition("=")

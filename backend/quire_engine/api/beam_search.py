@@ -21,7 +21,7 @@ class BeamSearchParams:
     max_tokens: int
     """Maximum number of output tokens."""
     ignore_eos: bool = False
-    """Continue after the end-of-sequence token."""
+    """If True, generation continues after the end-of-sequence token."""
     temperature: float = 0.0
     """Divides the logits; 0 and 1 leave the logits unchanged."""
     length_penalty: float = 1.0
@@ -62,7 +62,8 @@ class BeamSearchSequence:
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
-    """The stop token id that ended the output; None if the length or the end-of-sequence token ended it."""
+    """The stop token id that ended the output. None if the output reached the maximum length or the end-of-sequence
+    token ended it."""
     lora_request: LoRARequest | None = None
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of an engine with random prompts: measures the throughput and the latency of its steps.
+"""Benchmark that runs an engine with random prompts, and measures its throughput and its latencies.
 
-The benchmark measures only the engine, without tokenizer, text process and server. The command `python -m quire_engine
-bench` calls this module.
+The benchmark measures only the engine. It does not use the tokenizer, the text process or the server. The command
+`python -m quire_engine bench` calls this module.
 """
 
 import math
@@ -35,14 +35,15 @@ class Workload:
     input_len: int
     """Tokens per prompt. The tokens are random, so that prompts share no prefix."""
     output_len: int
-    """Tokens per output. Every output has this length, because end-of-sequence is ignored."""
+    """Tokens per output. Every output has this length, because the end-of-sequence token is ignored."""
     rate: float | None = None
-    """Arrivals per second with exponentially distributed intervals; None means that all requests arrive at once."""
+    """Average number of requests that arrive per second; the times between them are exponentially distributed. If None,
+    all requests arrive at once."""
     params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Sampling parameters of each request, by name."""
     seed: int = 0
     adapters: tuple[AdapterDigest, ...] = ()
-    """Digests of loaded adapters, which the requests use in turn; if empty, all requests use the base model."""
+    """Digests of the loaded adapters that the requests use in turn. If it is empty, all requests use the base model."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's `EngineArgs` for scripts that build an `LLM`: engine arguments as an object and as command line options.
+"""vLLM's `EngineArgs`: the arguments of an `LLM` as an object, which a script can also fill from its command line.
 
 parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
 llm = LLM(**vars(parser.parse_args()))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and per-prompt arguments of an offline run: parses the formats that vLLM accepts. `LLM` calls it."""
+"""Parser for the prompts and the per-prompt arguments of an offline run, in all formats that vLLM accepts.
+
+`LLM` calls it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,13 +104,13 @@ def broadcast_to_prompts(
             raise InvalidArgument(f"{name}: must be of type {expected_type.__name__}, got {str(item)[:80]!r}")
     if len(values) != num_prompts:
         raise InvalidArgument(
-            f"{name}: got {len(values)} entries for {num_prompts} prompts; give one, or one per prompt"
+            f"{name}: got {len(values)} entries for {num_prompts} prompts; give one entry, or one per prompt"
         )
     return values
 
 
 def _parse_token_ids(values: object) -> list[int]:
-    """Convert token ids to int, also if they are integers of another library, such as NumPy. The engine checks later
+    """Convert token ids to int. They can also be integers of another library, such as NumPy. The engine checks later
     that the ids are in the vocabulary."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidArgument(f"prompt: invalid prompt {str(values)[:80]!r}; {_PROMPT_FORMATS}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m quire_engine compile`: compiles GPU kernels into a folder, which can be part of an image. Needs no GPU.
 
-A model on the meta device runs the steps that an engine runs at start, and each kernel launch compiles the kernel.
-There is no list of kernels: a new kernel is compiled if a model uses it.
+A model on the meta device runs the steps that an engine runs at start. Each time a step launches a kernel, this kernel
+is compiled. Therefore, the module does not need a list of kernels. If a model uses a new kernel, the kernel is
+compiled, too.
 """
 
 import re
@@ -55,23 +56,24 @@ _LLAMA_3_1_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-"""Configuration of Llama-3.1-8B. Most kernels of Mistral 7B (another vocabulary) and of Qwen3-8B (another MLP) are the
-same as those of Llama-3.1-8B.
+"""Configuration of Llama-3.1-8B. Most of the kernels are the same for Mistral 7B, which differs in its vocabulary, and
+for Qwen3-8B, which differs in its MLP.
 """
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
-"""Numbers of spans in the compiled steps: one number for each variant of the attention plan up to 257 spans."""
+"""The compiled steps have these numbers of spans. Each number selects another variant of the attention plan, and steps
+with up to 257 spans need no other variant."""
 _LONGEST_STEP = 8192
-"""Number of tokens of the longest compiled step, in which even models with hundreds of experts use tiles of many
-rows."""
+"""Number of tokens of the longest compiled step. With so many tokens, even a model with hundreds of experts uses tiles
+of many rows."""
 
 
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
-    """Compile the kernels of bfloat16 models into a folder and mark it as complete.
+    """Compile the kernels of bfloat16 models into a folder, and mark the folder as complete.
 
-    These include the kernels of adapters, of an fp8 KV cache, of weights that are quantized at load, and those that
-    run only if QUIRE_KERNELS selects them.
+    The folder also contains the kernels for adapters, for an fp8 KV cache and for weights that are quantized at load,
+    and the kernels that run only if QUIRE_KERNELS selects them.
 
     Args:
         models: folders with a config.json; if empty, kernels are compiled for the shape of Llama-3.1-8B.
@@ -110,8 +112,10 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalLM]:
-    """Yield the model without quantization at load, and, if its checkpoint is not quantized, once with each
-    quantization at load."""
+    """Yield the model without quantization at load.
+
+    If its checkpoint is not quantized, also yield the model once for each quantization that is possible at load.
+    """
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
         try:
@@ -127,8 +131,10 @@ def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalL
 
 
 def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme) -> None:
-    """Give the linear layers that remain quantized in memory empty quantized weights, as if a checkpoint had been
-    loaded."""
+    """Replace the weights of linear layers by empty weights, as if a quantized checkpoint had been loaded.
+
+    Only layers whose weights remain quantized in memory are changed.
+    """
     if quantization.method == "mxfp4":
         return  # only experts are quantized
     info = model.shape.architecture_info
@@ -146,8 +152,10 @@ def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme)
 def _quantize_experts_like_checkpoint(
     model: CausalLM, quantization: QuantizationScheme, capability: tuple[int, int]
 ) -> None:
-    """Replace the weights of experts in the same way. The experts of a layer remain quantized only if all have one
-    scheme."""
+    """Replace the weights of experts as `_quantize_like_checkpoint` replaces those of linear layers.
+
+    The experts of a layer remain quantized only if all of them have the same scheme.
+    """
     for index, layer in enumerate(model.layers):
         moe = getattr(layer, "mlp", None)
         if not isinstance(moe, MoE):
@@ -192,7 +200,10 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
 
 
 def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
-    """Run the steps that an engine runs at start, without and with adapters, on each type of KV cache."""
+    """Run the steps that an engine runs at start.
+
+    The steps without adapters run on each type of KV cache. The steps with adapters run on one type.
+    """
     e4m3 = [torch.float8_e4m3fn] if capability >= MIN_CAPABILITY_FOR_FP8 else []
     for dtype in (_DTYPE, *e4m3):
         kv_cache = _create_cache(model.shape, dtype)

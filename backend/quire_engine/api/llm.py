@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline generation with vLLM's API: runs the same engine as a pod, but in this process, without server and
-sockets."""
+"""Offline generation with vLLM's API.
+
+It uses the same engine as a pod. However, the engine runs in this process, and there is no server and no socket.
+"""
 
 import gc
 import sys
@@ -98,8 +100,9 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that `generate` uses by default, from the file that the argument generation_config
-        selects.
+        """Return the parameters that `generate` uses by default.
+
+        They come from the file that the argument `generation_config` selects.
 
         Raises:
             ConfigError: a value in the file is out of range.
@@ -114,12 +117,13 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate outputs for one or many prompts, which the engine batches; the outputs are in the order of the
-        prompts.
+        """Generate outputs for one or many prompts, and return them in the order of the prompts.
 
-        `sampling_params`, `lora_request` and `priority` apply to all prompts, or are lists with one entry per prompt.
-        If `lora_request` is None, the base model is used. `use_tqdm` can be a function that creates the progress bar.
-        `priority` requires the scheduling_policy `priority`; requests with lower values run first.
+        The engine runs the prompts in batches.
+
+        Each of `sampling_params`, `lora_request` and `priority` is either one value for all prompts, or a list with one
+        entry per prompt. If `lora_request` is None, the base model is used. `use_tqdm` can be a function that creates
+        the progress bar. `priority` requires the scheduling_policy `priority`; requests with lower values run first.
 
         Raises:
             InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.
@@ -175,8 +179,9 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Search for the best outputs of one or many prompts; all searches run in one batch.
 
-        `generate` with SamplingParams(use_beam_search=True) also runs beam searches, with further parameters such as
-        stop strings. `concurrency_limit` is accepted and ignored, because the scheduler limits the number of beams.
+        `generate` also runs beam searches, if it is called with SamplingParams(use_beam_search=True). It supports
+        further parameters, such as stop strings. `concurrency_limit` is accepted and ignored, because the scheduler
+        limits the number of beams.
 
         Raises:
             InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.
@@ -214,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or many conversations: render each with the chat template, then `generate`.
+        """Answer one or many conversations: render each with the chat template, then call `generate`.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
         `ChatTemplate.render`. If `chat_template` is None, the template that was passed to the constructor is used, or

@@ -90,7 +90,7 @@ class OfflineRequest:
         return completion.finish_reason is not None and result.finish_reason is None
 
     def to_request_output(self) -> RequestOutput:
-        """Return the finished request, with the most likely outputs first if best_of exceeds n."""
+        """Return the finished request. If best_of exceeds n, the most likely outputs come first."""
         sequence_ids = self.sequence_ids
         if self._params.num_results > self._params.n:
             sequence_ids = [sequence_ids[i] for i in select_best_of(self._completions.values(), self._params.n)]

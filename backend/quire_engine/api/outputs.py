@@ -69,8 +69,8 @@ class CompletionOutput:
     cumulative_logprob: float | None
     """Sum of the log probabilities of the output tokens; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None
-    """One dict per output token, by token id: the sampled token first, then the most likely tokens. None unless
-    logprobs were requested.
+    """One dict for each output token. Its keys are token ids: first the sampled token, then the most likely tokens.
+    None unless logprobs were requested.
     """
     finish_reason: str | None
     """stop or length."""
@@ -86,8 +86,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request, with the names of vLLM's RequestStateStats. Fields whose names end in _ts are seconds of the
-    same clock."""
+    """Times of a request, with the names of vLLM's RequestStateStats. Fields whose names end in _ts are times in
+    seconds, which are all measured with the same clock."""
 
     arrival_time: float
     """Seconds since the epoch."""
@@ -119,8 +119,8 @@ class RequestOutput:
     finished: bool
     lora_request: LoRARequest | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Log probabilities for each prompt token, with None for the first token; the field is None unless prompt_logprobs
-    were requested."""
+    """One entry for each prompt token, with its log probabilities; the entry of the first token is None. The field is
+    None unless prompt_logprobs were requested."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache."""
     metrics: RequestMetrics | None = field(default=None, compare=False)

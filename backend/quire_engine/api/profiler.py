@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiler traces of an engine's steps, as files for chrome://tracing or https://ui.perfetto.dev.
+"""Writes profiler traces of an engine's steps to files for chrome://tracing or https://ui.perfetto.dev.
 
 The commands `python -m quire_engine generate|bench --profile FILE` call this module.
 """
@@ -18,8 +18,8 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import StepResult
 
 MAX_PROFILED_STEPS = 100
-"""Maximum number of steps in a trace; the file then has about 30 MB for an 8B model. Trace viewers cannot open files of
-some hundreds of MB."""
+"""Maximum number of steps in a trace. With this number of steps of an 8B model, the file has about 30 MB. Trace viewers
+cannot open files of some hundreds of MB."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: a model, its scheduler and its model runner. Takes requests and returns tokens, one step at a time.
 
-The engine owns no thread and no socket. The engine loop of the core process and the offline `LLM` call it. This module
-imports torch only when `from_config` is called.
+The engine does not own threads or sockets. The engine loop of the core process and the offline `LLM` call it. This
+module imports torch only when `from_config` is called.
 """
 
 import logging
@@ -35,8 +35,8 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
 
 MAX_LIVE_ADAPTERS = 256
-"""Maximum number of adapters in a snapshot for the live page: adapters with sequences first, then adapters in slots and
-in host memory."""
+"""Maximum number of adapters in a snapshot for the live page. The snapshot lists adapters with sequences first, then
+adapters in slots, and then adapters in host memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while a sequence is unfinished, a result is unreported, or a step is in flight."""
+        """True while a sequence is unfinished, a result is not reported yet, or a step is in flight."""
         return self._scheduler.has_work or bool(self._failed_results)
 
     @property
@@ -166,7 +166,7 @@ class Engine:
         return StepResult(results, self._step_executor.pop_started(), self.stats(), self.pop_adapter_events())
 
     def pop_adapter_events(self) -> list[AdapterEvent]:
-        """Return the events of adapters since the last call."""
+        """Return the adapter events that occurred since the last call."""
         adapter_events, self._adapter_events = self._adapter_events, []
         return adapter_events + [
             AdapterEvent("evicted", digest) for digest in self._adapter_registry.slot_table.pop_evicted()
@@ -189,7 +189,7 @@ class Engine:
         slot_pinned: bool | None = None,
         read_s: float = 0.0,
     ) -> None:
-        """Register a result of `read_adapter` under its content digest.
+        """Register an adapter that `read_adapter` has read. Its key is the digest of its content.
 
         Args:
             digest: content digest of the adapter.
@@ -211,13 +211,16 @@ class Engine:
         self._scheduler.on_adapter_ready()
 
     def remove_adapter(self, digest: AdapterDigest) -> None:
-        """Reject new sequences of an adapter, and unload it after its last one; ignore unknown digests."""
+        """Reject new sequences of an adapter, and unload the adapter when its last sequence has ended.
+
+        Unknown digests are ignored.
+        """
         self._adapter_registry.remove(digest)
         self._discard_evicted_copies()
 
     def pop_adapter_reads(self) -> list[tuple[AdapterDigest, Path]]:
-        """Return the adapters that must be read again, because sequences wait for them. The caller must answer each
-        with add_adapter or fail_adapter."""
+        """Return the adapters that must be read again, because sequences wait for them. For each of them, the caller
+        must call add_adapter or fail_adapter."""
         reads = self._adapter_registry.pop_reads()
         self._discard_evicted_copies()
         return reads
@@ -226,8 +229,8 @@ class Engine:
         """Let the owner of the engine copy adapters into slots, in another thread. Without this call, each step copies
         in its own thread.
 
-        `start_slot_copy` gets a slot load and the function that copies. The owner must run this function, and then call
-        `on_slot_loaded`.
+        `start_slot_copy` is called with a slot load and with the function that makes the copy. The owner must run this
+        function, and then call `on_slot_loaded`.
         """
         self._start_slot_copy = start_slot_copy
 
@@ -250,8 +253,10 @@ class Engine:
             self._fail_waiting_sequences(digest, error)
 
     def read_pending_adapters(self) -> None:
-        """In the calling thread, read the adapters that `pop_adapter_reads` returns; for owners of an engine that have
-        no other threads."""
+        """Read the adapters that `pop_adapter_reads` returns, in the calling thread.
+
+        This method is for owners of an engine that have no other threads.
+        """
         reads = self.pop_adapter_reads()
         try:
             while reads:
@@ -303,8 +308,8 @@ class Engine:
         )
 
     def live_snapshot(self) -> dict[str, Any]:
-        """Return the state that the live page shows. This takes time in proportion to the number of sequences, not to
-        the number of KV blocks.
+        """Return the state that the live page shows. The time that this takes grows with the number of sequences, but
+        not with the number of KV blocks.
 
         `adapters` contains [digest, state, running sequences, waiting sequences, KV blocks] for at most
         MAX_LIVE_ADAPTERS adapters; the digest of the base model is None.
@@ -323,7 +328,10 @@ class Engine:
         return {"stats": to_json(self.stats()), "adapters": rows, "num_adapters": len(states)}
 
     def check_integrity(self) -> None:
-        """Raise Internal, with the counts, if the states of sequences, blocks and adapters contradict each other."""
+        """Check that the states of sequences, blocks and adapters agree.
+
+        If they contradict each other, raise Internal with the counts.
+        """
         self._scheduler.check_integrity()
 
     def _load_slots(self) -> bool:
@@ -384,8 +392,7 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
 
 
 def slot_copy_error(slot_load: SlotLoad, reason: str) -> Internal:
-    """Return the error with which the sequences of an adapter fail if the copy of the adapter into a slot has
-    failed."""
+    """Return the error with which sequences fail if their adapter could not be copied into a slot."""
     return Internal(f"adapter {slot_load.adapter_digest!r}: copying it into a slot failed: {reason}")
 
 

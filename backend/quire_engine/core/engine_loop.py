@@ -29,7 +29,8 @@ in a row come from the device. Only a new process gets a new device context.
 """
 
 IDLE_CHECK_S = 1.0
-"""Seconds without work after which integrity is checked, so that the check does not delay a client's next request."""
+"""The integrity of the engine's state is checked after this many seconds without work. The check then does not delay a
+client's next request."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

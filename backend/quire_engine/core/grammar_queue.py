@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue of sequences whose grammars are not compiled yet: a separate thread compiles grammars, so that steps do not
-wait.
+"""Queue of sequences whose grammars are not compiled yet.
+
+A separate thread compiles the grammars, so that steps do not wait for them.
 
 The core server owns it. Sequences with grammars keep their order; sequences without a grammar start at once.
 """

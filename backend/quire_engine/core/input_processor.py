@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input processor: checks the requests of the engine and converts them to sequences; vLLM's class has the same name.
 
-It owns the tokenizer, the compiler of grammars and the generator of seeds. It knows no scheduler and no runner. The
-engine calls it for each request.
+It owns the tokenizer, the compiler of grammars and the generator of seeds. It does not know the scheduler or the
+runner. The engine calls it for each request.
 """
 
 import random
@@ -117,15 +117,17 @@ class InputProcessor:
             grammar = self.grammar_compiler().create(request.grammar, request.begin_after_token_ids)
         if params.thinking_token_budget is not None:
             if len(request.reasoning_marks) != 2 or not request.reasoning_marks[1]:
-                raise Internal("thinking_token_budget: the request has no marks of the reasoning")
+                raise Internal("thinking_token_budget: the request does not contain the marks of the reasoning")
             start, end = (self._check_tokens("reasoning_marks", mark) for mark in request.reasoning_marks)
             grammar = grammar or Grammar(None)
             grammar.thinking_budget = ThinkingBudget(params.thinking_token_budget, start, end, prompt_token_ids)
         return grammar
 
     def _create_stop_strings(self, params: SamplingParams) -> StopStrings | None:
-        """Return the stop strings of a beam search, or None for other requests, because the text process searches for
-        their stop strings."""
+        """Return the stop strings of a beam search.
+
+        For other requests, return None, because the text process searches their outputs for stop strings.
+        """
         if not (params.use_beam_search and params.stop):
             return None
         if (tokenizer := self._load_tokenizer()) is None:
@@ -158,7 +160,7 @@ class InputProcessor:
             ):
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: got {count} for each of {num_prompt_tokens} tokens; at most "
-                    f"{MAX_PROMPT_LOGPROBS} in total are returned, including one for each prompt token itself; "
+                    f"{MAX_PROMPT_LOGPROBS} in total can be returned, and each prompt token itself needs one; "
                     "request fewer or shorten the prompt"
                 )
 

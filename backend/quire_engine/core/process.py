@@ -5,9 +5,9 @@ quire_engine.core`.
     text process --SequenceRequest, AbortSequences--> CoreServer --queue--> EngineLoop -> Engine
                  <-----------StepResult-------------             <---------
 
-A sequence with a grammar first waits in the GrammarQueue, between CoreServer and the queue, until it is compiled.
-The main thread serves the sockets, and another thread runs the engine. The process listens only when the engine is
-ready.
+CoreServer puts a sequence with a grammar into the GrammarQueue first. When the grammar is compiled, the sequence enters
+the queue of the EngineLoop. The main thread serves the sockets, and another thread runs the engine. The process listens
+only when the engine is ready.
 """
 
 import asyncio

@@ -189,7 +189,7 @@ class CoreServer(ConnectionHandler):
             await self._run_on_engine_thread(lambda: self._engine.fail_adapter(digest, failure))
 
     async def _copy_to_slot(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
-        """Copy an adapter, for which sequences wait, into a slot."""
+        """Copy an adapter into a slot; sequences wait for this copy."""
         failure = None
         try:
             await self._io_threads.copy(copy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step executor: plans the steps of an engine and runs them on the model runner, one at a time or asynchronously.
+"""Step executor: plans the steps of an engine, and runs them on the model runner one at a time or asynchronously.
 
 With async scheduling, each step is launched while the previous one is in flight. The engine owns the step executor and
 calls it from one thread. A device error ends the sequences of the step, but not the engine.
@@ -59,8 +59,10 @@ class StepExecutor:
         return self._step_async() if self.async_scheduling else self._step_sync()
 
     def pop_started(self) -> list[tuple[int, float]]:
-        """Return, for each sequence that ran for the first time since the last call, its id and its seconds in the
-        queue."""
+        """Return the sequences that ran for the first time since the last call.
+
+        Each item contains the id of the sequence and the seconds that it spent in the queue.
+        """
         started, self._started = self._started, []
         return started
 
@@ -100,7 +102,7 @@ class StepExecutor:
         return self._scheduler.schedule(self._clock()) if slots_loaded and plan is None else plan
 
     def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
-        """Launch a step. If this fails, the exception is stored, and raised when the step is completed.
+        """Launch a step. If the launch fails, the exception is stored. It is raised when the step is completed.
 
         In this way, the step that is already in flight completes first.
         """

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
-"""Time limit of one collective operation, which all ranks start within milliseconds of each other unless a rank
+"""Time limit of one collective operation. All ranks start an operation within milliseconds of each other, unless a rank
 hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
 """Time that torch waits for the file of its store if the file was deleted; torch's default is 5 minutes."""

@@ -31,7 +31,10 @@ class SharedMemoryRing:
     """The rows of the ring, mapped into the memory of this process."""
 
     def __init__(self, memory_fd: int, num_elements: int) -> None:
-        """Map the memory file `memory_fd`, whose size `allocate` has set, as rows of `num_elements` elements."""
+        """Map the memory file `memory_fd` as rows of `num_elements` elements.
+
+        `allocate` must have set the size of the file before.
+        """
         # Pages that no row uses are never allocated.
         size = _NUM_ROWS * num_elements * torch.int64.itemsize
         self._rows = torch.frombuffer(mmap.mmap(memory_fd, size), dtype=torch.int64).view(_NUM_ROWS, num_elements)
@@ -51,7 +54,7 @@ class SharedMemoryRing:
 
 
 class Doorbell:
-    """Counting notification for one reader; the writer sends it once per row."""
+    """Notifies one reader of new rows. The notifications are counted, and the writer sends one for each row."""
 
     def __init__(self, eventfd: int) -> None:
         """`eventfd` must have been created with os.EFD_SEMAPHORE."""
@@ -60,7 +63,7 @@ class Doorbell:
         self._poll.register(eventfd, select.POLLIN)
 
     def notify(self) -> None:
-        """Wake the reader for one row."""
+        """Notify the reader that one row was written."""
         os.eventfd_write(self._eventfd, 1)
 
     def wait(self) -> None:
@@ -72,6 +75,6 @@ class Doorbell:
 
 
 def notify_all(doorbells: Sequence[Doorbell]) -> None:
-    """Wake every reader for one row."""
+    """Notify every reader that one row was written."""
     for doorbell in doorbells:
         doorbell.notify()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of rank 0 in a group of tensor-parallel workers: starts the workers, sends them steps and calls, and watches
-them.
+"""Worker group: rank 0 uses it to start the tensor-parallel workers, to send them steps and calls, and to watch them.
 
     scheduler, sampler, rank 0 --ring: input of a step--> rank 1 .. n-1 (executor/tp_worker.py)
                                --socket: calls, JSON---->
@@ -41,7 +40,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 _EXIT_DETECTION_S = 1.0
 """Maximum seconds until the exit of a worker is noticed."""
 _POLL_S = 20e-6
-"""Seconds between two polls of a device. The operating system extends this to about 80 us, which is short compared with
+"""Seconds between two polls of a device. The operating system extends this to about 80 us. This is short compared with
 a step, which takes milliseconds."""
 
 T = TypeVar("T")
@@ -144,7 +143,9 @@ class WorkerGroup:
 
     @contextmanager
     def broadcast_step(self, step_input: StepInput | GraphStepInput) -> Iterator[None]:
-        """Send the input of a step to the workers; the body of the context must run or launch the step on rank 0.
+        """Send the input of a step to the workers.
+
+        The body of the context must run or launch the step on rank 0.
 
         At most one earlier step may still be in flight.
 
@@ -160,8 +161,10 @@ class WorkerGroup:
                 yield
 
     def wait_result(self, get_result: Callable[[], T]) -> T:
-        """Return the result of `get_result`, which waits for a launched step; raises the same errors as
-        `broadcast_step`."""
+        """Call `get_result`, which waits for a launched step, and return its result.
+
+        The method raises the same errors as `broadcast_step`.
+        """
         with self._abort_all_on_error():
             result = get_result()
         # If a rank is lost, the device stops waiting for it and the result is undefined.
@@ -169,8 +172,9 @@ class WorkerGroup:
         return result
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Poll `is_done` until it returns True, which means that the device has finished work that may depend on other
-        ranks.
+        """Poll `is_done` until it returns True.
+
+        The device has then finished work that may depend on other ranks.
 
         Raises:
             RunnerLost: a worker has ended or hangs.
@@ -193,8 +197,11 @@ class WorkerGroup:
         self._rendezvous_dir.cleanup()
 
     def startup_error(self, error: Exception) -> Exception:
-        """Return the cause of a failed startup: the error that a worker reported, or `error`, the error of rank 0, if
-        none did."""
+        """Return the cause of a failed startup.
+
+        The cause is the error that a worker reported. If no worker reported an error, the cause is `error`, the error
+        of rank 0.
+        """
         errors = [worker_error for call in self._pending_calls.values() for worker_error in call.errors]
         return ConfigError(str(errors[0])) if errors else error
 
@@ -290,7 +297,7 @@ class WorkerGroup:
                 self._on_lost(str(error))
 
     def _mark_lost(self, reason: str) -> RunnerLost:
-        """Mark the group as lost for good, kill the workers and return the error; only the first reason is kept."""
+        """Mark the group as lost for good, kill the workers, and return the error. Only the first reason is kept."""
         with self._condition:
             if self._lost_error is None:
                 self._lost_error = RunnerLost(f"{reason}; all tensor-parallel ranks stop together; restart the engine")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle on a started tensor-parallel worker, and the file descriptors that it inherits. Used by `worker_group.py`."""
+"""Handle on a started tensor-parallel worker, and the file descriptors that the worker inherits. Used by
+`worker_group.py`."""
 
 import signal
 import subprocess
@@ -11,7 +12,7 @@ MAX_CALL_BYTES = 64 << 10
 """Maximum bytes of a call or a reply; each is one packet."""
 
 _EXIT_TIMEOUT_S = 5.0
-"""Maximum seconds between the moment when a worker process closes its socket and its exit."""
+"""After a worker process has closed its socket, it must exit within this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class WorkerHandle(Protocol):
         """Stop the worker at once."""
 
     def join(self) -> str:
-        """Wait until the worker has ended; return a description of its end for error messages."""
+        """Wait until the worker has ended. Return a description of how it ended, for error messages."""
 
 
 class WorkerProcess:

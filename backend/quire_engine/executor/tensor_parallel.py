@@ -25,7 +25,8 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ABORT_TIMEOUT_S = 5.0
-"""Maximum seconds for which an exiting process waits until a started abort has ended. An abort takes milliseconds."""
+"""An exiting process waits at most this many seconds for the end of an abort that was started. An abort takes
+milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

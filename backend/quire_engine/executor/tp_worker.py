@@ -2,7 +2,7 @@
 """Tensor-parallel worker: a rank other than 0. The worker loads its shard of the model and computes the steps that rank
 0 sends.
 
-A worker makes no decisions, and a restart restores all its state, so it exits on every error.
+A worker makes no decisions, and its whole state can be restored by a restart. Therefore, it exits on every error.
 """
 
 import gc

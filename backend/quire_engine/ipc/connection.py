@@ -17,8 +17,8 @@ from quire_spec.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, encode_fr
 from quire_spec.protocol.messages import Hello, IpcMessage
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes at which writing is paused. This limit is about the size of a socket buffer; with a lower limit, a short
-delay of the reader would pause writing.
+"""Writing is paused when this many bytes are unsent. This limit is about the size of a socket buffer; with a lower
+limit, a short delay of the reader would pause writing.
 """
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,10 @@ class ConnectionHandler:
     """Receives the events of a connection; the default methods do nothing. All calls come from the event loop."""
 
     def on_connected(self, connection: "Connection") -> None:
-        """Called when the Hello was sent (connecting end), or received and stored in `connection.peer` (listening
-        end)."""
+        """Called when the Hello was sent or received.
+
+        The connecting end sends the Hello. The listening end receives it and stores it in `connection.peer`.
+        """
 
     def on_message(self, connection: "Connection", message: IpcMessage) -> None:
         """Called for each message."""
@@ -70,7 +72,10 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def send(self, message: IpcMessage) -> None:
-        """Send a message, buffered if the peer does not read; do nothing if the connection is closed."""
+        """Send a message; do nothing if the connection is closed.
+
+        If the peer does not read, the message is buffered.
+        """
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(message))
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start-up and exit of the text process and the core process: arguments, logging, signals, exit codes.
 
-Exit codes for the supervisor: 0 terminated by a signal, 2 invalid configuration (a restart does not help), 70 a defect
-or a failed device (a restart can help). This module does not depend on messages or on the engine.
+The supervisor reads the exit code. 0 means that a signal ended the process. 2 means that the configuration is invalid,
+so a restart does not help. 70 means that Quire has a defect or the device failed, so a restart can help. This module
+does not depend on messages or on the engine.
 """
 
 import argparse
@@ -82,10 +83,10 @@ def exit_now(exit_code: int) -> NoReturn:
 
 
 def set_parent_death_signal() -> None:
-    """Make the kernel kill this process when its parent dies, even by SIGKILL.
+    """Make the kernel kill this process when its parent ends, even if the parent is killed by SIGKILL.
 
-    The kernel sends the signal when the thread that started this process ends, even if the parent process lives on. So
-    the supervisor must start this process from its main thread.
+    The kernel sends the signal when the thread that started this process ends, even if the parent process lives on.
+    Therefore, the supervisor must start this process from its main thread.
     """
     parent_pid = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that may die: each reads JSON objects from its standard input, one per line, and answers each with a
-JSON object.
+"""Worker processes that may die.
+
+Each worker reads JSON objects from its standard input, one per line. It answers each of them with a JSON object.
 
 The workers process input from clients, which can need any amount of time or memory. A worker that takes too long is
 killed and replaced; another worker serves in the meantime. The first line that a worker gets is its configuration; its
@@ -44,7 +45,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerPool:
-    """A pool of NUM_WORKERS processes that run one module; used on one event loop."""
+    """A pool of NUM_WORKERS processes that run the same module. It is used on one event loop."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from quire_spec.model.kv_layout import KVLayout
 class BlockManager:
     """The block tables of all running sequences.
 
-    A block table contains only blocks that the tokens of its sequence need; the tokens of the last draft count too. A
+    A block table contains only blocks that the tokens of its sequence need, including the tokens of the last draft. A
     shared or cached block is never written: if the shared prefix of a sequence ends within a block, the sequence gets a
     copy of that block.
 
@@ -163,7 +163,7 @@ class BlockManager:
         sequence.num_computed_tokens = 0
 
     def free_outside_window(self, sequence: Sequence) -> None:
-        """Free the blocks that later steps do not read, because the sliding window of their layers has left them.
+        """Free the blocks that are outside the sliding window of their layers, because later steps do not read them.
 
         A step in flight does not read these blocks either, because its tokens follow the computed tokens.
         """
@@ -178,8 +178,9 @@ class BlockManager:
         sequence.num_freed_entries = end
 
     def swap_out(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
-        """Plan copies of a sequence's computed blocks to host memory, if they fit there and copying takes less time
-        than computing the blocks again.
+        """Plan to copy the computed blocks of a sequence to host memory.
+
+        This happens only if the blocks fit there, and if copying them takes less time than computing them again.
 
         Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
         cached. Blocks that are neither copied nor cached are computed again.
@@ -209,8 +210,8 @@ class BlockManager:
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """Release the blocks from which a completed step has copied, on the device and in host memory. If the step
-        failed, also drop its copies to host memory."""
+        """Release the blocks from which a completed step has copied. They can be on the device or in host memory. If
+        the step failed, also drop its copies to host memory."""
         self._block_pool.free([copy.source for copy in plan.copies])
         self._host_pool.free(self._swap_in_host_blocks)
         self._swap_in_host_blocks = []
@@ -219,8 +220,10 @@ class BlockManager:
         self._swapping_out = []
 
     def num_blocks_freed_by(self, sequences: Iterable[Sequence], prefix: PrefixHit) -> list[int]:
-        """Return how many blocks become free if the first sequence stops, the first two stop, and so on; blocks of
-        `prefix` do not count."""
+        """Return how many blocks become free if the first sequence stops, if the first two stop, and so on.
+
+        Blocks of `prefix` are not counted.
+        """
         excluded_blocks, num_freed_refs = {*prefix.blocks, *prefix.copy_sources}, Counter[BlockId]()
         total, totals = 0, []
         for sequence in sequences:
@@ -236,8 +239,9 @@ class BlockManager:
     def check_integrity(
         self, block_holders: abc.Sequence[Sequence], waiting: Iterable[Sequence], plans: abc.Sequence[StepPlan]
     ) -> None:
-        """Raise Internal unless the used blocks of the pools are exactly those of these sequences and of the steps in
-        flight.
+        """Check which blocks of the pools are used.
+
+        Raise Internal unless they are exactly the blocks of these sequences and of the steps in flight.
 
         Only `block_holders` can have blocks, and only `waiting` can have host blocks.
         """

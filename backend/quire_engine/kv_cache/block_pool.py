@@ -2,8 +2,8 @@
 """Pool of KV blocks: reference counts, cached contents and eviction.
 
 The pool contains block ids, reference counts and hashes, but no addresses, tensors or sequences. The block manager and
-the prefix cache call it. KV offload and KV transfer can use the same methods: `get_hash` identifies the contents of a
-block, `allocate` + `cache_block` + `free` add contents, `lookup` + `acquire` give access to them.
+the prefix cache call it. KV offload and KV transfer can use the same methods. `get_hash` identifies the contents of a
+block. `allocate`, `cache_block` and `free` add contents. `lookup` and `acquire` give access to them.
 """
 
 from collections import Counter, OrderedDict
@@ -20,10 +20,11 @@ class BlockPool:
     evictable  count 0, contents cached: `lookup` returns the block until it is evicted
     empty      count 0, no contents
 
-    Eviction is segmented LRU. The block that was freed least recently is evicted first. Protected blocks, which another
-    sequence has reused (`protect`), are evicted last, so a shared prompt prefix outlives any number of prompts that
-    occur once. Evictable protected blocks occupy at most `protected_ratio` of the pool. Beyond that, the oldest
-    protected blocks lose their protection, so contents that are no longer popular are evicted too.
+    Eviction is segmented LRU. The block that was freed least recently is evicted first. A block becomes protected when
+    another sequence reuses it (`protect`). Protected blocks are evicted last. Therefore, a shared prompt prefix stays
+    cached, no matter how many prompts occur only once. Evictable protected blocks occupy at most `protected_ratio` of
+    the pool. If there are more of them, the oldest ones lose their protection. In this way, contents that are no longer
+    popular are evicted too.
 
     Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994
     """
@@ -64,7 +65,10 @@ class BlockPool:
         return self._ref_counts[block]
 
     def num_evictable(self, blocks: Iterable[BlockId]) -> int:
-        """Return how many of `blocks` are unused by sequences; `acquire` reduces `num_free` by this number."""
+        """Return how many of `blocks` no sequence uses.
+
+        When these blocks are acquired, `num_free` decreases by this number.
+        """
         return sum(1 for block in blocks if self._ref_counts[block] == 0)
 
     def acquire(self, blocks: Iterable[BlockId]) -> None:
@@ -121,8 +125,9 @@ class BlockPool:
             self._evictable[oldest] = None
 
     def check_integrity(self, block_tables: Iterable[Sequence[BlockId]]) -> None:
-        """Raise Internal, with the counts, unless every block is in exactly one state and `block_tables` contain all
-        references.
+        """Check that every block is in exactly one state and that `block_tables` contain all references.
+
+        Otherwise, raise Internal with the counts.
         """
         expected_counts = Counter(block for table in block_tables for block in table)
         mismatched = [b for b in range(self.num_blocks) if self._ref_counts[b] != expected_counts[BlockId(b)]]

@@ -17,8 +17,8 @@ from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
 _MAX_COPY_BYTES = 32 * 2**20
-"""Maximum bytes of the temporary buffer of a block copy; it is small, because the KV cache fills most of a GPU's
-memory."""
+"""When blocks are copied, the temporary buffer has at most this many bytes. It is small, because the KV cache fills
+most of a GPU's memory."""
 
 
 def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype, layout: KVLayout | None = None) -> int:
@@ -104,8 +104,8 @@ class KVCache:
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy the contents of blocks, which are the keys and values of all layers in a block. A block cannot be both a
-        source and a destination."""
+        """Copy the contents of blocks: the keys and values of all their layers. A block cannot be both a source and a
+        destination."""
         for source_ids, batch_destinations in self._batches(sources, destinations):
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
@@ -156,7 +156,8 @@ class KVCache:
             yield to_device_async(blocks[start:end], self._data.device), rows[start:end]
 
     def zero_new_blocks(self, addresses: Tensor) -> None:
-        """Zero the blocks whose first token is among `addresses` (on the CPU), before a step writes to them.
+        """Zero the blocks whose first token is among `addresses` (a tensor on the CPU). Call this before a step writes
+        to them.
 
         Does nothing if the attention kernels read only tokens that were written.
         """

@@ -17,8 +17,10 @@ _MEASUREMENT_BLOCKS = 64
 
 
 class HostSwap:
-    """Host memory for `num_blocks` blocks of each KV cache: one cache of the model and possibly one of a draft model,
-    with the same block ids. If the device is a GPU, this memory is pinned and copies are asynchronous.
+    """Host memory for `num_blocks` blocks of each KV cache.
+
+    The model has a KV cache. A draft model, if any, has another one, which uses the same block ids. If the device is a
+    GPU, this memory is pinned and copies are asynchronous.
     """
 
     def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int) -> None:
@@ -60,7 +62,10 @@ class HostSwap:
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:
-    """Return the seconds that `function` takes per unit of work: the shortest of three runs after a warm-up run."""
+    """Return the seconds that `function` takes per unit of work.
+
+    The function runs once for warm-up, and then three times, of which the shortest run counts.
+    """
     best_s = float("inf")
     for attempt in range(4):
         _synchronize()

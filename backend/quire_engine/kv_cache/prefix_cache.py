@@ -19,8 +19,8 @@ class PrefixHit:
 
     num_tokens: int
     blocks: list[BlockId]
-    """The first entries of the block table, whose blocks the prefix fills completely. The sequence shares their
-    blocks."""
+    """The first entries of the block table. The prefix fills the blocks of these entries completely. The sequence
+    shares these blocks."""
     copy_sources: list[BlockId]
     """The blocks that contain the end of the prefix, if it does not end at a block boundary. The sequence continues in
     copies of these blocks."""
@@ -33,15 +33,16 @@ class PrefixHit:
 
     @property
     def held_blocks(self) -> list[BlockId]:
-        """The blocks to which the sequence takes a reference; freed entries of `blocks` are not among them."""
+        """The blocks to which the sequence takes a reference. Freed entries of `blocks` are not among them."""
         return self.kept_blocks + self.blocks[self.num_freed_entries :]
 
 
 class PrefixCache:
     """Shares blocks between sequences with the same first tokens, adapter and salt.
 
-    If the layers are divided into groups, each group has its own blocks, and blocks of layers with a window can be
-    evicted alone. A prefix can then end only at a position whose preceding window is cached completely.
+    If the layers are divided into groups, each group has its own blocks. The blocks of a group with a sliding window
+    can be evicted while the blocks of other groups stay cached. Therefore, a prefix can end at a position only if the
+    whole window before this position is cached.
     """
 
     def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, layout: KVLayout, enabled: bool) -> None:
@@ -56,7 +57,9 @@ class PrefixCache:
         """Number of tokens that were found in the cache when their sequences started."""
 
     def match(self, sequence: Sequence) -> PrefixHit:
-        """Return the longest prefix of a sequence that is cached, shared with its parent or swapped out.
+        """Return the longest prefix of a sequence for which KV blocks exist.
+
+        These blocks can be cached, shared with the sequence's parent, or swapped out.
 
         The prefix is shorter than the sequence, so that at least one token is computed. The prefix is empty while the
         request needs prompt log probabilities, because these require the logits of every prompt token.
@@ -88,7 +91,8 @@ class PrefixCache:
         return self._make_hit(hit.blocks, num_rows * self._block_hasher.block_size)
 
     def invalidate_if_rope_switched(self, sequence: Sequence) -> bool:
-        """Return whether the last token of a sequence crossed the long-rope threshold; if so, drop its block hashes.
+        """If the last token of a sequence crossed the long-rope threshold, drop the sequence's block hashes and return
+        True.
 
         After such a switch, all keys of the sequence must be computed again.
         """
@@ -131,7 +135,8 @@ class PrefixCache:
         return PrefixHit(num_tokens, entries, copy_sources, first, kept_blocks)
 
     def _num_unread(self, num_blocks: int) -> int:
-        """Return how many blocks at the start of a prefix are outside the sliding window of the tokens that follow it.
+        """Return how many blocks at the start of a prefix are outside the sliding window of the tokens after the
+        prefix.
 
         `num_blocks` is the number of full blocks in the prefix. Tokens after the full blocks are ignored, so that
         `full_blocks_only` does not change the result.

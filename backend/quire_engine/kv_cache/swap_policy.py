@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost model for swapping: whether to keep KV blocks of a preempted sequence in host memory or to compute them again.
+"""Cost model for swapping: decides whether the KV blocks of a preempted sequence are kept in host memory or computed
+again.
 
 Pure arithmetic. The runner measures the costs when it starts; the block manager uses them."""
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SwapCosts:
-    """Capacity of host memory, and the costs of swapping and computing as measured on this device with this model."""
+    """Capacity of host memory, and the costs of swapping and computing that were measured for this model on this
+    device."""
 
     num_host_blocks: int = 0
     seconds_per_block: float = 0.0
@@ -17,5 +19,6 @@ class SwapCosts:
     """Seconds to compute one prompt token when the step is full. The extra time for long contexts is ignored."""
 
     def is_worthwhile(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether it is faster to copy `num_blocks` out and back than to compute `num_tokens` again."""
+        """Return whether copying `num_blocks` blocks out and back is faster than computing `num_tokens` tokens
+        again."""
         return num_blocks * self.seconds_per_block < num_tokens * self.seconds_per_token

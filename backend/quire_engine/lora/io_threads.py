@@ -14,15 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _NICENESS = 10
-"""Nice value of the threads: steps have priority if both need a core. With the value 10, a task still gets a tenth of a
-busy core, so a request waits some seconds at most for its adapter.
+"""Nice value of the threads. If a thread and a step need the same core, the step has priority. With the value 10, a
+task still gets a tenth of a busy core, so a request waits some seconds at most for its adapter.
 """
 
 T = TypeVar("T")
 
 
 class AdapterIOThreads:
-    """Runs reads from disk and copies into slots in threads. Used from one event loop."""
+    """Runs tasks in threads. A task reads an adapter from disk, or copies an adapter into a slot. Used from one event
+    loop."""
 
     def __init__(self) -> None:
         # Two tasks can read, so that an adapter on a hanging disk does not delay the next adapter.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of LoRA adapters: knows which adapters are registered or in host memory, and decides which to read or evict.
+"""Registry of LoRA adapters.
 
-Policy only: the registry has no weights and opens no files. The scheduler calls it to check whether a sequence can
-run. The engine reports what was read, and executes the decisions (`pop_reads`, `pop_evicted_copies`). `slot_table` owns
-the adapter slots. An adapter is always identified by its content digest.
+The registry knows which adapters are registered or in host memory. It decides which adapters are read or evicted.
+It contains only this policy: it does not hold weights or open files. The scheduler calls it to check whether a sequence
+can run. The engine reports what was read, and executes the decisions (`pop_reads`, `pop_evicted_copies`). `slot_table`
+owns the adapter slots. An adapter is always identified by its content digest.
 """
 
 import math
@@ -24,7 +25,8 @@ class _Adapter:
     num_sequences: int = 0
     """Number of unfinished sequences, both running and waiting."""
     needed_since: int | None = None
-    """Tick since which sequences of the adapter have waited; None if it has no sequences or one of them runs."""
+    """Tick at which the sequences of the adapter started to wait. None if the adapter has no sequences, or if one of
+    them runs."""
     starved_since: int | None = None
     """Tick at which a sequence first had to wait for the adapter, even if other sequences of the adapter run."""
     last_used: int = 0
@@ -40,17 +42,17 @@ class AdapterRegistry:
     Both the number and the total bytes of host copies are limited. An adapter without a host copy is read from disk
     when a sequence of that adapter arrives. The adapter whose sequence has waited longest is read first.
 
-    Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. After
-    that, a copy is evicted only for an adapter that has been needed for longer. So the adapter that has been needed
-    longest always gets its copy, no matter how many adapters are needed. The copy of an adapter with running sequences
-    is never evicted.
+    Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. If
+    every copy has waiting sequences, a copy is evicted only for an adapter that has been needed for longer. Therefore,
+    the adapter that has been needed longest always gets its copy, no matter how many adapters are needed. The copy of
+    an adapter with running sequences is never evicted.
     """
 
     def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
         """Create an empty registry.
 
-        `max_host_bytes` limits all host copies together; None means no limit. It must be large enough for one adapter
-        of the largest size per slot.
+        `max_host_bytes` limits all host copies together; None means no limit. For each slot, it must have room for one
+        adapter of the largest size.
         """
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
@@ -89,7 +91,8 @@ class AdapterRegistry:
         return digest in self._on_host or self._add_host_copy(digest, adapter)
 
     def remove(self, digest: AdapterDigest) -> None:
-        """Reject new sequences of an adapter, and unregister it after its last one. Ignore unknown digests."""
+        """Reject new sequences of an adapter, and unregister the adapter when its last sequence has ended. Ignore
+        unknown digests."""
         if adapter := self._adapter_by_digest.get(digest):
             adapter.removed = True
             self.slot_table.set_slot_pinned(digest, False)
@@ -180,7 +183,7 @@ class AdapterRegistry:
     def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
         """Return the adapters that must be read from disk now, as many as fit in host memory.
 
-        Each is returned once. The caller answers with `add` or `on_read_failed`.
+        Each is returned once. For each of them, the caller must call `add` or `on_read_failed`.
         """
         reads = []
         while self._read_queue:
@@ -220,7 +223,10 @@ class AdapterRegistry:
     def check_integrity(
         self, num_sequences: Mapping[AdapterDigest, int], num_running: Mapping[AdapterDigest, int]
     ) -> None:
-        """Raise Internal, with the counts, if the registry contradicts itself or these counts."""
+        """Check that the registry does not contradict itself or these counts.
+
+        Otherwise, raise Internal with the counts.
+        """
         adapters = self._adapter_by_digest
         on_host = self._on_host
         not_on_host = {d for d, a in adapters.items() if a.num_sequences} - on_host
@@ -287,8 +293,10 @@ class AdapterRegistry:
         return True
 
     def _needed_since(self, digest: AdapterDigest) -> float | None:
-        """Return the tick since which a host copy has been needed; inf for an idle pinned adapter, None if no copy is
-        needed."""
+        """Return the tick at which a host copy began to be needed.
+
+        Return inf for an idle pinned adapter, and None if no copy is needed.
+        """
         needed_since = self._adapter_by_digest[digest].needed_since
         if needed_since is None and digest in self.slot_table.slot_pinned_adapters:
             return math.inf
@@ -322,14 +330,14 @@ class AdapterRegistry:
         return self._adapter_by_digest[digest].num_bytes
 
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
-        """Return whether `num_copies` further copies fit, with `num_bytes` in total."""
+        """Return whether `num_copies` further copies fit if they have `num_bytes` bytes in total."""
         if len(self._on_host) + len(self._reading) + num_copies > self._max_host_loras:
             return False
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: AdapterDigest) -> bool:
-        """Ensure that the host copy of an adapter fits. Copies of adapters that are not needed, or needed for a shorter
-        time, are evicted if this frees enough memory.
+        """Ensure that the host copy of an adapter fits. If this frees enough memory, it evicts copies of adapters that
+        are not needed, or have been needed for a shorter time.
         """
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):
@@ -349,7 +357,8 @@ class AdapterRegistry:
         return adapter.needed_since is not None, -(adapter.needed_since or 0), in_slot, adapter.last_used, digest
 
     def _is_evictable(self, digest: AdapterDigest, needed_since: float | None) -> bool:
-        """Return whether a host copy can be evicted for a copy that has been needed since the tick `needed_since`."""
+        """Return whether a host copy can be evicted to make room for a copy that has been needed since the tick
+        `needed_since`."""
         adapter, is_slot_pinned = self._adapter_by_digest[digest], digest in self.slot_table.slot_pinned_adapters
         if needed_since is None and (is_slot_pinned or self.slot_table.lookup(digest) is not None):
             return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of adapter slots: which adapter is in which device slot, and which adapter gets a slot next.
 
-A part of the adapter registry. Policy only: the table has no weights and no host memory, and it knows only how many
-sequences of each adapter run. An adapter with running sequences keeps its slot. When an adapter needs a slot, the least
-recently used idle adapter loses its slot.
+A part of the adapter registry. The table contains only this policy. It does not hold weights or host memory, and it
+knows about sequences only how many of each adapter run. An adapter with running sequences keeps its slot. When an
+adapter needs a slot, the least recently used idle adapter loses its slot.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class _Slot:
     """True while an adapter is copied into the slot. If `digest` is None, the adapter was evicted during the copy.
     """
     held_for_waiters: bool = False
-    """True if the slot's adapter was loaded for sequences that have not started; no other adapter gets the slot before
-    one starts.
+    """True if the slot's adapter was loaded for sequences of which none has started yet. Until one of them starts, no
+    other adapter gets the slot.
     """
 
     @property
@@ -45,9 +45,9 @@ class _Slot:
 class SlotTable:
     """A fixed number of slots.
 
-    Loads. A slot is filled while steps run: the owner executes `pop_loads` and answers with `on_loaded`. Until the
-    answer, the sequences of the adapter wait. After the answer, the slot is held until the first of these sequences
-    starts, so that no later adapter can take the slot.
+    Loads. A slot is filled while steps run. For this, the owner makes the copies that `pop_loads` returns, and calls
+    `on_loaded` after each of them. Until `on_loaded` is called, the sequences of the adapter wait. After the call, the
+    slot is held until the first of these sequences starts, so that no later adapter can take the slot.
 
     Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. The reserved slot is an
     idle slot, or else the slot of the running adapter whose last sequence started longest ago. From then on, no new
@@ -211,7 +211,8 @@ class SlotTable:
             self._slots[slot] = _Slot(loading=copy_in_progress)
 
     def pop_loads(self) -> list[SlotLoad]:
-        """Return the copies into slots that the caller must make now. The caller answers each with `on_loaded`."""
+        """Return the copies into slots that the caller must make now. After each copy, the caller must call
+        `on_loaded`."""
         slot_loads, self._pending_loads = self._pending_loads, []
         return slot_loads
 
@@ -259,8 +260,8 @@ class SlotTable:
         is_on_host_or_reading: Callable[[AdapterDigest], bool],
         order_of_need: Callable[[AdapterDigest], float],
     ) -> None:
-        """Reserve slots for overdue adapters without a slot. Adapters with host copies come first, then those that have
-        been needed longest.
+        """Reserve slots for overdue adapters without a slot. Adapters with host copies get slots before adapters
+        without one. Among them, the adapter that has been needed longest comes first.
         """
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [

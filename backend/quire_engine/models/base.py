@@ -107,7 +107,8 @@ class CausalLM(ABC):
         self.num_bytes += self._num_packed_bytes() - loaded_bytes
 
     def _num_packed_bytes(self) -> int:
-        """Return the bytes of linear layers and experts, without an output projection that is tied to the embedding."""
+        """Return the bytes of the linear layers and the experts. An output projection that is tied to the embedding
+        does not count."""
         is_tied = self.lm_head.weight is self.embed_tokens
         head = 0 if is_tied else self.lm_head.num_bytes
         return head + sum(layer.packed_bytes for layer in self.layers)

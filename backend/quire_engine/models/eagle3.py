@@ -25,13 +25,14 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 
 EMBEDDING = "embed_tokens.weight"
-"""Name of the embedding in the head's checkpoint; the draft model reads it, not the head."""
+"""Name of the embedding in the head's checkpoint. The draft model reads this tensor; the head does not use it."""
 _UNUSED_TENSORS = ("t2d", EMBEDDING)
 """Tensors of the checkpoint that are not parameters of the head: the mask of the tokens in d2t, and the embedding."""
 
 
 class Eagle3Layer(Module):
-    """Decoder layer whose attention reads the concatenation of the normalized embedding and hidden state."""
+    """Decoder layer. The input of its attention is the concatenation of the normalized embedding and the normalized
+    hidden state."""
 
     def __init__(self, config: Eagle3Config, factory: ParamFactory) -> None:
         shape = config.layer
@@ -56,7 +57,8 @@ class Eagle3Layer(Module):
 
 
 class Eagle3AuxNorms(Module):
-    """A norm for the hidden states of each of the target's layers. The checkpoint numbers them from 0 on."""
+    """Normalizes the target's hidden states. The hidden states of each layer have a norm of their own. The checkpoint
+    numbers these norms from 0 on."""
 
     def __init__(self, num_layers: int, size: int, eps: float, factory: ParamFactory) -> None:
         vars(self).update({str(i): RMSNorm(size, eps, factory) for i in range(num_layers)})
@@ -69,8 +71,8 @@ class Eagle3AuxNorms(Module):
 
 
 class Eagle3Head(Module):
-    """Proposes tokens from hidden states. Attributes have the names of SafeAILab's checkpoints, and the norms before fc
-    those of speculators."""
+    """Proposes tokens from hidden states. The attributes have the names that SafeAILab's checkpoints use, except that
+    the norms before fc have the names that speculators uses."""
 
     def __init__(self, config: Eagle3Config, target_hidden_size: int, factory: ParamFactory) -> None:
         """Allocate the parameters; `load` fills them."""
@@ -115,7 +117,8 @@ class Eagle3Head(Module):
         return self.fc(aux_hidden_states, batch)
 
     def propose(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the most likely token for each row of hidden states, as token ids of the target, [num_rows] int64."""
+        """Return the most likely token for each row of hidden states. Tokens are token ids of the target, [num_rows]
+        int64."""
         normalized = hidden if self._config.norm_output else self.norm(hidden)
         return self.d2t[self.lm_head(normalized, batch).argmax(dim=-1)]
 
@@ -140,7 +143,9 @@ class Eagle3Head(Module):
                 for names, what in ((missing, "missing"), (unexpected, "unexpected"))
                 if names
             ]
-            raise ConfigError(f"speculative_config.model: not an EAGLE-3 head: {'; '.join(problems)}; give its folder")
+            raise ConfigError(
+                f"speculative_config.model: not an EAGLE-3 head: {'; '.join(problems)}; give the head's folder"
+            )
         for name, parameter in targets.items():
             if named[name].shape != parameter.shape:
                 raise ConfigError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input tensors of a forward pass: all inputs except the weights and the KV cache. Built by `build_forward_batch`.
 
-All spans are flattened into one batch. Tokens of one adapter are contiguous, so that LoRA is applied to slices of the
-batch.
+All spans are flattened into one batch. The tokens of an adapter are contiguous. Therefore, LoRA can be applied to
+slices of the batch.
 """
 
 from collections.abc import Sequence

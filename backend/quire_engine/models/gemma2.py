@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2 differs from Llama in norms before and after attention and MLP, scaled embeddings, soft caps on attention
-scores and logits, and sliding windows in every other layer."""
+"""Gemma 2.
+
+It differs from Llama in these ways: attention and MLP each have a norm before and a norm after them, the embeddings are
+scaled, attention scores and logits have a soft cap, and every other layer has a sliding window.
+"""
 
 import torch
 from torch import Tensor

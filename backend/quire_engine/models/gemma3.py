@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3, text only: Gemma 2 with normalized queries and keys per head instead of the soft cap on attention scores,
-and with another rope base in sliding-window layers."""
+"""Gemma 3, text only.
+
+It differs from Gemma 2 in two ways. First, the queries and keys of each head are normalized, and there is no soft cap
+on attention scores. Second, layers with a sliding window use another rope base.
+"""
 
 from torch import Tensor
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4, dense: Llama with norms before and after attention and MLP, fused gate and up, and rotation of only some
-adjacent pairs in each head.
+"""GLM-4, dense.
+
+It differs from Llama in these ways: attention and MLP each have a norm before and a norm after them, gate and up are
+fused into one layer, and only some of the adjacent pairs in each head are rotated.
 """
 
 from torch import Tensor

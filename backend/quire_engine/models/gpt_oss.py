@@ -88,8 +88,10 @@ class GptOssMoE(MoE):
         return shard.expert_range, shard.size * self.config.intermediate_size
 
     def _matrices(self, weight: LinearWeight, size: tuple[int, int], rows: range, columns: range) -> ParamShard:
-        """Return a shard that fills `weight` [num_experts, len(rows), len(columns)] from these rows and columns of
-        matrices of `size`."""
+        """Return a shard that fills `weight` [num_experts, len(rows), len(columns)].
+
+        It reads these rows and columns from matrices of the size `size`.
+        """
         assert isinstance(weight, Tensor)
         if self._is_transposed:
             weight, size, rows, columns = weight.transpose(1, 2), size[::-1], columns, rows

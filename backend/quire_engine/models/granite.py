@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite: Llama with factors on embeddings, attention scores, the residual stream and logits."""
+"""Granite: Llama with factors that scale the embeddings, the attention scores, the residual stream and the logits."""
 
 from torch import Tensor
 

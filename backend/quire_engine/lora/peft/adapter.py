@@ -40,7 +40,7 @@ NO_LAYER = -1
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in host memory, in the form in which its files contain it; `ModelRunner.read_adapter` packs it for the
+    """An adapter in host memory, in the same form as in its files. `ModelRunner.read_adapter` packs it for the
     slots."""
 
     rank: int
@@ -153,7 +153,7 @@ def _read_tensors(
 
 
 def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
-    """Return the part of A [rank, in_features] and B [out_features, rank] for a tensor-parallel rank.
+    """Return the parts of A [rank, in_features] and B [out_features, rank] that a tensor-parallel rank needs.
 
     The results are copies, so that the full tensors are freed.
     """
@@ -168,7 +168,7 @@ def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> 
 
 
 def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
-    """Return the rows for the tokens of a tensor-parallel rank's part of the vocabulary. The padding rows of the last
+    """Return the rows for the tokens in a tensor-parallel rank's part of the vocabulary. The padding rows of the last
     rank are 0."""
     token_range = shard.vocab_range
     shard_rows = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
@@ -208,8 +208,9 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
 
 
 def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
-    """Return the tensor names of A and B for each adapted module, and the tensor names of copied base weights with
-    their modules.
+    """Return the tensor names of A and B for each adapted module.
+
+    Also return the names of tensors that are copies of base weights, each with its module.
 
     Raises:
         InvalidArgument: a tensor is unexpected, A or B of a pair is missing, or the file contains no pair.
@@ -287,15 +288,15 @@ def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConf
 def _check_base_copy(
     file: SafetensorsReader, name: str, module: _LoRAModule, shape: ModelConfig, checkpoint: Path | None
 ) -> None:
-    """Reject a copy of a base weight that differs from the base model, because it was resized or trained."""
+    """Reject a copy of a base weight if it was resized or trained, because it then differs from the base model."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
     checkpoint_name = f"{module.name}.weight"
     if checkpoint_name == "lm_head.weight" and shape.tied_embedding_name is not None:
         checkpoint_name = shape.tied_embedding_name
     if checkpoint is None or not equals_checkpoint(checkpoint, checkpoint_name, file.get_tensor(name)):
         raise InvalidArgument(
-            f"{name} differs from the base model's {checkpoint_name}: rows were trained or added; only adapters of it "
-            "are supported (PEFT: save_embedding_layers=False omits it)"
+            f"{name} differs from the base model's {checkpoint_name}: rows were trained or added, but only LoRA "
+            "matrices for this weight are supported (PEFT: save_embedding_layers=False omits the weight)"
         )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines from an adapter's config, by the rule that PEFT uses, which modules were adapted. A part of PeftConfig.
+"""Determines which modules of a model were adapted. It uses the adapter's config and the same rule as PEFT. A part of
+PeftConfig.
 
 PEFT silently ignores tensors of modules that the config does not target. The reader rejects a file with such tensors.
 
@@ -24,8 +25,8 @@ class TargetModules:
     """The combined effect of target_modules, exclude_modules, layers_to_transform and layers_pattern."""
 
     names: frozenset[str] | str | None
-    """Names that paths of modules end with, or a regular expression for paths. None if the field is not set, or if its
-    regular expression could take forever to match.
+    """A set of names, or a regular expression. A module matches if its path ends with one of the names, or if its path
+    matches the expression. None if the field is not set, or if its regular expression could take forever to match.
     """
     excluded_names: frozenset[str] | str | None
     layers: frozenset[int] | None

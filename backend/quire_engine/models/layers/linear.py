@@ -66,7 +66,7 @@ class ParamFactory:
 
 @dataclass(frozen=True, slots=True)
 class LinearShard:
-    """The part that a rank needs of a linear layer in the checkpoint."""
+    """The part of a linear layer in the checkpoint that a rank needs."""
 
     shape: tuple[int, int]
     """Number of output features and of input features in the checkpoint."""
@@ -214,7 +214,7 @@ class Linear:
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of the weight in the model's dtype if `pack` reads the weight from the checkpoint, otherwise 0."""
+        """Bytes of the weight in the model's dtype, if `pack` reads this weight from the checkpoint. Otherwise 0."""
         return weight_bytes(self.weight) if self._quantized_parts else 0
 
     @property
