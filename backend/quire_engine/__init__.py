@@ -2,7 +2,8 @@
 """The inference engine. Use `LLM` for offline generation. The processes of a pod do not use this file, and import the
 modules that they need.
 
-Names are imported on first use, so that importing the package loads neither torch nor a model.
+Names are imported when they are first used. Therefore, importing the package does not import torch and does not load a
+model.
 """
 
 import importlib

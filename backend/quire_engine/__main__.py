@@ -235,8 +235,8 @@ def _format_as_json(output: RequestOutput) -> str:
 
 
 _Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
-"""A command line option: its name, the name of its value in help texts, its type (bool for a flag), help text, and
-further arguments for argparse."""
+"""A command line option. The items are its name, the name of its value in help texts, its type (bool for a flag), its
+help text, and further arguments for argparse."""
 
 _REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
 _PARAM_HELP = "set a sampling parameter of docs/parameters.md to a JSON value; repeatable"

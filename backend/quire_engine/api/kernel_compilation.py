@@ -182,8 +182,10 @@ def _has_experts_kernel(scheme: WeightScheme, capability: tuple[int, int]) -> bo
 
 
 def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features: int) -> LinearWeight:
-    """Return an empty weight on the meta device, with the memory layout that `pack_quantized` gives to weights of a
-    checkpoint."""
+    """Return an empty weight on the meta device.
+
+    It has the memory layout that `pack_quantized` gives to the weights of a checkpoint.
+    """
     group_size = scheme.block[1] if scheme.block is not None else in_features
     scales = torch.empty(out_features, -(-in_features // group_size), device=_DEVICE)
 

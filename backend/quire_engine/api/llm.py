@@ -222,9 +222,9 @@ class LLM:
         """Answer one or many conversations: render each with the chat template, then call `generate`.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
-        `ChatTemplate.render`. If `chat_template` is None, the template that was passed to the constructor is used, or
-        else the template of the model. Templates always receive contents as text, so `chat_template_content_format`
-        must be "string" or "auto".
+        `ChatTemplate.render`. If `chat_template` is None, the template that was passed to the constructor is used. If
+        there is none, the template of the model is used. Templates always receive contents as text, so
+        `chat_template_content_format` must be "string" or "auto".
 
         Raises:
             InvalidArgument: no template exists, it rejects the messages, or `generate` rejects an argument.

@@ -26,7 +26,7 @@ class OfflineRequest:
     ) -> None:
         """`base_request` is the engine request for one output; `params` replaces its parameters."""
         self.sequence_requests = fan_out(base_request, params)
-        """Engine requests: one for each output, but only one for all outputs of a beam search."""
+        """Engine requests. Each output has a request of its own, but all outputs of a beam search share one request."""
         self.num_input_tokens = len(base_request.prompt_token_ids)
         self._prompt = prompt
         self._prompt_token_ids = base_request.prompt_token_ids
@@ -62,8 +62,10 @@ class OfflineRequest:
         return sum(completion.num_tokens for completion in self._completions.values())
 
     def mark_started(self, queued_s: float) -> None:
-        """Record that a step ran a sequence of this request for the first time, `queued_s` seconds after the request
-        arrived."""
+        """Record that a step ran a sequence of this request for the first time.
+
+        The step started `queued_s` seconds after the request arrived.
+        """
         if self._scheduled_ts == self._queued_ts:
             self._scheduled_ts += queued_s
 

@@ -2,7 +2,7 @@
 """Engine loop: the loop that runs the engine in the compute thread. Requests and calls arrive in a queue; results leave
 through a callback.
 
-Only this thread uses the engine. The loop does no socket or file I/O: the thread of the event loop encodes and sends
+Only this thread uses the engine. The loop never uses sockets or files. The thread of the event loop encodes and sends
 results, and other threads read adapters. The thread blocks while there is nothing to run. The core server owns the
 engine loop.
 """
@@ -25,7 +25,7 @@ from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRe
 
 MAX_FAILED_STEPS = 3
 """Number of consecutive failed steps after which the process exits. A request can cause a single failed step, but three
-in a row come from the device. Only a new process gets a new device context.
+failed steps in a row are caused by the device. Only a new process gets a new device context.
 """
 
 IDLE_CHECK_S = 1.0

@@ -29,7 +29,7 @@ class InputProcessor:
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, clock: Callable[[], float]
     ) -> None:
-        """`clock` returns monotonic seconds, for the arrival times of sequences."""
+        """`clock` returns monotonic seconds. Sequences get their arrival times from it."""
         self.tokenizer_folder = checkpoint.folder
         """Folder of the tokenizer. The offline API can replace it before the first request."""
         self._max_logprobs = config.max_logprobs
@@ -45,7 +45,7 @@ class InputProcessor:
         self._grammar_compiler: GrammarCompiler | None = None
 
     def grammar_compiler(self) -> GrammarCompiler:
-        """Return the compiler of grammars for this model, creating it at the first call. Safe to call from any thread.
+        """Return the compiler of grammars for this model. The first call creates it. Safe to call from any thread.
 
         Raises:
             InvalidArgument: the model has no tokenizer, or no end-of-sequence token.
@@ -135,7 +135,7 @@ class InputProcessor:
         return StopStrings(tokenizer, params)
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer, reading it at the first call; None if the model has none."""
+        """Return the tokenizer; None if the model has none. The first call reads the tokenizer from its folder."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer.from_folder(self.tokenizer_folder)

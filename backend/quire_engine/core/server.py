@@ -33,9 +33,9 @@ from quire_spec.protocol.messages import (
 )
 
 MAX_UNSENT_BYTES = 256 * 2**20
-"""Maximum bytes of unsent results: the output of several minutes under full load. If the unread results of a text
-process exceed this limit, it is considered to hang and its connection is aborted. This ends the sequences of the text
-process, and then the health checks of the supervisor fail.
+"""Maximum number of bytes of unsent results. This is the output of several minutes under full load. If the unread
+results of a text process exceed this limit, the process is considered to hang, and its connection is aborted. This ends
+the sequences of the text process, and then the health checks of the supervisor fail.
 """
 
 logger = logging.getLogger(__name__)

@@ -114,8 +114,9 @@ class StepExecutor:
             return InFlightStep(plan, partial(_raise, error), launch_failed=True)
 
     def _sample_tokens(self, step: InFlightStep | None) -> InFlightStep | None:
-        """Sample the tokens of a step that was launched without sampling, because its grammars needed the tokens of the
-        previous step.
+        """Sample the tokens of a step that was launched without sampling.
+
+        Such a step has grammars that needed the tokens of the previous step.
         """
         if step is None or step.launch_failed or not any(span.sequence.grammar for span in step.plan.spans):
             return step

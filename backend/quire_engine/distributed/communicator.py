@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 """Time limit of one collective operation. All ranks start an operation within milliseconds of each other, unless a rank
 hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
-"""Time that torch waits for the file of its store if the file was deleted; torch's default is 5 minutes."""
+"""If the file of torch's store was deleted, torch waits this long for the file. The default of torch is 5 minutes."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -105,8 +105,9 @@ class Communicator:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Concatenate the tensors [num_rows, width] of all ranks; return [num_rows, size * width] on rank 0 and x on
-        other ranks.
+        """Concatenate the tensors [num_rows, width] of all ranks.
+
+        Return [num_rows, size * width] on rank 0, and x on the other ranks.
         """
         options = dist.GatherOptions()
         options.rootRank = 0

@@ -2,8 +2,8 @@
 """Shared-memory ring buffer with which rank 0 sends the input of a step to the other ranks of its machine.
 
 The ring has a few rows that are used in turn. Each reader has an eventfd (its doorbell), which announces new rows. The
-eventfd counts, so no notification is lost, and a reader that sleeps needs no CPU. The module does not interpret the
-content of a row. The memory has no name in the file system and is freed with the last process.
+eventfd counts the notifications, so that none is lost. A reader that sleeps uses no CPU time. The module does not
+interpret the content of a row. The memory has no name in the file system and is freed with the last process.
 
 A notification reaches a spinning reader in 56 us and a sleeping one in 72 us (two Zen 5 cores of a virtual machine).
 """
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 _NUM_ROWS = 2
-"""Number of rows. At most two steps are in flight, and a step ends only when all ranks have computed it. So all
+"""Number of rows. At most two steps are in flight, and a step ends only when all ranks have computed it. Therefore, all
 readers have read a row before it is written again.
 """
 _SPIN_S = 50e-6
-"""Seconds that a reader spins before it sleeps: about as long as a wake-up takes. A longer spin takes a CPU core from
+"""Seconds for which a reader spins before it sleeps. A wake-up takes about as long. A longer spin takes a CPU core from
 rank 0.
 """
 

@@ -29,12 +29,12 @@ class BlockHasher:
     kv_dtype: str
     block_size: int
     long_rope_threshold: int | None = None
-    """Sequences with more tokens use the rotary embedding for long sequences, see ModelConfig; if None, no sequence
-    does.
+    """Sequences with more than this number of tokens use the rotary embedding for long sequences (see ModelConfig). If
+    None, no sequence uses it.
     """
     layer_groups: tuple[int, ...] = ()
-    """The group of each layer, see KVLayout; empty if the layout has only one group. Blocks of group 0 are identified
-    by the hash, and blocks of another group by the hash and the number of the group."""
+    """The group of each layer, see KVLayout; empty if the layout has only one group. A block of group 0 is identified
+    by the hash. A block of another group is identified by the hash and the number of the group."""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Return whether a sequence of `num_tokens` tokens uses the rotary embedding of long sequences."""

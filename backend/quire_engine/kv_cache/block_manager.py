@@ -144,7 +144,7 @@ class BlockManager:
             self.num_block_copies -= len(cancelled)
 
     def share(self, sequence: Sequence) -> None:
-        """Take a further reference to the blocks of a sequence, for a beam that forks from it."""
+        """Take a further reference to the blocks of a sequence, because a beam forks from it."""
         self._block_pool.acquire(sequence.held_blocks)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:

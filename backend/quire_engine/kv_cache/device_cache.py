@@ -32,7 +32,7 @@ class KVCache:
 
     Isolation: a sequence never reads old values of another sequence. A mask in attention is not sufficient for this,
     because NaN times 0 is NaN. If the attention kernels read whole blocks, a block is zeroed when its first token is
-    written. The padding of a block table repeats a block of the same sequence.
+    written. Block tables are padded with a block of the same sequence.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class HostSwap:
                 )
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
-        """Measure the seconds to swap a block and the seconds to compute a token. The measurement overwrites the
+        """Measure how many seconds it takes to swap a block and to compute a token. The measurement overwrites the
         contents of blocks.
 
         Args:

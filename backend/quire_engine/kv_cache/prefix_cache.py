@@ -86,7 +86,8 @@ class PrefixCache:
         return self._extend_with_swapped(sequence, hit)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
-        """Return the part of `hit` that consists of full blocks, which needs no copy of a block."""
+        """Return the part of `hit` that consists of full blocks. A sequence that continues after this part needs no
+        copy of a block."""
         num_rows = len(hit.blocks) // self._layout.num_groups
         return self._make_hit(hit.blocks, num_rows * self._block_hasher.block_size)
 
@@ -122,7 +123,10 @@ class PrefixCache:
             sequence.num_cached_blocks = num_full
 
     def _make_hit(self, blocks: list[BlockId], num_tokens: int) -> PrefixHit:
-        """Return the PrefixHit for the first `num_tokens` tokens of `blocks`, a block table or its beginning."""
+        """Return the PrefixHit for the first `num_tokens` tokens.
+
+        `blocks` is a block table or the beginning of one.
+        """
         num_groups = self._layout.num_groups
         num_full_blocks, num_partial_tokens = divmod(num_tokens, self._block_hasher.block_size)
         end = num_full_blocks * num_groups
@@ -159,9 +163,9 @@ class PrefixCache:
     def _cached_blocks(self, sequence: Sequence, max_tokens: int) -> list[BlockId]:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
 
-        If there are several groups, uncached blocks of layers with a window are replaced by the first block of their
-        row. The result ends at a row after which a sequence of at most `max_tokens` tokens can continue without reading
-        a replaced block.
+        If there are several groups, a row contains one block of each group. If a block of layers with a window is not
+        cached, the first block of its row takes its place. The result ends at a row after which a sequence of at most
+        `max_tokens` tokens can continue without reading such a replacement.
         """
         block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []

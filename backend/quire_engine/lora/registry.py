@@ -181,7 +181,7 @@ class AdapterRegistry:
         self.slot_table.begin_step(now, self._is_on_host_or_reading, self._order_of_need)
 
     def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
-        """Return the adapters that must be read from disk now, as many as fit in host memory.
+        """Return the adapters that must be read from disk now. There are only as many as fit in host memory.
 
         Each is returned once. For each of them, the caller must call `add` or `on_read_failed`.
         """
@@ -336,8 +336,8 @@ class AdapterRegistry:
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: AdapterDigest) -> bool:
-        """Ensure that the host copy of an adapter fits. If this frees enough memory, it evicts copies of adapters that
-        are not needed, or have been needed for a shorter time.
+        """Ensure that the host copy of an adapter fits. If this frees enough memory, the method evicts copies of
+        adapters that are not needed, or have been needed for a shorter time.
         """
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of adapter slots: which adapter is in which device slot, and which adapter gets a slot next.
+"""Table of adapter slots: knows which adapter is in which device slot, and decides which adapter gets a slot next.
 
-A part of the adapter registry. The table contains only this policy. It does not hold weights or host memory, and it
-knows about sequences only how many of each adapter run. An adapter with running sequences keeps its slot. When an
+A part of the adapter registry. The table contains only this policy. It does not hold weights or host memory, and all
+that it knows about sequences is how many of each adapter run. An adapter with running sequences keeps its slot. When an
 adapter needs a slot, the least recently used idle adapter loses its slot.
 """
 
@@ -49,14 +49,14 @@ class SlotTable:
     `on_loaded` after each of them. Until `on_loaded` is called, the sequences of the adapter wait. After the call, the
     slot is held until the first of these sequences starts, so that no later adapter can take the slot.
 
-    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. The reserved slot is an
-    idle slot, or else the slot of the running adapter whose last sequence started longest ago. From then on, no new
-    sequences of the slot's current adapter start, so the slot drains. Only the sequence for which the current adapter
-    was loaded can still start. An idle slot waits for its new adapter only if the new adapter has a host copy or is
-    being read; otherwise, other adapters can use the slot. At most half of the slots are reserved at a time, for the
-    adapters that have waited longest. The other slots keep their large batches. If D adapters wait and R slots can be
-    reserved, the last adapter thus gets its slot after at most ceil(D / R) drains. A drain takes as long as the longest
-    sequence and one load.
+    Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. If there is an idle slot,
+    this slot is reserved. Otherwise, the slot of the running adapter whose last sequence started longest ago is
+    reserved. From then on, no new sequences of the slot's current adapter start, so the slot drains. Only the sequence
+    for which the current adapter was loaded can still start. An idle slot waits for its new adapter only if the new
+    adapter has a host copy or is being read; otherwise, other adapters can use the slot. At most half of the slots are
+    reserved at a time, for the adapters that have waited longest. The other slots keep their large batches. If D
+    adapters wait and R slots can be reserved, the last adapter thus gets its slot after at most ceil(D / R) drains. A
+    drain takes as long as the longest sequence and one load.
 
     Slot pins. A slot-pinned adapter gets a slot before a sequence needs it, and keeps it while idle. It loses its
     slot while idle only if all slots are pinned, because serving requests has priority over keeping adapters warm.
@@ -149,7 +149,7 @@ class SlotTable:
         """Return whether the adapter is in a slot and a sequence can start. Set `is_new` if the sequence was never
         preempted.
 
-        An adapter without a slot gets one if possible, and can start in a later step.
+        If the adapter has no slot, it gets one if possible. The sequence can then start in a later step.
         """
         slot = self._slot_by_digest.get(digest)
         if slot is not None:
@@ -260,8 +260,8 @@ class SlotTable:
         is_on_host_or_reading: Callable[[AdapterDigest], bool],
         order_of_need: Callable[[AdapterDigest], float],
     ) -> None:
-        """Reserve slots for overdue adapters without a slot. Adapters with host copies get slots before adapters
-        without one. Among them, the adapter that has been needed longest comes first.
+        """Reserve slots for overdue adapters without a slot. Adapters that have a host copy or are being read
+        come first. In each of the two groups, adapters that have been needed longer come first.
         """
         served_digests = {*self._reservations.values(), *self._slot_by_digest}
         overdue = [
@@ -282,8 +282,9 @@ class SlotTable:
         )
 
     def _find_idle_slot(self, digest: AdapterDigest, *, can_evict_slot_pinned: bool | None = None) -> SlotId | None:
-        """Return an empty slot for the adapter, or else the least recently used idle slot; None if the adapter can get
-        neither.
+        """Return an empty slot for the adapter. If there is none, return the least recently used idle slot.
+
+        Return None if the adapter can get neither.
         """
         can_evict_slot_pinned = self.can_evict_slot_pinned if can_evict_slot_pinned is None else can_evict_slot_pinned
         idle_slots = [
@@ -296,8 +297,10 @@ class SlotTable:
         return min(idle_slots)[3] if idle_slots else None
 
     def _slot_to_reserve(self, digest: AdapterDigest) -> SlotId | None:
-        """Return an idle slot, or else the slot of the running adapter whose last sequence started longest ago; None if
-        no slot is left.
+        """Return an idle slot. If there is none, return the slot of the running adapter whose last sequence started
+        longest ago.
+
+        Return None if no slot is left.
         """
         unreserved = [(s, SlotId(i)) for i, s in enumerate(self._slots) if i not in self._reservations]
         candidates = [(s, i) for s, i in unreserved if self.can_evict_slot_pinned or s.digest not in self._slot_pinned]

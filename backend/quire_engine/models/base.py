@@ -35,8 +35,8 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
-        """Indices of layers whose inputs the next forward pass keeps for a draft head; index num_layers stands for the
-        output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS keep no inputs.
+        """Indices of the layers whose inputs are kept for a draft head by the next forward pass. The index num_layers
+        stands for the output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS never keep inputs.
         """
         self.aux_hidden_states: Tensor | None = None
         """The layer inputs that the last forward pass kept: [num_tokens, len(aux_hidden_state_layers) *
@@ -83,7 +83,8 @@ class CausalLM(ABC):
             yield from ((index, linear) for linear in layer.linears())
 
     def tensors(self) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the name of every tensor in the checkpoint, each with the parameter or shard that the tensor fills."""
+        """Yield the name of every tensor in the checkpoint, and the parameter or shard into which the tensor is
+        loaded."""
         parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
         yield f"{parent}.embed_tokens.weight", embedding_shard(self.embed_tokens, self.communicator)
         for index, layer in enumerate(self.layers):
@@ -94,7 +95,7 @@ class CausalLM(ABC):
 
     @abstractmethod
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the tensors under `prefix` that are outside the embedding and the layers."""
+        """Yield the tensors under `prefix` that belong neither to the embedding nor to a layer."""
 
     def pack(self) -> None:
         """Repack the loaded weights of all layers for speed; `tensors` must not be used afterwards."""

@@ -64,7 +64,7 @@ class Eagle3AuxNorms(Module):
         vars(self).update({str(i): RMSNorm(size, eps, factory) for i in range(num_layers)})
 
     def __call__(self, aux_hidden_states: Tensor) -> Tensor:
-        """Normalize the hidden states of each layer; [num_tokens, num_layers * size]."""
+        """Normalize the hidden states of each layer. Both tensors are [num_tokens, num_layers * size]."""
         norms = vars(self).values()
         parts = aux_hidden_states.chunk(len(norms), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
@@ -90,7 +90,7 @@ class Eagle3Head(Module):
         self._rotary = RotaryEmbedding(shape.ropes[0], factory.device)
         self._config = config
         self.d2t = torch.arange(config.draft_vocab_size, device=factory.device)
-        """For each token id of the head, the token id of the target; [draft_vocab_size] int64. The checkpoint stores
+        """Maps each token id of the head to a token id of the target; [draft_vocab_size] int64. The checkpoint stores
         the difference between the two ids.
         """
         self.num_bytes = sum(unsharded(target).nbytes for _, target in self.tensors(""))
@@ -144,7 +144,7 @@ class Eagle3Head(Module):
                 if names
             ]
             raise ConfigError(
-                f"speculative_config.model: not an EAGLE-3 head: {'; '.join(problems)}; give the head's folder"
+                f"speculative_config.model: not an EAGLE-3 head: {'; '.join(problems)}; give the folder of a head"
             )
         for name, parameter in targets.items():
             if named[name].shape != parameter.shape:

@@ -40,18 +40,21 @@ class ForwardBatch:
     adapters: LoRABatch | None
     """Adapters of the tokens; None if no span has an adapter."""
     logit_rows: Tensor | None
-    """[num_logits] int64, indices of the tokens that need logits: first for sampling, then for prompt log
-    probabilities. If None, all tokens need logits, in the order of the batch.
+    """[num_logits] int64: indices of the tokens that need logits. Tokens for sampling come first, then tokens for
+    prompt log probabilities. If None, all tokens need logits, in the order of the batch.
     """
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 if the token has no adapter; empty if no span has an adapter."""
     groups: tuple["ForwardBatch", ...] = ()
-    """For each group of layers (see KVLayout), a copy of the batch with the group's addresses and attention. Empty if
-    there is only one group."""
+    """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
+    of its group. Empty if there is only one group."""
 
     def for_logit_rows(self, rows: slice) -> "ForwardBatch":
-        """Return the batch for the output projection of `rows`, a slice of the tokens that need logits."""
+        """Return the batch for the output projection of some tokens.
+
+        `rows` is a slice of the tokens that need logits.
+        """
         if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
             return self
         slots, device = self.logit_adapter_slots[rows], self.token_ids.device
@@ -93,7 +96,8 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return, for each token, the index of its span and its position in the sequence, both [num_tokens] int64."""
+    """Return two tensors, [num_tokens] int64. For each token, they contain the index of its span and its position in
+    the sequence."""
     counts = torch.tensor(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     # Difference between a token's position in its sequence and its index in the batch.

@@ -36,7 +36,7 @@ class GptOssAttention(RotaryAttention):
 
 class GptOssMoE(MoE):
     """Experts with biases and a clamped activation. The checkpoint has one tensor for all experts, in which gate and up
-    features alternate. Matrices are [in_features, out_features], or, in mxfp4, [out_features, in_features]."""
+    features alternate. Matrices are [in_features, out_features]. In mxfp4, they are [out_features, in_features]."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         super().__init__(shape, factory)
@@ -80,8 +80,8 @@ class GptOssMoE(MoE):
         yield f"{prefix}experts.down_proj", self._matrices(self.experts.down, (hidden, inner), range(hidden), part)
 
     def _intermediate_range(self) -> tuple[range, int]:
-        """Return the range of this rank's intermediate features, and the number of intermediate features of all
-        ranks."""
+        """Return the range of intermediate features that this rank has, and the number of intermediate features of all
+        ranks together."""
         if self.communicator is None:
             return range(self.config.intermediate_size), self.config.intermediate_size
         shard = self.communicator.shard
@@ -90,7 +90,7 @@ class GptOssMoE(MoE):
     def _matrices(self, weight: LinearWeight, size: tuple[int, int], rows: range, columns: range) -> ParamShard:
         """Return a shard that fills `weight` [num_experts, len(rows), len(columns)].
 
-        It reads these rows and columns from matrices of the size `size`.
+        The shard reads these rows and columns from matrices of the size `size`.
         """
         assert isinstance(weight, Tensor)
         if self._is_transposed:

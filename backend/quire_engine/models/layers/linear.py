@@ -75,7 +75,8 @@ class LinearShard:
 
 
 class Linear:
-    """A linear layer, or several layers with the same input that are merged into one, such as q, k, v or gate, up.
+    """A linear layer, or several layers that have the same input and are merged into one. For example, q, k and v are
+    merged, and so are gate and up.
 
     Each slice keeps its Hugging Face name, which the tensors of checkpoints and adapters contain.
     """
@@ -140,8 +141,8 @@ class Linear:
         return x if self.input_order is None else x[:, self.input_order]
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield each checkpoint tensor under `prefix`, with the rows of the merged parameter into which it is
-        loaded."""
+        """Yield each checkpoint tensor under `prefix`, together with the rows of the merged parameter that the tensor
+        fills."""
         start = 0
         assert isinstance(self.weight, Tensor)
         if self._factory.checkpoint is not None and self.weight.is_meta and not self._quantized_parts:
