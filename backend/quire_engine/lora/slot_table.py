@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of adapter slots: knows which adapter is in which device slot, and decides which adapter gets a slot next.
 
-A part of the adapter registry. The table contains only this policy. It does not hold weights or host memory, and all
-that it knows about sequences is how many of each adapter run. An adapter with running sequences keeps its slot. When an
-adapter needs a slot, the least recently used idle adapter loses its slot.
+The table is a part of the adapter registry. It contains only this policy: it does not hold weights or host memory, and
+all that it knows about sequences is how many of each adapter run. An adapter with running sequences keeps its slot.
+When an adapter needs a slot, the least recently used idle adapter loses its slot.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ RESERVE_AFTER_S = 1.0
 """Seconds that an adapter waits for a slot before a slot is reserved for it.
 
 The reservation is not immediate, because draining a slot breaks up the batch of the slot's current adapter. A user
-perceives about one second as a hang, and a step or a copy into a slot takes milliseconds.
+perceives about one second as a hang. In contrast, a step or a copy into a slot takes milliseconds.
 """
 
 
@@ -54,9 +54,9 @@ class SlotTable:
     reserved. From then on, no new sequences of the slot's current adapter start, so the slot drains. Only the sequence
     for which the current adapter was loaded can still start. An idle slot waits for its new adapter only if the new
     adapter has a host copy or is being read; otherwise, other adapters can use the slot. At most half of the slots are
-    reserved at a time, for the adapters that have waited longest. The other slots keep their large batches. If D
-    adapters wait and R slots can be reserved, the last adapter thus gets its slot after at most ceil(D / R) drains. A
-    drain takes as long as the longest sequence and one load.
+    reserved at a time, for the adapters that have waited longest. The other slots keep their large batches.
+    Therefore, if D adapters wait and R slots can be reserved, the last adapter gets its slot after at most ceil(D / R)
+    drains. A drain takes as long as the longest sequence in the slot, plus one load.
 
     Slot pins. A slot-pinned adapter gets a slot before a sequence needs it, and keeps it while idle. It loses its
     slot while idle only if all slots are pinned, because serving requests has priority over keeping adapters warm.

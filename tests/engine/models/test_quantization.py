@@ -171,7 +171,7 @@ def test_input_order_gathers_the_inputs_of_the_base_only(tokens: list[int]) -> N
 
 def test_rejects_inputs_that_groups_do_not_divide() -> None:
     factory = ParamFactory(torch.float32, CPU, quantization="int4")
-    with pytest.raises(ConfigError, match=r"'int4' needs a multiple of 32 input features .* 48 of down"):
+    with pytest.raises(ConfigError, match=r"'int4' needs a multiple of 32 input features .* input of down has 48"):
         Linear(48, {"down": 16}, factory)
 
 

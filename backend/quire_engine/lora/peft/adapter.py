@@ -107,7 +107,7 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
     max_bytes += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
     if size > max_bytes:
         raise InvalidArgument(
-            f"{WEIGHTS_FILE} has {size} bytes, but rank {max_rank} on every linear of this model needs at most "
+            f"{WEIGHTS_FILE} has {size} bytes, but rank {max_rank} on every linear layer of this model needs at most "
             f"{max_bytes}; check that it is for this model, or raise max_lora_rank"
         )
     with path.open("rb") as file:

@@ -117,9 +117,9 @@ class Linear:
         """Parts of the weight, if it is quantized in the checkpoint; `pack` reads them."""
         if self._quantization == "int4" and not supports_int4(in_features, GROUP_SIZE):
             raise ConfigError(
-                f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, got "
-                f"{in_features} of {', '.join(slices)} in each of {_num_ranks(factory)} tensor-parallel ranks; use "
-                "int8 or fp8, or a smaller tensor_parallel_size"
+                f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, but the "
+                f"input of {', '.join(slices)} has {in_features} in each of {_num_ranks(factory)} tensor-parallel "
+                "ranks; use int8 or fp8, or a smaller tensor_parallel_size"
             )
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
