@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log output of a pod: the lines of all processes in one stream, each prefixed with the process's name.
+"""Log output of a pod. The lines of all processes are written to one stream, and each line begins with the name of its
+process.
 
-INFO lines and tables of the server are dropped unless --verbose is set; the server's warnings and errors are kept.
+Without --verbose, the INFO lines and the tables that the server prints are dropped. Its warnings and errors are always
+kept, except for a few that are known to be harmless.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ _HARMLESS_MESSAGES = (
 
 
 class LogRelay:
-    """Writes the lines of child processes to stderr; ChildProcess calls it."""
+    """Writes the lines that child processes print to stderr. ChildProcess calls it."""
 
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
@@ -37,14 +39,14 @@ class LogRelay:
 
 
 def is_noise(name: str, line: str) -> bool:
-    """Return True for a line that only --verbose shows."""
+    """Return True if this line is shown only with --verbose."""
     if name != "server":
         return not line
     return bool(_NOISE.match(line)) or any(word in line for word in _HARMLESS_MESSAGES)
 
 
 def configure_logging() -> None:
-    """Configure the supervisor's own logging with the same columns."""
+    """Configure the logging of the supervisor itself, so that its lines have the same columns."""
     prefix = "quire".ljust(NAME_WIDTH)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"{prefix}| %(asctime)s %(levelname)s %(name)s %(message)s"

@@ -2,9 +2,10 @@
 """`python -m quire_server.read_model`: reads facts about a model on a volume, and writes them as the termination
 message of its container.
 
-The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json, and
-either the total size in the weights' index or the end offset of the last tensor. The message is compressed, because
-Kubernetes keeps only 4096 bytes of it.
+The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json and one
+number that gives the size of the weights: either the total size in the weights' index or, if there is no index, the
+offset at which the last tensor of the weights file ends. The message is compressed, because Kubernetes keeps only 4096
+bytes of it.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length, tensor_bytes
 
 EXIT_PERMANENT_FAILURE = 2
-"""Exit code of an error that occurs again unless the files change."""
+"""Exit code after an error that will occur again on every run until the model's files change."""
 MAX_MESSAGE_BYTES = 4096
 _MAX_JSON_BYTES = 64 * 2**20
 _OMITTED_CONFIG_KEYS = ("id2label", "label2id", "_name_or_path", "transformers_version")
-"""Keys of config.json that can be long and do not affect memory."""
+"""Keys of config.json that are left out of the message. Their values can be long, and the memory that the model needs
+does not depend on them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m quire_server.read_model", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder with config.json")
     parser.add_argument(
-        "--into", type=Path, default=Path("/dev/termination-log"), metavar="FILE", help="file of the message"
+        "--into", type=Path, default=Path("/dev/termination-log"), metavar="FILE", help="write the message to this file"
     )
     args = parser.parse_args(argv)
     try:
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def termination_message(folder: Path) -> str:
-    """Return the arguments of CheckpointInfo.from_files as compressed JSON in base64.
+    """Return the termination message: the arguments of CheckpointInfo.from_files, written as JSON, compressed, and
+    encoded in base64.
 
     Raises:
         ConfigError: config.json does not exist or is too large for the message, or a file has invalid content.
@@ -65,14 +68,14 @@ def termination_message(folder: Path) -> str:
     text = base64.b64encode(compressed).decode()
     if len(text) > MAX_MESSAGE_BYTES:
         raise ConfigError(
-            f"{folder}/config.json: has {len(text)} bytes compressed, the limit is {MAX_MESSAGE_BYTES}; remove the "
-            "keys that transformers does not need"
+            f"{folder}/config.json: its compressed form has {len(text)} bytes, but the limit is {MAX_MESSAGE_BYTES}; "
+            "remove the keys that transformers does not need"
         )
     return text
 
 
 def _read_json(path: Path) -> Any:
-    """Return a parsed file; None if it does not exist."""
+    """Parse a JSON file and return its content; return None if the file does not exist."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON_BYTES + 1)
@@ -89,8 +92,11 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_header(path: Path) -> Any:
-    """Return a substitute for the file's header: one tensor, with the end offset of the file's last tensor. Return None
-    if the file does not exist."""
+    """Return a short substitute for the header of a safetensors file.
+
+    The substitute contains a single tensor, which ends at the same offset as the last tensor of the file. Return None
+    if the file does not exist.
+    """
     try:
         with path.open("rb") as file:
             end = tensor_bytes(json.loads(file.read(header_length(file.read(LENGTH_BYTES)))))

@@ -2,9 +2,10 @@
 """`python -m quire_server.download`: downloads a model into a folder, once. A Job runs this program before a GPU is
 allocated.
 
-A download resumes after the last byte of an earlier run, and verifies digests if the source declares them. The folder
-gets its final name when its last file is complete. Only safetensors weights, configuration and tokenizer are
-downloaded, never code. The file names are fixed, so a source need not be able to list its files.
+If an earlier run was interrupted, the download resumes after the last byte that this run received. Files are checked
+against their digests if the source declares digests. The folder gets its final name only when its last file is
+complete. The program downloads only safetensors weights, the configuration and the tokenizer. It never downloads code.
+The names of the files are fixed, so that the program also works with a source that cannot list its files.
 """
 
 import argparse
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_RETRY = 1
 EXIT_PERMANENT_FAILURE = 2
-"""Exit code if the source or its Secret is wrong, and another run would also fail."""
+"""Exit code if the source or its Secret is wrong, so that another run would fail in the same way."""
 
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
@@ -49,15 +50,16 @@ OPTIONAL_FILES = (
 )  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_CONCURRENT_FILES = 4
-"""Maximum number of files that are downloaded concurrently, because one connection rarely saturates a link."""
+"""Maximum number of files that are downloaded at the same time. One connection alone rarely uses the full bandwidth."""
 _MAX_OTHER_BYTES = 256 * 2**20
-"""Maximum size of a file other than weights; the largest tokenizers have 35 MB."""
+"""Maximum size of a file that does not contain weights. The largest known tokenizers have 35 MB."""
 _MAX_BYTES_BY_FILE = {CONFIG_FILE: 64 * 2**20, INDEX_FILE: 64 * 2**20}
-"""Maximum sizes of files that this module or the planner parses; the largest indexes have 10 MB."""
+"""Maximum size of each file that this module or the planner parses. The largest known indexes have 10 MB."""
 _MAX_NAME_BYTES = 255
 """Maximum length of a file name on common file systems."""
 _MAX_RETRY_AFTER_S = 300.0
-"""Maximum Retry-After in seconds for which a download waits, because the hub's rate limits last this long."""
+"""A download waits for at most this many seconds if the source sends Retry-After. The rate limits of the hub last this
+long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +121,7 @@ async def download(
 
 
 async def _download_one_version(downloader: "_ModelDownloader", reader: SourceReader, has_sha256: bool) -> list[str]:
-    """Download every file. Files that changed after they were read are downloaded again."""
+    """Download every file. If a file changed at the source after it was read, download it again."""
     for _ in range(MAX_SOURCE_CHANGES):
         file_names = await _download_all(downloader, reader, has_sha256)
         # The files of a commit are of one version.
@@ -184,8 +186,8 @@ def _reason_for(error: QuireError) -> DownloadReason:
 
 
 def _write_report(path: Path | None, result: DownloadResult) -> None:
-    """Write the result for the process that started this program. An error in this function does not affect the
-    model."""
+    """Write the result of the download to a file, for the process that started this program. If the file cannot be
+    written, the error is only logged, because the model itself is complete."""
     if path is None:
         return
     try:
@@ -195,7 +197,8 @@ def _write_report(path: Path | None, result: DownloadResult) -> None:
 
 
 class _ModelDownloader:
-    """Downloads files, and records in the partial folder which files are complete and which versions they have."""
+    """Downloads files. It also records which files are complete and which version each of them has; the records are
+    stored next to the partial folder."""
 
     def __init__(self, reader: SourceReader, partial: PartialDownload, meter: ProgressMeter) -> None:
         self._reader, self.partial, self.meter = reader, partial, meter
@@ -239,7 +242,7 @@ class _ModelDownloader:
         )
 
     def clear_versions(self) -> None:
-        """Delete the recorded versions, after the files have moved."""
+        """Delete the recorded versions. This is called after the files were moved to the target folder."""
         self.partial.clear_versions()
         self._completed.clear_versions()
 
@@ -250,8 +253,8 @@ class _ModelDownloader:
         return recorded_version == await self._downloader.version(self._reader, name)
 
     def _check_not_truncated(self, name: str) -> None:
-        """Reject a weights file that is shorter than its header states. Some servers report no length, so a truncated
-        file is not noticed earlier.
+        """Reject a weights file that is shorter than its header states. Some servers do not report the length of a
+        file. If such a server truncates a file, nothing before this check notices it.
 
         Raises:
             InvalidArgument: the file is shorter than its header states; the file is discarded.
@@ -260,13 +263,13 @@ class _ModelDownloader:
         if expected_bytes is not None and actual_bytes < expected_bytes:
             self.partial.discard(name)
             raise InvalidArgument(
-                f"{self._reader.display_name(name)}: has {actual_bytes} bytes, its header requires {expected_bytes}; "
-                "it was truncated or is still being written; store it again"
+                f"{self._reader.display_name(name)}: has {actual_bytes} bytes, but its header requires "
+                f"{expected_bytes}; the file was truncated or is still being written; store it again"
             )
 
 
 def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int | None]:
-    """Return the names of the weights files, and the bytes of their tensors if the index contains them.
+    """Return the names of the weights files, and the total size of their tensors in bytes if the index contains it.
 
     Raises:
         InvalidArgument: the index is invalid, or names files other than weights.
@@ -312,7 +315,8 @@ def _is_downloaded(target: Path) -> bool:
 
 @contextmanager
 def _lock_partial(target: Path) -> Iterator[PartialDownload]:
-    """Lock and return the partial download, so that two downloads into one folder of a shared claim cannot mix.
+    """Lock the partial download and return it. The lock prevents two processes that share the claim from downloading
+    into the same folder.
 
     Raises:
         Unavailable: another download has the lock.
@@ -334,12 +338,13 @@ def _lock_partial(target: Path) -> Iterator[PartialDownload]:
 
 
 def _partial_download(target: Path) -> PartialDownload:
-    """Return the partial download, which contains the files until all are complete."""
+    """Return the partial download of a target folder. It holds the files until all of them are complete."""
     return PartialDownload(target.with_name(f".partial-{target.name}"))
 
 
 def _commit(partial: PartialDownload, file_names: list[str], target: Path) -> None:
-    """Sync the files to disk, then rename the folder, so that a power failure cannot leave an incomplete model."""
+    """Write the files to disk and then rename the folder. In this order, a power failure cannot leave an incomplete
+    model behind."""
     for path in partial.folder.iterdir():
         if path.name in file_names:
             fsync_path(path)
@@ -362,7 +367,7 @@ def _translate_disk_errors(target: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's files; 0 if it does not exist or cannot be read."""
+    """Return the total size of the files in a folder, in bytes; 0 if the folder does not exist or cannot be read."""
     try:
         return sum(path.stat().st_size for path in folder.iterdir())
     except OSError:
@@ -398,11 +403,16 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         action="append",
         metavar="DIR",
-        help="folder of the model, created when it is complete",
+        help="folder for the model; it is created when the model is complete",
     )
-    parser.add_argument("--secrets-dir", type=Path, metavar="DIR", help="folder of Secrets, as DIR/<secret>/<key>")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="file for the result as JSON: result, bytes, revision, message"
+        "--secrets-dir", type=Path, metavar="DIR", help="folder that contains the Secrets, as files DIR/<secret>/<key>"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write the result to this file as JSON, with the keys result, bytes, revision and message",
     )
     parser.add_argument(
         "--progress-port",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download of one file of a source to disk: size limit, resume after a lost connection, verification.
+"""Downloads one file from a source to disk. The download has a size limit, resumes after a lost connection, and is
+verified.
 
-Bytes of two versions never mix, because a version is recorded before its first byte. The adapter fetcher and the model
-download call this module; they own the downloaded files.
+The bytes of two versions of a file are never mixed, because the version is recorded before the first byte is written.
+The adapter fetcher and the model download call this module. They own the files that it downloads.
 """
 
 import asyncio
@@ -21,17 +22,19 @@ from quire_spec.errors import InvalidArgument, Unavailable
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Maximum number of consecutive attempts without progress before the download fails."""
+"""Maximum number of attempts in a row that make no progress. After that, the download fails."""
 _MIN_PROGRESS_BYTES = 2**16
-"""Minimum number of bytes in an attempt, or in each NO_ANSWER_TIMEOUT_S, that counts as progress. Therefore a very slow
-source times out."""
+"""An attempt makes progress only if at least this many bytes arrive. During an attempt, at least this many bytes must
+also arrive in each period of NO_ANSWER_TIMEOUT_S seconds. Therefore a download from a very slow source fails."""
 _FIRST_RETRY_S = 0.25
 MAX_RETRY_AFTER_S = 10.0
-"""Maximum Retry-After in seconds for which a download waits, because other adapters can be waiting in the queue."""
+"""A download waits for at most this many seconds if the source sends Retry-After. The limit is low, because other
+adapters can be waiting in the queue."""
 NO_ANSWER_TIMEOUT_S = 60.0
-"""Seconds without data after which a read fails, so that a file system or server that hangs cannot block forever."""
+"""A read fails if no data arrives for this many seconds. Otherwise, a server or file system that hangs would block the
+download forever."""
 MAX_SOURCE_CHANGES = 3
-"""Maximum number of changes of the files during a download before the download fails."""
+"""The download fails if the files at the source change this many times while it is running."""
 
 
 class DigestMismatch(InvalidArgument):
@@ -47,16 +50,16 @@ class ResumableDownload:
         on_size: Callable[[str, int], None] = lambda name, size: None,
         max_retry_after_s: float = MAX_RETRY_AFTER_S,
     ) -> None:
-        """`size_limit(name)` returns the maximum size of a file (None: no limit) and the hint in the error message for
-        a larger file.
+        """`size_limit(name)` returns the maximum size of a file (None: no limit) and a hint. The hint becomes part of
+        the error message if the file is larger.
 
-        `on_size` is called with each file's size if the source reports it. `max_retry_after_s` is the maximum
-        Retry-After for which a download waits.
+        `on_size` is called with the name and the size of each file whose size the source reports. `max_retry_after_s`
+        limits how long a download waits if the source sends Retry-After.
         """
         self._size_limit, self._on_size, self._max_retry_after_s = size_limit, on_size, max_retry_after_s
 
     async def download(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
-        """Download one file; a partly downloaded file is continued."""
+        """Download one file. If a part of it was downloaded before, continue after that part."""
         stalled_attempts = 0
         while True:
             bytes_before = partial.size(name)
@@ -76,8 +79,8 @@ class ResumableDownload:
                 await asyncio.sleep(pause_s)
 
     def _retry_delay_s(self, stalled_attempts: int, error: Unavailable) -> float:
-        """Return the seconds before the next attempt; raise `error` if the source requests more than the maximum
-        delay."""
+        """Return how many seconds to wait before the next attempt. Raise `error` if the source asks for a longer delay
+        than the maximum."""
         retry_after_s = error.retry_after_s or 0.0
         if retry_after_s > self._max_retry_after_s:
             raise error
@@ -107,7 +110,7 @@ class ResumableDownload:
             raise Unavailable(f"{reader.display_name(name)}: only {size} of {open_file.size} bytes arrived")
 
     async def _write(self, reader: SourceReader, partial: PartialDownload, name: str, open_file: OpenFile) -> int:
-        """Append the chunks to the partial file; return the size of the file."""
+        """Append the chunks to the partial file and return the new size of the file."""
         size = window_bytes = open_file.start
         window_start = time.monotonic()
         with (partial.folder / name).open("r+b" if open_file.start else "wb") as file:
@@ -136,8 +139,8 @@ class ResumableDownload:
             raise InvalidArgument(f"{reader.display_name(name)}: has at least {size} bytes, the limit is {limit}{hint}")
 
     async def version(self, reader: SourceReader, name: str) -> str | None:
-        """Return a file's current version. Failed queries are repeated, because an error here would discard the
-        downloaded bytes."""
+        """Return the current version of a file at the source. If the query fails, it is repeated, because an error here
+        would discard the bytes that are already downloaded."""
         for attempt in range(1, _MAX_ATTEMPTS):
             try:
                 return await query_version(reader, name)
@@ -148,10 +151,11 @@ class ResumableDownload:
         return await query_version(reader, name)
 
     async def changed_files(self, reader: SourceReader, recorded_versions: Mapping[str, str | None]) -> list[str]:
-        """Return the files whose current version differs from the recorded version. Files without a version are
-        omitted.
+        """Return the files whose current version at the source differs from the recorded version. Files without a
+        recorded version are left out.
 
-        The engine can load a mixture of two versions without an error, because their shapes can match.
+        This check is necessary because the engine can load files of different versions without an error, if their
+        tensors have the same shapes.
         """
         current_versions = {
             name: await self.version(reader, name) for name, version in recorded_versions.items() if version is not None
@@ -159,8 +163,8 @@ class ResumableDownload:
         return [name for name, version in current_versions.items() if version not in (None, recorded_versions[name])]
 
     async def verify(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
-        """Compare a file's SHA-256 with the declared SHA-256. If they differ, discard the file and raise
-        DigestMismatch."""
+        """Compare the SHA-256 of a file with the SHA-256 that the source declares. If they differ, discard the file and
+        raise DigestMismatch."""
         expected = reader.expected_sha256(name)
         if expected is None:
             return
@@ -173,7 +177,7 @@ class ResumableDownload:
 
 
 async def query_version(reader: SourceReader, name: str) -> str | None:
-    """Return `reader.version(name)`; raises Unavailable after 60 s."""
+    """Return `reader.version(name)`; raise Unavailable if the source does not respond within 60 s."""
     with no_answer_timeout(reader.display_name(name)):
         async with asyncio.timeout(NO_ANSWER_TIMEOUT_S):
             return await reader.version(name)
@@ -181,7 +185,7 @@ async def query_version(reader: SourceReader, name: str) -> str | None:
 
 @contextlib.contextmanager
 def no_answer_timeout(display_name: str) -> Iterator[None]:
-    """Convert a TimeoutError to an Unavailable that names the source."""
+    """Convert a TimeoutError into an Unavailable error that names the source."""
     try:
         yield
     except TimeoutError as error:
@@ -189,7 +193,7 @@ def no_answer_timeout(display_name: str) -> Iterator[None]:
 
 
 async def _next_chunk(open_file: OpenFile, display_name: str) -> bytes:
-    """Return the next bytes of a file; b"" at its end."""
+    """Return the next bytes of a file; return b"" at the end of the file."""
     with no_answer_timeout(display_name):
         async with asyncio.timeout(NO_ANSWER_TIMEOUT_S):
             return await anext(open_file.chunks, b"")

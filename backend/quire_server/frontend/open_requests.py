@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counter of a stub's open requests, in a memory-mapped file that remains after the stub's end.
+"""Counter of the requests that are open in a stub. It is a memory-mapped file, so that it can still be read after the
+stub has ended.
 
-A request is open from the server's call of `execute` until its last response. If a stub dies with open requests, the
-server never ends these requests, and the supervisor must restart the server. The stub writes the counter; the
-supervisor reads it.
+A request is open from the time at which the server passes it to `execute` until its last response is sent. If a stub
+dies while requests are open, the server never ends these requests. The supervisor must then restart the server. The
+stub writes the counter; the supervisor reads it.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ import threading
 from pathlib import Path
 
 FOLDER = "stubs"
-"""Subfolder of the run folder with one file per stub, named by its process id."""
+"""Subfolder of the run folder. It contains one file for each stub, and the stub's process id is the name of the
+file."""
 
 _COUNT_FORMAT = struct.Struct("=Q")
 
@@ -38,7 +40,7 @@ class OpenRequestCounter:
         self._add(1)
 
     def decrement(self) -> None:
-        """Count a request whose last response was sent."""
+        """Count a request as closed, because its last response was sent."""
         self._add(-1)
 
     def _add(self, delta: int) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of one request's responses. A stub buffers deltas from the text process until a sender thread sends them
-as one response.
+"""The stream of responses to one request. A stub collects the deltas that it receives from the text process until a
+sender thread sends all of them as one response.
 
-If the sender threads are fast enough, there is one response per delta; otherwise one response contains several deltas.
-A stream has at most one owner at a time: a thread or the senders' queue. Therefore responses keep their order, and
-exactly one response is final. The final response frees the request; after it, no thread may check the request for
-cancellation. This module is independent of the server's API; stub_model.py calls it.
+While the sender threads are fast enough, each delta becomes one response. Otherwise, one response contains several
+deltas. At any time, a stream has at most one owner. The owner is either a thread or the queue of the senders. Therefore
+the responses keep their order, and only one response is marked as final. The final response frees the request. After
+that, no thread may check whether the request was cancelled. This module does not use the server's API. Its caller is
+stub_model.py.
 """
 
 import math
@@ -18,7 +19,8 @@ from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol.messages import OutputDelta
 
 MAX_PENDING_TOKENS = 16384
-"""Maximum number of buffered output tokens. With more tokens, the request fails because the client is too slow."""
+"""Maximum number of output tokens that a stream buffers. If a client reads so slowly that more tokens are waiting, its
+request fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,15 +33,15 @@ class ResponseStream:
 
     request_id: int
     options: OutputOptions | None
-    """Selected outputs; None if the request was rejected, and its only response is an error."""
+    """The outputs that the request selects. None if the request was rejected: then its only response is an error."""
     sender: Any
     """The server's response sender."""
     opened_at: float
     """Time of arrival, in monotonic seconds."""
     last_sent: list[OutputDelta] = field(init=False)
-    """Last delta of each output that was sent in a response."""
+    """For each output, the last delta that was sent in a response."""
     failed_locally: bool = False
-    """True if the stub itself ended the request and must therefore notify the text process."""
+    """True if the stub itself ended the request. In that case, the stub must notify the text process."""
     sent_at: float = -math.inf
     """Time of the last response, in monotonic seconds."""
     checked_at: float = field(init=False)
@@ -47,7 +49,7 @@ class ResponseStream:
     _pending_deltas: list[OutputDelta] = field(default_factory=list)
     _num_pending_tokens: int = 0
     _closed: bool = False
-    """True after the final delta; later deltas are dropped."""
+    """True after the final delta was added. Later deltas are dropped."""
     _is_acquired: bool = False
     """True while a thread or the senders' queue owns the stream."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,12 +73,13 @@ class ResponseStream:
             return self._has_sendable() and self._try_acquire()
 
     def fail(self, error: QuireError) -> bool:
-        """Replace pending deltas by `error`; return True if the caller must enqueue the stream for the senders."""
+        """Replace the pending deltas with `error`; return True if the caller must enqueue the stream for the
+        senders."""
         with self._lock:
             return not self._closed and self._fail(error)
 
     def try_acquire(self) -> bool:
-        """Acquire the stream if it has no owner; if True, the caller must call `release`."""
+        """Acquire the stream if it has no owner. If the result is True, the caller must call `release` later."""
         with self._lock:
             return self._try_acquire()
 
@@ -88,7 +91,7 @@ class ResponseStream:
             return deltas
 
     def push_back(self, delta: OutputDelta) -> None:
-        """Put the last popped delta back."""
+        """Put the last delta that was popped back into the stream."""
         with self._lock:
             self._pending_deltas = [delta]
 
@@ -99,8 +102,8 @@ class ResponseStream:
             return self._is_acquired
 
     def _has_sendable(self) -> bool:
-        """Return True if a response can be sent. Without streaming, the only response is sent at the end of the
-        request."""
+        """Return True if there is something to send as a response. A request without streaming gets a single response,
+        which is sent at the end of the request."""
         return bool(self._pending_deltas) and (self._closed or self._is_streaming)
 
     @property

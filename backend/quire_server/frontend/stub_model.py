@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python backend model of the server: passes requests to the text process and sends its deltas as responses.
+"""The model that the server's Python backend runs. It passes requests to the text process, and sends the deltas that
+come back as responses.
 
-Every server model of Quire, base and adapter, runs this program in a stub process. This module is the only one that
-uses the server's Python API. `execute` never blocks and never raises: a failed request gets its own error response.
+Every model that Quire adds to the server, for the base model or for an adapter, runs this program in a stub process.
+This module is the only one that uses the server's Python API. `execute` never blocks and never raises. If a request
+fails, that request gets an error response.
 
-Threads of a stub: the server's threads, the writer and the reader of text_client.py, and NUM_SENDER_THREADS threads
-that send responses. Three more threads: one checks idle requests for cancellation, one delays early errors, and one
-ends the stub when its server ends. This module must not import large packages, because a pod has one stub for the base
-and one for each exposed adapter.
+A stub has these threads: the threads of the server, the writer and the reader of text_client.py, and NUM_SENDER_THREADS
+threads that send responses. Three more threads: one checks idle requests for cancellation, one delays early errors, and
+one ends the stub when its server ends. This module must not import large packages, because a pod runs one stub for the
+base model and one for each exposed adapter.
 """
 
 import itertools
@@ -36,26 +38,29 @@ from quire_spec.protocol.messages import OutputDelta
 logger = logging.getLogger(__name__)
 
 NUM_SENDER_THREADS = 4
-"""Number of threads that send responses. A send is a blocking round trip of about 0.1 ms. On two cores, 4 threads send
-14,000 responses/s, and 16 threads hardly send more."""
+"""Number of threads that send responses. To send a response, a thread waits about 0.1 ms for the server. On two cores,
+4 threads send 14,000 responses/s, and 16 threads do not send many more."""
 CANCEL_CHECK_INTERVAL_S = 0.1
-"""Seconds between cancellation checks of a request, if few requests are open."""
+"""If few requests are open, each request is checked for cancellation at this interval, in seconds."""
 MAX_CANCEL_CHECKS_PER_S = 100
-"""Maximum number of cancellation checks per second. A check needs 65 us of CPU time in stub and server, so all checks
-use less than 1 % of a core. With more than 10 open requests the interval grows. With 64 open requests, a cancelled
-request continues for up to 0.6 s."""
+"""Maximum number of checks for cancellation per second, over all requests. A check takes 65 us of CPU time in the stub
+and the server together, so all checks use less than 1 % of a core. If more than 10 requests are open, the interval
+between the checks of one request grows. With 64 open requests, a request continues for up to 0.6 s after the client has
+cancelled it."""
 MIN_ERROR_DELAY_S = 0.02
-"""Minimum age of a request when its error is sent. A server of release 24.10 can abort if a gRPC client that requests
-real statuses (`triton_grpc_error`) gets an error while its request is still being received. On a busy machine this
-happens about once in some thousand errors. The abort ends the streams of all clients. The preload library also prevents
-the abort, but needs a C compiler."""
+"""An error is sent only when the request is at least this many seconds old. A server of release 24.10 can abort if it
+sends an error while it is still receiving the request. This happens only if a gRPC client requests real statuses
+(`triton_grpc_error`). On a busy machine, about one in several thousand such errors causes the abort. The abort ends the
+streams of all clients. The preload library also prevents the abort, but it must be built with a C compiler."""
 MIN_ERROR_DELAY_AFTER_RESPONSE_S = 0.1
-"""Minimum seconds between a response and an error, because the server can still be writing the response."""
+"""An error is sent at least this many seconds after the last response, because the server may still be writing that
+response."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    """Interface that the server calls: `initialize` once, `execute` per batch of requests, `finalize` on unload."""
+    """The interface that the server calls: `initialize` when it loads the model, `execute` for each batch of requests,
+    and `finalize` when it unloads the model."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the stub; the server calls this on load. `args` contains the model's name and its config as JSON."""
@@ -68,7 +73,8 @@ class TritonPythonModel:
         self._streams: dict[int, ResponseStream] = {}
         self._send_queue: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
-        """Acquired streams whose error must wait, each with the time at which the error can be sent."""
+        """Streams that are acquired and whose error is not sent yet. Each is stored with the time at which its error
+        can be sent."""
         self._closing = threading.Event()
         headers = os.environ.get(model_interface.FORWARDED_HEADERS_VARIABLE)
         self._forwarded_headers = re.compile(headers) if headers else None
@@ -83,7 +89,7 @@ class TritonPythonModel:
             thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Pass new requests to the text process. Other threads send their responses later."""
+        """Pass new requests to the text process. The responses are sent later, by other threads."""
         for request in requests:
             self._open_requests.increment()
             self._submit(request)
@@ -146,7 +152,8 @@ class TritonPythonModel:
                 self._delayed_errors.put((due_at, stream))
 
     def _send(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float | None:
-        """Send one response for all `deltas`. If an error must wait, return its due time in monotonic seconds."""
+        """Send one response that contains all `deltas`. If the last delta is an error that must wait, do not send it
+        yet. Instead, return the time at which it can be sent, in monotonic seconds."""
         last_delta = deltas[-1]
         if not last_delta.final and self._is_cancelled(stream):
             return None
@@ -164,14 +171,16 @@ class TritonPythonModel:
         return None
 
     def _send_before_error(self, stream: ResponseStream, deltas: list[OutputDelta]) -> float:
-        """Send the deltas before an error; return the due time of the error in monotonic seconds."""
+        """Send the deltas that come before an error. Return the time at which the error can be sent, in monotonic
+        seconds."""
         if len(deltas) > 1 and stream.options is not None and stream.options.stream:
             stream.sender.send(_to_response(stream, deltas[:-1]), flags=0)
             stream.sent_at = time.monotonic()
         return max(stream.opened_at + MIN_ERROR_DELAY_S, stream.sent_at + MIN_ERROR_DELAY_AFTER_RESPONSE_S)
 
     def _close(self, stream: ResponseStream, notify_text: bool) -> None:
-        """Remove a stream and its sender. The server keeps the request until the sender is deleted."""
+        """Remove a stream and delete its response sender. The server keeps the request in memory until the sender is
+        deleted."""
         if self._streams.pop(stream.request_id, None) is not None:
             self._open_requests.decrement()
             if notify_text:
@@ -179,7 +188,8 @@ class TritonPythonModel:
         stream.sender = None
 
     def _send_failure(self, stream: ResponseStream, error: Exception) -> None:
-        """End a request whose response could not be sent, if the server allows this."""
+        """End a request after an attempt to send its response has failed, if the server still accepts an error
+        response."""
         try:
             stream.sender.send(_error_response(_error_delta(stream.request_id, error)), flags=_FINAL)
         except Exception:
@@ -187,7 +197,8 @@ class TritonPythonModel:
         self._close(stream, notify_text=True)
 
     def _is_cancelled(self, stream: ResponseStream) -> bool:
-        """Check a request for cancellation, at a limited rate. If the client left, fail the stream and return True."""
+        """Check whether a request was cancelled, but at most once per check interval. If the client has left, make the
+        stream fail and return True."""
         now = time.monotonic()
         if stream.sender is None or now - stream.checked_at < self._cancel_check_interval_s():
             return False
@@ -240,10 +251,10 @@ def _error_delta(request_id: int, error: Exception) -> OutputDelta:
 
 
 def _exit_with_server() -> None:
-    """End this process when the server ends for any reason.
+    """End this process as soon as the server ends for any reason.
 
-    The kernel's parent-death signal cannot be used. The kernel sends it when the thread that started the stub ends, and
-    the server loads each model in a separate thread.
+    The kernel's parent-death signal cannot be used. The kernel sends it as soon as the thread that started the stub
+    ends, and the server starts each stub in the separate thread that exists only to load the model.
     """
     # The server leads its process group (child_process.py). Another parent means that the server has already ended.
     server_pid = os.getpgrp()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between tensors and messages: input tensors to GenerateRequest, OutputDelta to output tensors.
+"""Converts input tensors to a GenerateRequest, and OutputDeltas to output tensors.
 
-Pure functions on numpy arrays and dataclasses; stub_model.py calls them. Tensors have the meaning of NVIDIA's
-vllm_backend. Sampling parameters come from the tensor `sampling_parameters` and from request parameters; the tensor
-takes precedence. If the tensor exists, vllm_backend ignores all request parameters. Quire also uses request parameters
-that the tensor does not set.
+The functions have no side effects and use only numpy arrays and dataclasses. stub_model.py calls them. All tensors have
+the same meaning as in NVIDIA's vllm_backend. Sampling parameters can be set in two places: in the tensor
+`sampling_parameters` and in the request parameters. If both set a parameter, the value in the tensor is used. If the
+tensor exists, vllm_backend ignores all request parameters. Quire still uses the request parameters that the tensor does
+not set.
 
 Source:
 https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
@@ -31,23 +32,25 @@ from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_del
 Array = npt.NDArray[Any]
 
 MAX_PROMPT_BYTES = 16 * 2**20
-"""Maximum bytes of a prompt, more than any context length needs. The limit protects the stub's memory."""
+"""Maximum size of a prompt in bytes. No model has a context that needs a longer prompt. The limit protects the stub's
+memory."""
 MAX_ERROR_CHARS = 800
 
 CACHE_SALT = "cache_salt"
-"""Name of the parameter with the cache salt: a prompt shares cached prefixes only with prompts that have the same
-salt."""
+"""Name of the parameter that contains the cache salt. A prompt can use the cached prefix of another prompt only if both
+have the same salt."""
 
 PRIORITY = "priority"
-"""Name of the parameter with the priority: requests with a lower number run first. Except on its generate endpoint, the
-server consumes a request parameter with this name. Clients of other endpoints must use the tensor
-sampling_parameters."""
+"""Name of the parameter that contains the priority. Requests with a lower number run first. If a request parameter has
+this name, the server removes it, except on its generate endpoint. Therefore clients of all other endpoints must put the
+priority into the tensor sampling_parameters."""
 
 _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
-"""Fields of the server's own protocol that are not parameters. The generate endpoint passes all top-level keys."""
+"""Fields that belong to the server's own protocol. They are not parameters of Quire. They appear among the parameters
+because the generate endpoint passes on every top-level key."""
 
 _NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
-"""Top-level names in a generate request that are not sampling parameters."""
+"""Names that can appear at the top level of a generate request but are not sampling parameters."""
 
 _KNOWN_NAMES = frozenset((*(f.name for f in dataclasses.fields(SamplingParams)), *_NON_SAMPLING_NAMES, *FORMER_NAMES))
 
@@ -58,7 +61,7 @@ class OutputOptions:
 
     stream: bool
     prompt_prefix: str
-    """Text before the output: the prompt, or empty. With streaming it is always empty."""
+    """Text that is put before the output: the prompt, or an empty string. With streaming, it is always empty."""
     finish_reason: bool
     cumulative_logprob: bool
     logprobs: bool
@@ -69,7 +72,7 @@ class OutputOptions:
     num_outputs: int
     """Number of outputs in each response."""
     has_logprobs: bool
-    """Whether the request sets `logprobs`; if not, the tensor `logprobs` contains null."""
+    """True if the request sets `logprobs`. Otherwise, the output tensor `logprobs` contains null."""
 
 
 def parse_request(
@@ -119,7 +122,7 @@ def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta
 def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDelta]) -> list[OutputDelta]:
     """Merge successive deltas of a request into one delta for each output.
 
-    An output without a new delta gets an empty delta with its state from `last_sent`.
+    If an output has no new delta, its delta is empty and takes its state from `last_sent`.
     """
     by_output: list[list[OutputDelta]] = [[] for _ in last_sent]
     for delta in deltas:
@@ -136,7 +139,8 @@ def to_output_tensors(
     """Return the output tensors of a response, by name. Each tensor has one element per output of the request.
 
     `deltas` is the result of `merge_by_output`, and `last_sent` is its result for the previous response. `output_ids`
-    contains the concatenated tokens of all outputs; num_output_tokens contains the lengths.
+    contains the tokens of all outputs, one output after the other. num_output_tokens contains the number of tokens of
+    each output.
     """
     tensors = {constants.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
     if options.finish_reason:
@@ -165,10 +169,10 @@ def to_output_tensors(
 
 
 def error_response(error: QuireError) -> tuple[Code, str]:
-    """Return code and message of an error response.
+    """Return the code and the message of an error response.
 
-    The message begins with the code. gRPC clients get the code itself only on request, and HTTP clients always get
-    status 400.
+    The message begins with the name of the code, because many clients see only the message. gRPC clients get the code
+    itself only if they request it, and HTTP clients always get status 400.
     """
     message = f"{error.code}: {error}"
     if len(message) > MAX_ERROR_CHARS:
@@ -211,7 +215,7 @@ def _string_value(inputs: Mapping[str, Array], name: str) -> str:
     """Return the only element of a string tensor."""
     array = inputs[name]
     if array.size != 1:
-        raise InvalidArgument(f"{name}: must have shape [1], one prompt per request, got {list(array.shape)}")
+        raise InvalidArgument(f"{name}: must have shape [1], because a request has one prompt, got {list(array.shape)}")
     value = array.reshape(-1)[0]
     if isinstance(value, str):
         return value
@@ -237,8 +241,10 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
 def _parameters(
     inputs: Mapping[str, Array], parameters: str, forwarded_headers: re.Pattern[str] | None
 ) -> dict[str, Any]:
-    """Return the parameters in the tensor and in the request by name; fields of the server's protocol and null values
-    are omitted."""
+    """Return the parameters that the tensor and the request set, as a mapping from names to values.
+
+    Fields of the server's protocol and parameters that are null are left out.
+    """
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }
@@ -293,7 +299,8 @@ def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _check_encodable(name: str, text: str) -> None:
-    """Reject lone surrogates, which JSON escapes can contain but UTF-8 messages cannot."""
+    """Reject text that contains lone surrogates. A JSON escape can produce them, but messages are encoded in UTF-8,
+    which cannot contain them."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the text process in a stub: sends requests and receives deltas over one Unix socket.
+"""Connects a stub to the text process. It sends requests and receives deltas over one Unix socket.
 
-A writer thread connects and sends; a reader thread decodes deltas. `submit` and `cancel` therefore never block on the
-socket. When the connection ends, each open request gets an UNAVAILABLE delta. The writer reconnects without waiting for
-a request, so that every running frontend is connected. The client is independent of the server's API; stub_model.py
-owns it.
+A writer thread opens the connection and sends requests; a reader thread receives and decodes deltas. `submit` and
+`cancel` therefore never block on the socket. When the connection ends, each open request gets a delta with the error
+UNAVAILABLE. The writer does not wait for the next request before it connects again. Therefore every running frontend is
+connected to the text process. The client does not use the server's API. It is owned by stub_model.py.
 """
 
 import logging
@@ -30,19 +30,20 @@ from quire_spec.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.1
-"""Seconds between connection attempts of an idle writer without a connection."""
+"""While the writer is idle and not connected, it tries to connect again after this many seconds."""
 _RECV_BYTES = 256 * 1024
 
 _WriterItem = tuple[GenerateRequest | CancelRequests | RequestRejected, bytes] | Literal["lost", "close"]
-"""Item of the writer's queue: a message with its frame, the notice of a lost connection, or the request to close."""
+"""Item in the queue of the writer: a message together with its encoded frame, or "lost" (the connection was lost), or
+"close"."""
 
 
 class TextClient:
     """Sends requests to the text process and passes on the deltas of the responses."""
 
     def __init__(self, path: Path, model: str, on_delta: Callable[[OutputDelta], None]) -> None:
-        """`on_delta` is called in the reader or writer thread and must not block. The deltas of a request keep their
-        order."""
+        """`on_delta` is called in the reader thread or in the writer thread, so it must not block. The deltas of one
+        request arrive in order."""
         self._path = path
         self._model = model
         self._on_delta = on_delta
@@ -53,8 +54,8 @@ class TextClient:
         self._writer.start()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request. `on_delta` gets the deltas of the request; without a text process, it gets an UNAVAILABLE
-        delta."""
+        """Send a request. `on_delta` is called with each delta of the request. If the text process is not running,
+        `on_delta` gets a delta with the error UNAVAILABLE."""
         self._enqueue(request)
 
     def cancel(self, request_id: int) -> None:
@@ -62,14 +63,15 @@ class TextClient:
         self._enqueue(CancelRequests([request_id]))
 
     def report_rejected(self, code: str) -> None:
-        """Report a rejected request for the metrics. Without a text process, the rejection is not counted."""
+        """Report to the text process that a request was rejected, so that the metrics count it. If the text process is
+        not running, the rejection is not counted."""
         self._enqueue(RequestRejected(code))
 
     def _enqueue(self, message: GenerateRequest | CancelRequests | RequestRejected) -> None:
         self._send_queue.put((message, encode_frame(message)))
 
     def close(self) -> None:
-        """Close the connection and stop the writer; open requests get UNAVAILABLE deltas."""
+        """Close the connection and stop the writer. Open requests get a delta with the error UNAVAILABLE."""
         self._closing = True
         self._send_queue.put("close")
         self._drop_connection()
@@ -127,7 +129,7 @@ class TextClient:
 class _Connection:
     """One connection and its open requests.
 
-    `track` and `_on_disconnect` use a lock, so that only one of them fails a request.
+    `track` and `_on_disconnect` hold a lock, so that a request is reported as failed only once.
     """
 
     def __init__(
@@ -150,21 +152,21 @@ class _Connection:
         threading.Thread(target=self._read_loop, name="text-reader", daemon=True).start()
 
     def track(self, request_id: int) -> bool:
-        """Register an open request, which fails when this connection ends. Return False if the connection has already
-        ended."""
+        """Register an open request. If this connection ends, the request fails. Return False if the connection has
+        already ended."""
         with self._lock:
             if not self.is_closed:
                 self._open_request_ids.add(request_id)
             return not self.is_closed
 
     def untrack(self, request_ids: list[int]) -> None:
-        """Stop tracking requests that need no more deltas, because they have ended or were cancelled."""
+        """Remove requests that need no more deltas, either because they have ended or because they were cancelled."""
         with self._lock:
             self._open_request_ids.difference_update(request_ids)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame; block while the text process does not read. If the socket is broken, the reader thread reports
-        this."""
+        """Send a frame. The call blocks while the text process does not read from the socket. If the socket is broken,
+        no error is raised here. The reader thread detects it and reports the open requests as failed."""
         try:
             with self._send_lock:
                 self._socket.sendall(frame)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the server's repository API and probes on loopback. The supervisor calls this module, which is independent
-of adapters.
+"""Client of the model server on the loopback interface. It calls the server's repository API and its health probes. The
+supervisor calls this module. The module does not know about adapters.
 
-Models are loaded over gRPC. Over HTTP, the thread of the connection loads the model. The server uses one thread for
-most HTTP connections, so their streams would stall during the load.
+Models are loaded over gRPC. If a model were loaded over HTTP, the thread that serves the connection would load it. The
+server uses one thread for most of its HTTP connections, so all their streams would stall while the model is loaded.
 """
 
 import asyncio
@@ -25,20 +25,21 @@ from quire_spec.errors import Internal, Unavailable
 from quire_spec.net.addresses import format_for_url
 
 _LOAD_TIMEOUT_S = 150.0
-"""Timeout of a load in seconds, longer than launch.ServerOptions.stub_timeout_s, so that the server's error arrives
-first."""
+"""Timeout of a load in seconds. It is longer than launch.ServerOptions.stub_timeout_s, so that the server can report
+its own error first."""
 _PROBE_TIMEOUT_S = 5.0
 _NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", "StatusCode.CANCELLED")
-"""Statuses that gRPC itself reports if the server does not respond."""
+"""Statuses that the gRPC library itself reports if it gets no response from the server."""
 _NOT_OPEN = "ModelServerClient must be used as an async context manager"
 _CONNECTION_CLOSED = "server: ended, its connection is closed"
 _CHANNEL_ARGS: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
-"""Options of the gRPC channel. The options disable the proxy of the environment, which gRPC would also use for
-loopback."""
+"""Options of the gRPC channel. They turn off the proxy that the environment variables set. Otherwise, gRPC would use
+this proxy even for loopback."""
 
 
 class ModelServerClient(AsyncExitStack):
-    """Client of one server, on its HTTP and gRPC ports. A ModelServerClient is used as an async context manager."""
+    """Client of one server, which it reaches on its HTTP and gRPC ports. A ModelServerClient is used as an async
+    context manager."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class ModelServerClient(AsyncExitStack):
         return self
 
     async def connect_tls(self) -> None:
-        """Connect to gRPC with TLS; the server must listen already. Without TLS, do nothing.
+        """Connect to the gRPC port with TLS. The server must already be listening. Without TLS, do nothing.
 
         Raises:
             Unavailable: the server does not send its certificate.
@@ -83,7 +84,7 @@ class ModelServerClient(AsyncExitStack):
         self.push_async_callback(self._grpc_client.close)
 
     async def load_model(self, name: str) -> None:
-        """Load a model from its folder in a repository; return when it is ready.
+        """Load a model from its folder in a repository. The call returns when the model is ready.
 
         A loaded model is loaded again only if its files have changed.
 
@@ -94,7 +95,7 @@ class ModelServerClient(AsyncExitStack):
         await self._call(self._client().load_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def unload_model(self, name: str) -> None:
-        """Unload a model: new requests are rejected at once, requests in flight run to completion.
+        """Unload a model. The server rejects new requests at once, and requests in flight run to completion.
 
         Raises:
             Internal: the server rejected the call.
@@ -103,7 +104,7 @@ class ModelServerClient(AsyncExitStack):
         await self._call(self._client().unload_model(name, self._headers, client_timeout=_LOAD_TIMEOUT_S))
 
     async def repository_index(self) -> list[dict[str, str]]:
-        """Return name, version, state and reason of every model; a model that was never loaded has only a name.
+        """Return the name, version, state and reason of every model. A model that was never loaded has only a name.
 
         Raises the same errors as `unload_model`.
         """
@@ -113,9 +114,11 @@ class ModelServerClient(AsyncExitStack):
         return list(index.get("models", []))
 
     async def is_loaded(self, name: str) -> bool:
-        """Return True if the server has this model. The result stays True after the model's stub died.
+        """Return True if the server has loaded this model. The result stays True even after the stub of the model has
+        died.
 
-        The readiness that the server reports is different: it also depends on the supervisor (readiness_file.py).
+        This is not the readiness that the server reports to others, which also depends on the supervisor
+        (readiness_file.py).
         """
         return await self._probe(f"/models/{name}")
 
@@ -153,8 +156,8 @@ class ModelServerClient(AsyncExitStack):
 
 
 def _certificate_name(address: tuple[str, int], certificate: Path) -> str:
-    """Return any name in the server's certificate, because the certificate need not contain the address of this
-    machine."""
+    """Return one of the names in the server's certificate. The client expects this name, because the certificate may
+    not contain the address of this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted

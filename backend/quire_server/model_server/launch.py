@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds Triton Inference Server on this machine, makes startup checks, and builds the server's command line and
-environment.
+"""Finds Triton Inference Server on this machine, checks that it can start, and builds its command line and environment.
 
-Two installations are supported: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel, whose binary is
-started directly. The supervisor starts the process. This module is independent of engines, adapters and sockets.
+There are two supported installations: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel. From the wheel,
+only the server binary is used, which is started directly. The supervisor starts the server process. This module does
+not know about engines, adapters or sockets.
 """
 
 import os
@@ -27,20 +27,20 @@ IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
 """HTTP header with the key for the server's restricted APIs."""
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
-"""Name of the header KEY_HEADER over gRPC, where the server requires this prefix."""
+"""Name of the header KEY_HEADER in gRPC requests. For gRPC, the server requires this prefix."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
-"""APIs of the server that require the key, so that only the supervisor can use them. The APIs for metadata, config and
-statistics need no key, because load generators use them."""
+"""APIs of the server that require the key. Only the supervisor has the key, so only the supervisor can use these APIs.
+The APIs for metadata, config and statistics need no key, because load generators use them."""
 
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_MODEL = 2**20
-"""Initial size of a stub's region in /dev/shm (the Python backend's default)."""
+"""Initial size, in bytes, of each stub's region in /dev/shm. This is the default of the Python backend."""
 SHM_RESERVE_BYTES = 8 * 2**20
-"""Additional space in /dev/shm for large prompts, which make the region of a stub grow."""
+"""Free space in /dev/shm that is needed in addition, because large prompts make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
-"""Environment variable: 1 if the preload library must reject requests that crash the server, else 0. If the variable is
-not set, `needs_guard` decides."""
+"""Environment variable that turns the request guard in the preload library on (1) or off (0). The guard rejects
+requests that would crash the server. If the variable is not set, `needs_guard` decides."""
 _FIRST_FIXED_VERSION = (2, 59)
 """First server version (release 25.07) that itself limits the size of bodies, the nesting of JSON, and chunks."""
 
@@ -193,17 +193,18 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> N
     if python.version not in install.stubs:
         stub_versions = ", ".join(sorted(install.stubs, key=lambda v: int(v.split(".")[1]))) or "none"
         raise ConfigError(
-            f"{interpreter}: version {python.version} is not supported, the server at {str(install.binary)!r} has "
-            f"stubs for {stub_versions}; create the environment with one of these versions"
+            f"{interpreter}: version {python.version} is not supported, because the server at "
+            f"{str(install.binary)!r} has stubs only for {stub_versions}; create the environment with one of these "
+            "versions"
         )
     if python.libpython is None:
         raise ConfigError(
-            f"{interpreter}: libpython{python.version}.so.1.0 is missing, which the server's stub loads; use a Python "
-            f"built with --enable-shared (Debian, Ubuntu: apt install libpython{python.version})"
+            f"{interpreter}: libpython{python.version}.so.1.0 is missing, but the server's stub loads it; use a Python "
+            f"that was built with --enable-shared (Debian, Ubuntu: apt install libpython{python.version})"
         )
     if python.numpy is None:
         raise ConfigError(
-            f"{interpreter}: numpy is not installed, which the server's stub requires; pip install 'quire-llm[server]'"
+            f"{interpreter}: numpy is not installed, but the server's stub requires it; pip install 'quire-llm[server]'"
         )
     if install.kind == "wheel" and int(python.numpy.split(".")[0]) >= 2:
         raise ConfigError(
@@ -313,10 +314,10 @@ def _check_shm(num_models: int) -> None:
     free_bytes = shutil.disk_usage(SHM).free
     if free_bytes < required_bytes:
         raise ConfigError(
-            f"{SHM}: {required_bytes / 2**20:.0f} MiB required ({num_models} models x "
-            f"{SHM_BYTES_PER_MODEL / 2**20:.0f} MiB + {SHM_RESERVE_BYTES / 2**20:.0f} MiB for prompts), got "
-            f"{free_bytes / 2**20:.0f} MiB free; mount an emptyDir with medium Memory, or start the container with a "
-            "larger --shm-size"
+            f"{SHM}: {required_bytes / 2**20:.0f} MiB are required ({num_models} models x "
+            f"{SHM_BYTES_PER_MODEL / 2**20:.0f} MiB + {SHM_RESERVE_BYTES / 2**20:.0f} MiB for prompts), but only "
+            f"{free_bytes / 2**20:.0f} MiB are free; mount an emptyDir with medium Memory, or start the container with "
+            "a larger --shm-size"
         )
 
 

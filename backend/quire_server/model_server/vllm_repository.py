@@ -66,7 +66,9 @@ def read_served_model_names(folder: Path) -> tuple[str, ...]:
     value = read_json_object(path).get("served_model_name")
     names = [] if value is None else value if isinstance(value, list) else [value]
     if len(names) > _MAX_SERVED_NAMES:
-        raise ConfigError(f"{path}: served_model_name: at most {_MAX_SERVED_NAMES} names, got {len(names)}; give fewer")
+        raise ConfigError(
+            f"{path}: served_model_name: at most {_MAX_SERVED_NAMES} names are allowed, got {len(names)}; give fewer"
+        )
     for name in names:
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_SERVED_NAME_CHARS:
             raise ConfigError(
@@ -101,7 +103,8 @@ def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
     path = model.version_dir / ADAPTERS_FILE
     if not path.exists():
         raise ConfigError(
-            f"{path}: missing, but model.json sets enable_lora; create the file, with the content {{}} for no adapters"
+            f"{path}: missing, but model.json sets enable_lora; create the file; if there are no adapters, write {{}} "
+            "into it"
         )
     sources: dict[str, dict[str, Any]] = {}
     problems: list[str] = []

@@ -223,7 +223,7 @@ async def test_rejects_truncated_weights(tmp_path, web, cut):
     header = json.dumps({"w": {"dtype": "U8", "shape": [900], "data_offsets": [0, 900]}}).ljust(92).encode()
     whole = len(header).to_bytes(8, "little") + header + b"w" * 900
     web.files["/single/model.safetensors"] = whole[:cut]
-    with pytest.raises(InvalidArgument, match=f"has {cut} bytes, its header requires"):
+    with pytest.raises(InvalidArgument, match=f"has {cut} bytes, but its header requires"):
         await download(http(web, "single"), tmp_path / "m", SourceOptions())
     web.files["/single/model.safetensors"] = whole
     await download(http(web, "single"), tmp_path / "m", SourceOptions())

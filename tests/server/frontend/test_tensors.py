@@ -80,7 +80,7 @@ class TestPrompt:
                 for text in (b"\xff", b"ok \xc3", b"\xed\xa0\x80")
             ),
             *(
-                ({"text_input": array}, "text_input: must have shape [1], one prompt per request, got")
+                ({"text_input": array}, "text_input: must have shape [1], because a request has one prompt, got")
                 for array in (strings(), strings("a", "b"), np.array([["a", "b"]], np.object_))
             ),
             ({"text_input": np.array([1.5])}, "text_input: must be a string, got float64"),

@@ -93,7 +93,7 @@ def test_preflight_accepts_numpy_2_with_the_image(image, python):
 
 
 def test_preflight_requires_shared_memory_for_all_stubs(python):
-    with pytest.raises(ConfigError, match=r"/dev/shm: .* MiB required \(9999999 models x 1 MiB"):
+    with pytest.raises(ConfigError, match=r"/dev/shm: .* MiB are required \(9999999 models x 1 MiB"):
         launch.preflight(launch.find_server(), python, num_models=9999999)
 
 
