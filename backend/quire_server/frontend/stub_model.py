@@ -7,9 +7,9 @@ This module is the only one that uses the server's Python API. `execute` never b
 fails, that request gets an error response.
 
 A stub has these threads: the threads of the server, the writer and the reader of text_client.py, and NUM_SENDER_THREADS
-threads that send responses. Three more threads: one checks idle requests for cancellation, one delays early errors, and
-one ends the stub when its server ends. This module must not import large packages, because a pod runs one stub for the
-base model and one for each exposed adapter.
+threads that send responses. It also has three threads of its own: one checks idle requests for cancellation, one delays
+early errors, and one ends the stub when its server ends. This module must not import large packages, because a pod runs
+one stub for the base model and one for each exposed adapter.
 """
 
 import itertools
@@ -251,7 +251,7 @@ def _error_delta(request_id: int, error: Exception) -> OutputDelta:
 
 
 def _exit_with_server() -> None:
-    """End this process as soon as the server ends for any reason.
+    """End this process when the server ends. The reason for the end does not matter.
 
     The kernel's parent-death signal cannot be used. The kernel sends it as soon as the thread that started the stub
     ends, and the server starts each stub in the separate thread that exists only to load the model.

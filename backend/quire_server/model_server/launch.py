@@ -42,7 +42,8 @@ _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
 """Environment variable that turns the request guard in the preload library on (1) or off (0). The guard rejects
 requests that would crash the server. If the variable is not set, `needs_guard` decides."""
 _FIRST_FIXED_VERSION = (2, 59)
-"""First server version (release 25.07) that itself limits the size of bodies, the nesting of JSON, and chunks."""
+"""The first server version (release 25.07) that needs no guard. It limits the size of bodies, the nesting of JSON, and
+chunks itself."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
@@ -52,7 +53,8 @@ _MODEL_VARIABLES = re.compile(
     r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
-"""Pattern of environment variables that the code of other models gets. These variables belong to libraries and contain
+"""If the server also runs the models of --model-repository, their code can read only the environment variables that
+match this pattern, and those in ServerOptions.model_env. The variables in this pattern belong to libraries and contain
 no secrets."""
 
 
@@ -66,7 +68,7 @@ class ServerInstall:
     backend: Path
     """Folder with libtriton_python.so and triton_python_backend_utils.py."""
     stubs: dict[str, Path]
-    """Path of the stub program by Python version, such as '3.11'."""
+    """Maps a Python version, such as '3.11', to the path of its stub program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Interpreter:
     version: str
     """Python version, such as '3.11'."""
     libpython: Path | None
-    """Shared library of the interpreter, which the stub loads; None if it does not exist."""
+    """Shared library of the interpreter. The stub loads this library. None if the file does not exist."""
     numpy: str | None
     """Version of numpy in the interpreter's environment; None if numpy is not installed."""
 
@@ -103,26 +105,27 @@ class ServerOptions:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = constants.SERVER_METRICS_PORT
     gpu_metrics: bool = False
-    """Whether the server reports GPU metrics. Without a GPU this must be False, because the server logs errors about
-    missing NVIDIA libraries if it is True."""
+    """Whether the server reports GPU metrics. It must be False on a machine without a GPU. Otherwise, the server logs
+    errors about missing NVIDIA libraries."""
     readiness_file: Path | None = None
-    """File with the names of ready models (readiness_file.py); None: loaded models are ready."""
+    """File that contains the names of the models that are ready (readiness_file.py). None: each model is ready as soon
+    as it is loaded."""
     exit_timeout_s: int = 30
-    """Seconds for requests in flight to finish after SIGTERM."""
+    """After SIGTERM, requests in flight have this many seconds to finish."""
     stub_timeout_s: int = 120
     """Timeout of a stub's startup in seconds; the server's default of 30 s is too short on a busy machine."""
     other_repository: Path | None = None
     """Folder of --model-repository; None if there is none."""
     model_env: frozenset[str] = frozenset()
-    """Names of further environment variables for the models of --model-repository."""
+    """Names of additional environment variables that the models of --model-repository can read."""
     arguments: tuple[str, ...] = ()
     """Arguments from the user; see `parse_server_arguments`."""
 
 
 def needs_guard(install: ServerInstall) -> bool:
-    """Return whether requests can crash this server: True if its release is older than 25.07, or unknown.
+    """Return True if requests can crash this server. This is the case if its release is older than 25.07 or unknown.
 
-    NVIDIA's image contains its version in a file. The wheel contains release 24.10.
+    NVIDIA's image contains a file with the server's version. The wheel has no such file. It contains release 24.10.
     """
     try:
         major, minor = (install.binary.parents[1] / "TRITON_VERSION").read_text().split(".")[:2]
@@ -137,8 +140,8 @@ def new_key() -> str:
 
 
 def new_shm_prefix() -> str:
-    """Return a new random prefix. The prefix separates the regions of servers that share /dev/shm, and identifies old
-    regions."""
+    """Return a new random prefix. Because of the prefix, servers that share /dev/shm use different regions, and the
+    regions of a server that has ended can be found."""
     return f"quire-{secrets.token_hex(4)}-"
 
 
@@ -182,7 +185,8 @@ def current_interpreter() -> Interpreter:
 
 
 def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> None:
-    """Reject a setup that would later fail in a stub with a less clear message.
+    """Check the setup before the server starts. A stub would fail with a wrong setup, but only later and with a less
+    clear message.
 
     Raises:
         ConfigError: the server has no stub for this Python version, libpython is missing, the numpy version is not
@@ -218,7 +222,7 @@ def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> N
 def server_command(
     install: ServerInstall, python: Interpreter, options: ServerOptions
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the server's command line and environment; create its backend folder in `options.run_dir`."""
+    """Create the server's backend folder in `options.run_dir`, and return the server's command line and environment."""
     serves_others = options.other_repository is not None
     backends = _link_backends(install, python, options.run_dir, all_backends=serves_others)
     closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
@@ -294,7 +298,8 @@ def _require_files(*files: Path) -> None:
 
 
 def _stub_version(stub: Path) -> str:
-    """Return the Python version of a stub program, from the name libpython3.X.so in its ELF file."""
+    """Return the Python version for which a stub program was built. The version is part of the library name
+    libpython3.X.so in the stub's ELF file."""
     match = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
     return match[1].decode() if match else "unknown"
 
@@ -322,10 +327,10 @@ def _check_shm(num_models: int) -> None:
 
 
 def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, all_backends: bool) -> Path:
-    """Create a backend folder that consists of links. The server searches for stubs only in its backend folder, and the
-    wheel's backend folder has no stubs.
+    """Create a backend folder that contains only links to files of the installation. The server searches for stubs only
+    in its backend folder, and the wheel's backend folder has no stubs.
 
-    With `all_backends`, the other backends of the installation are also linked.
+    With `all_backends`, the folder also contains links to the other backends of the installation.
     """
     folder = run_dir / "backends" / "python"
     folder.mkdir(parents=True, exist_ok=True)
@@ -341,9 +346,10 @@ def _link_backends(install: ServerInstall, python: Interpreter, run_dir: Path, a
 
 
 def _environment(python: Interpreter) -> dict[str, str]:
-    """Return a copy of this process's environment in which stubs use `python` (through PATH) and its libpython.
+    """Return a copy of this process's environment. In the copy, PATH and LD_LIBRARY_PATH are set so that stubs use
+    `python` and its libpython.
 
-    With another libpython a stub starts but fails later: `import ssl` raises an undefined symbol error.
+    If a stub loads a different libpython, it starts but fails later: `import ssl` raises an undefined symbol error.
     """
     assert python.libpython is not None, "preflight did not run"
     env = dict(os.environ)

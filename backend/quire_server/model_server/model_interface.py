@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model interface as data: its tensors and the parameters of a model's config.
+"""The tensors of a model and the parameters of its config, as Python data.
 
-repository.py renders the interface for the server; frontend/tensors.py and stub_model.py use it. Names, types and
-shapes are the same as in NVIDIA's vllm_backend (auto_complete_config), with two differences. text_input is optional,
-because input_ids can replace it. Ids are INT64, because in an INT32 tensor the server silently wraps larger numbers.
+repository.py writes them into the config of each model. frontend/tensors.py and stub_model.py use them to read
+requests. Names, types and shapes are the same as in NVIDIA's vllm_backend (auto_complete_config), with two differences.
+text_input is optional, because input_ids can replace it. Ids are INT64, because in an INT32 tensor the server silently
+wraps larger numbers.
 
 Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
 """
@@ -29,7 +30,7 @@ INPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
     *((flag, "TYPE_BOOL", 1) for flag in FLAGS),
 )
-"""Name, type and single dimension of each input; all inputs are optional."""
+"""Name, type and shape of each input. Each shape has one dimension (-1: any size). All inputs are optional."""
 
 OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.TEXT_OUTPUT, "TYPE_STRING", -1),
@@ -41,13 +42,15 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.OUTPUT_IDS, "TYPE_INT64", -1),
     (constants.PROMPT_LOGPROBS, "TYPE_STRING", 1),
 )
-"""Name, type and single dimension of each output."""
+"""Name, type and shape of each output. Each shape has one dimension (-1: any size)."""
 
 FORWARDED_HEADERS_VARIABLE = "QUIRE_FORWARDED_HEADERS"
-"""Environment variable of the stubs: pattern of the headers that the server passes as request parameters over gRPC.
-Over HTTP the server passes no headers to Quire's models."""
+"""Environment variable of the stubs. It contains a pattern. If the name of a gRPC header matches the pattern, the
+server passes the header to the model as a request parameter. Over HTTP, the server passes no headers to Quire's
+models."""
 
 PARAM_SOCKET = "quire_text_socket"
-"""Name of the config parameter with the path of the text process's socket."""
+"""Name of the config parameter that contains the path of the text process's socket."""
 PARAM_BASE = "quire_base_model"
-"""Name of the config parameter with the name of the base model; a model with another name is an adapter."""
+"""Name of the config parameter that contains the name of the base model. A model that has a different name is an
+adapter."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readiness that the server reports on its own ports: a file that the supervisor writes and preload.c reads.
+"""A file that controls which readiness the server reports on its own ports. The supervisor writes the file, and
+preload.c reads it.
 
-The server itself checks only that a model is loaded. With the file, the server reports a model as ready only if the
-file also reports the model as ready.
+The server itself checks only that a model is loaded. If the file is used, the server reports a model as ready only if
+the file also reports the model as ready.
 """
 
 import contextlib
@@ -19,10 +20,10 @@ VARIABLE = "QUIRE_READINESS_FILE"
 
 
 class ReadinessFile:
-    """Content of the file: first a line + or - for the server, then for each model of Quire a line with + or - and the
-    model's name.
+    """The readiness file. Each line begins with + (ready) or - (not ready). The first line is for the server. Each
+    other line is for one model of Quire, and the name of the model follows the sign.
 
-    For a model that is not in the file, the server's own readiness is reported.
+    If a model is not in the file, the server reports its own readiness for this model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +31,7 @@ class ReadinessFile:
         self._content = ""
 
     def write(self, is_ready: bool, models: Mapping[str, bool]) -> None:
-        """Replace the content of the file atomically, unless it is unchanged."""
+        """Replace the content of the file atomically. Do nothing if the content is the same as before."""
         lines = [_sign(is_ready), *(_sign(is_model_ready) + name for name, is_model_ready in sorted(models.items()))]
         content = "\n".join(lines) + "\n"
         if content == self._content:

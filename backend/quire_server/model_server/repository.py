@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering of the server's models: config and program, and their folders in the model repository.
+"""Writes the models of the server: the folder of each model in the model repository, with a config and a program.
 
-Only `write_model` and `remove_model` access the disk. The models of base and adapters contain the same one-line
-program; only their names differ. The supervisor calls this module.
+Only `write_model` and `remove_model` access the disk. The models contain the same one-line program, whether they are
+for the base model or for an adapter. Only their names differ. The supervisor calls this module.
 """
 
 import json
@@ -45,10 +45,11 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
 
 
 def write_model(repository: Path, name: str, base: str, text_socket: Path, program: str = MODEL_PY) -> Path:
-    """Write a model's folder into `repository`, replacing an older one; return the folder.
+    """Write the folder of a model into `repository`, and return the folder. If the folder already exists, its files are
+    replaced.
 
-    The repository API can also load a model without a folder. Quire does not use this, because ensembles cannot call a
-    model without a folder.
+    The repository API can also load a model that has no folder. Quire does not use this, because ensembles cannot call
+    such a model.
 
     Raises:
         InvalidArgument: `name` or `base` is not a model name.
@@ -67,7 +68,7 @@ def remove_model(repository: Path, name: str) -> None:
 
 
 def to_pbtxt(config: Mapping[str, Any]) -> str:
-    """Return the protobuf text form of a config, which the server reads from a model's folder."""
+    """Return a config in the text form of protobuf. The server reads this form from the folder of a model."""
     return "".join(f"{line}\n" for key, value in config.items() for line in _field(key, value))
 
 

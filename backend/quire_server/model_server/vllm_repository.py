@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of model repositories of NVIDIA's vllm_backend: converts them to engine.json and adapters.json."""
+"""Reads model repositories of NVIDIA's vllm_backend, and converts them to engine.json and adapters.json."""
 
 import json
 import logging
@@ -22,15 +22,18 @@ ADAPTERS_FILE = "multi_lora.json"
 _MAX_SERVED_NAMES = 16
 _MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
-"""Settings of config.pbtxt that need no log message: each agrees with the served model, or only names a file."""
+"""Settings of config.pbtxt that are not logged as ignored. Each of them either agrees with the served model or only
+names a file."""
 
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
-    """Read a model of NVIDIA's vllm_backend: `model.json` (vLLM's engine arguments) and `multi_lora.json`.
+    """Read a model of NVIDIA's vllm_backend: `model.json` contains vLLM's engine arguments, and `multi_lora.json` lists
+    the adapters.
 
-    `folder` is the model's folder, or a repository with one such model. `device` is used if model.json sets no device.
-    Values can be strings ("true", "16"), as in vllm_backend. The log names the parts that the server ignores: other
-    versions, other models, and the settings of config.pbtxt, because tensors and instances are fixed.
+    `folder` is the folder of the model, or a repository that contains exactly one such model. `device` is used if
+    model.json sets no device. As in vllm_backend, a value can also be a string ("true", "16"). The server logs which
+    parts it ignores: other versions, other models, and the settings of config.pbtxt. The settings have no effect,
+    because the tensors and instances are fixed.
 
     Raises:
         ConfigError: a file is missing or not valid, or arguments are not supported; the message names all of them.
@@ -55,8 +58,8 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
 
 
 def read_served_model_names(folder: Path) -> tuple[str, ...]:
-    """Return `served_model_name` in model.json: the names of the base model in the OpenAI API. If the result is empty,
-    the API uses the name of the model's folder.
+    """Return the names in the field `served_model_name` of model.json. In the OpenAI API, they are the names of the
+    base model. If the result is empty, the API uses the name of the model's folder.
 
     Raises:
         ConfigError: a name is not a text, is too long, or is the name of an adapter.
@@ -124,8 +127,9 @@ def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
 def _adapter_source(model: VllmModelFolder, location: str) -> dict[str, Any] | None:
     """Return the source of an adapter; None if the location is not valid.
 
-    vLLM resolves a relative path against the working directory. Users also write paths relative to the repository. Any
-    other location with one slash is a hub id, as in vLLM.
+    vLLM resolves a relative path against the working directory. Because users also write paths relative to the
+    repository, the folders of the repository are searched as well. If no such folder exists, a location that contains
+    one slash is a hub id, as in vLLM.
     """
     folder = Path(location).expanduser()
     if folder.is_absolute():

@@ -33,10 +33,12 @@ from quire_spec.net.addresses import is_ipv6
 logger = logging.getLogger("quire_server.openai")
 
 _GRACE_S = 5
-"""Seconds for open responses to end after SIGTERM. The supervisor drains the text process before SIGTERM."""
+"""After SIGTERM, open responses have this many seconds to end. The supervisor drains the text process before it sends
+SIGTERM."""
 _KEEP_ALIVE_S = 65
-"""Seconds before an idle connection is closed. Clients and proxies close idle connections earlier, so that no client
-sends a request while the front closes the connection."""
+"""A connection is closed after it was idle for this many seconds. The value is longer than the timeouts of clients and
+proxies, so that they close idle connections first. Otherwise, a client could send a request at the moment at which the
+front closes the connection."""
 _BACKLOG = 2048
 
 
@@ -105,7 +107,7 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit, because each connection is an open file."""
+    """Raise the limit of open files to the hard limit, because each connection needs an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -126,7 +128,9 @@ def _listen(settings: FrontSettings) -> socket.socket:
 
 def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser = argparse.ArgumentParser(prog="python -m quire_server.openai", description="Serve the OpenAI API.")
-    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the pod's Unix sockets")
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="folder that contains the pod's Unix sockets"
+    )
     parser.add_argument("--served-name", required=True, metavar="NAME", help="model name of the base model")
     parser.add_argument(
         "--served-model-name",
@@ -146,7 +150,9 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         metavar="N",
         help="maximum size of a request body (default: %(default)s)",
     )
-    parser.add_argument("--api-keys-dir", type=Path, metavar="DIR", help="folder with an API key in each file")
+    parser.add_argument(
+        "--api-keys-dir", type=Path, metavar="DIR", help="folder that contains one API key in each of its files"
+    )
     parser.add_argument(
         "--admin-key-file",
         type=Path,
@@ -156,7 +162,11 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
     parser.add_argument("--shared-prefix-cache", action="store_true", help="let API keys share cached prompts")
     parser.add_argument("--live", action="store_true", help="serve /live, a page that shows the running engine")
     parser.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of this origin can use the API"
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="allow web pages of this origin to use the API",
     )
     parser.add_argument(
         "--generation-config",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI application: routes, errors as JSON, server-sent events, and cancellation of a request when its client
-disconnects."""
+"""The ASGI application. It passes requests to routes, returns errors as JSON, sends server-sent events, and cancels a
+request when its client disconnects."""
 
 import asyncio
 import logging
@@ -76,7 +76,8 @@ class Application:
             self._routes |= {"/live": {"GET": self._live.page}, "/live/events": {"GET": self._live.events}}
 
     def close(self) -> None:
-        """End the endless streams of /live/events, before the server waits for open responses."""
+        """End the streams of /live/events, which are endless. This must happen before the server waits for open
+        responses."""
         if self._live is not None:
             self._live.close()
 
@@ -133,8 +134,8 @@ class Application:
         return handler
 
     async def _stream(self, request: HttpRequest, reply: EventStream, send: Send) -> None:
-        """Send the events. The headers are sent only with the first chunk, so that an error before it can still set the
-        status."""
+        """Send the events. The headers are sent together with the first chunk. If an error occurs before that, the
+        response can still have the status of the error."""
         is_started = False
         try:
             async for chunk in reply.chunks:
@@ -178,7 +179,7 @@ class Application:
 
 
 def _logged(request: HttpRequest, send: Send) -> Send:
-    """Return a `send` that logs the request at the end of its response."""
+    """Return a function that works like `send`, and also logs the request when its response ends."""
     started_at, status = time.monotonic(), 0
 
     async def send_and_log(message: MutableMapping[str, Any]) -> None:

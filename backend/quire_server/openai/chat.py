@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/chat/completions: answers conversations, with a complete response or with server-sent events, in the format
-of vLLM."""
+"""POST /v1/chat/completions: continues a conversation. As in vLLM, the response is either complete or a stream of
+server-sent events."""
 
 from typing import Any
 
@@ -35,9 +35,10 @@ class ConversationFields(GenerationFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     documents: Any = None
-    """List of objects, for chat templates that add documents to the conversation."""
+    """A list of objects. Some chat templates add these documents to the conversation."""
     add_generation_prompt: bool | None = None
-    """Whether the template adds the beginning of an answer; None: only if continue_final_message is false."""
+    """True if the template must add the beginning of an answer. None means True, unless continue_final_message is
+    set."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -52,9 +53,9 @@ class ChatFields(ConversationFields, kw_only=True):
     """Maximum number of output tokens; overrides max_tokens."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
-    """False: the response does not contain the reasoning."""
+    """If False, the response does not contain the reasoning."""
     separate_reasoning: bool = True
-    """False: the reasoning is part of the content, as in SGLang."""
+    """If False, the reasoning is part of the content, as in SGLang."""
 
 
 class ChatCompletions:
@@ -76,7 +77,7 @@ class ChatCompletions:
     async def prepare(
         self, request: HttpRequest, document: dict[str, Any], id_prefix: str
     ) -> tuple[Generation, ChatFields, SamplingParams]:
-        """Check a request, and return its generation, which has not started yet; raises ApiError if the request is
+        """Check a request and return its generation, which is not started yet; raises ApiError if the request is
         invalid."""
         fields, sampling_values = parse_fields(document, ChatFields)
         chat = build_conversation(fields)
@@ -111,7 +112,7 @@ def build_conversation(fields: ConversationFields) -> dict[str, Any]:
 def _own_sampling_values(
     fields: ChatFields, sampling_values: dict[str, Any], defaults: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the sampling parameters that have another name or default in chat completions."""
+    """Return the sampling parameters whose name or default is different in chat completions."""
     values: dict[str, Any] = {}
     if fields.max_completion_tokens is not None:
         values["max_tokens"] = fields.max_completion_tokens
@@ -144,7 +145,7 @@ class ChatFormatter(Formatter):
         ]
 
     def event(self, choice: Choice, delta: OutputDelta) -> bytes:
-        """Return the events for a delta; the first event of a choice contains the role."""
+        """Return the events for a delta. The first event of each choice also contains the role."""
         first = b""
         if not choice.is_started:
             choice.is_started = True
@@ -176,7 +177,7 @@ class ChatFormatter(Formatter):
         return document
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage so far, with the tokens of the reasoning."""
+        """Return the usage so far, including the number of reasoning tokens."""
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.generation.choices)
         return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
@@ -205,7 +206,7 @@ class ChatFormatter(Formatter):
         return [event for event in events if not isinstance(event, ReasoningDelta)]
 
     def _event_of(self, choice: Choice, event: Event) -> bytes:
-        """Return an event in the middle of an output."""
+        """Return the encoded form of an event that does not end an output."""
         if isinstance(event, ContentDelta) and not self.continuous_usage:
             prefix = self._prefixes[choice.index]
             return b'%b%b},"logprobs":null,"finish_reason":null}]}\n\n' % (prefix, encode(event.text))
@@ -233,8 +234,11 @@ class ChatFormatter(Formatter):
 
 
 def _finish_reason(choice: Choice, delta: OutputDelta) -> str | None:
-    """Return the finish reason: tool_calls for a complete output with a tool call; length for an output that max_tokens
-    ended."""
+    """Return the finish reason of a choice.
+
+    A complete output that contains a tool call has the reason tool_calls. An output that ended because of max_tokens
+    has the reason length, even if it contains a tool call.
+    """
     return "tool_calls" if delta.finish_reason == "stop" and choice.has_tool_calls else delta.finish_reason
 
 

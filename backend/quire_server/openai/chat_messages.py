@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a chat request in the form that chat templates read.
+"""Converts the messages of a chat request to the form that chat templates read.
 
-Content parts become one text, and the role developer becomes system. The arguments of earlier tool calls become
-objects, because templates encode them. Image, audio and file parts are errors, so no message makes the server fetch a
-URL.
+The parts of a message's content are joined into one text. The role developer is replaced with system. The arguments of
+earlier tool calls are parsed into objects, because templates encode them again. Image, audio and file parts are
+rejected, so that a message can never make the server fetch a URL.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,25 @@ from quire_spec.errors import truncated_repr
 
 MAX_MESSAGES = 10_000
 MAX_DEPTH = 32
-"""Maximum nesting of objects and lists in a message or template argument."""
+"""Objects and lists in a message or in a template argument can be nested up to this depth."""
 TEMPLATE_KWARGS = frozenset(
     {
         *("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string"),
         *("model_identity", "builtin_tools", "tools_in_user_message"),
     }
 )
-"""Arguments that a request can pass to the template. Other names could override arguments of the server."""
+"""Arguments that a request can pass to the template. Arguments with other names are rejected, because they could
+replace arguments that the server sets."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_DOCUMENTS = 1024
 MAX_TOOL_CALLS = 256
-"""Maximum number of tool calls of one message."""
+"""Maximum number of tool calls in one message."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def normalize_messages(messages: object) -> list[dict[str, Any]]:
-    """Return the messages for a template; raises ApiError if a message is invalid."""
+    """Return the messages in the form that templates read; raises ApiError if a message is invalid."""
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: must be a list with at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -60,7 +61,8 @@ def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort
 
 
 def normalize_documents(documents: object) -> list[dict[str, Any]] | None:
-    """Return the documents for a template; None without documents. Raises ApiError if a document is not an object."""
+    """Return the documents for a template, or None if there are no documents. Raises ApiError if a document is not an
+    object."""
     if documents is None:
         return None
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
@@ -75,7 +77,7 @@ def normalize_documents(documents: object) -> list[dict[str, Any]] | None:
 def check_depth(value: object, name: str, depth: int = MAX_DEPTH) -> None:
     """Reject a value that is nested too deeply."""
     if depth == 0:
-        raise ApiError(400, f"{name}: more than {MAX_DEPTH} levels are nested; nest less")
+        raise ApiError(400, f"{name}: is nested more than {MAX_DEPTH} levels deep; use fewer levels")
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/completions: continues prompts, with a complete response or with server-sent events, in the format of
-vLLM."""
+"""POST /v1/completions: continues one or several prompts. As in vLLM, the response is either complete or a stream of
+server-sent events."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,8 @@ class Completions:
         return Response(await formatter.document(deltas))
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its text, because the response repeats it; token ids are converted to text."""
+        """Return the prompt with its text, because the response repeats the text. If the prompt is given as token ids,
+        they are converted to text."""
         if prompt.text is not None:
             return prompt
         result = await self._client.call("detokenize", {"tokens": prompt.token_ids})
@@ -65,8 +66,7 @@ class Completions:
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """Return the prompts in the field `prompt`; raises ApiError if the field is not in one of the four allowed
-    forms."""
+    """Return the prompts in the field `prompt`; raises ApiError if the value has none of the four allowed forms."""
     if isinstance(value, str):
         return [Prompt(value)]
     if isinstance(value, list) and value:
@@ -98,7 +98,7 @@ class CompletionFormatter(Formatter):
         self._prefixes = [b'data: %b,"choices":[{"index":%d,"text":' % (head, c.index) for c in generation.choices]
 
     def event(self, choice: Choice, delta: OutputDelta) -> bytes:
-        """Return the event for a delta; empty for a delta without content."""
+        """Return the event for a delta; return b"" if the delta has no content."""
         is_first, choice.is_started = not choice.is_started, True
         if delta.finish_reason is not None or self._has_details or (is_first and self._fields.echo):
             return self.encode_event(self._choice(choice, delta, is_first))
@@ -114,8 +114,8 @@ class CompletionFormatter(Formatter):
         return self._choice(choice, delta, True)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage so far. For a request that wants no output, only its prompt, the engine still generates one
-        token, which is not counted."""
+        """Return the usage so far. A request can ask for its prompt alone, without any output. Even then, the engine
+        generates one token, which is not counted."""
         usage = super().usage()
         if self._omits_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the OpenAI API: HTTP status, type, and the JSON body {"error": {message, type, param, code}}.
+"""Errors of the OpenAI API. Each error has an HTTP status, a type, and the JSON body {"error": {message, type, param,
+code}}.
 
-This module maps the codes of the text process to HTTP statuses. OpenAI's clients retry after 408, 409, 429 and each
-status of at least 500, unless the response has `x-should-retry: false`.
+This module maps the codes of the text process to HTTP statuses. OpenAI's clients repeat a request after status 408, 409
+or 429, and after every status from 500, unless the response has `x-should-retry: false`.
 """
 
 import math
@@ -36,17 +37,17 @@ _STATUS_BY_CODE = {
     Code.INTERNAL: 500,
 }
 CODE_BY_STATUS = {404: Code.NOT_FOUND, 429: Code.UNAVAILABLE, 503: Code.UNAVAILABLE, 500: Code.INTERNAL}
-"""Maps HTTP statuses to error codes in the metrics; all other statuses count as INVALID_ARG."""
+"""Maps HTTP statuses to the error codes that the metrics use. All other statuses count as INVALID_ARG."""
 _RETRY_AFTER_S = 1.0
 _PARAM = re.compile(r"(?:sampling parameter )?'?([a-z_]{1,64})'?[:.\[]")
-"""Pattern of the field name at the start of a message."""
+"""Pattern that finds a field's name at the start of an error message."""
 
 
 class ApiError(Exception):
     """An error response."""
 
     is_counted = False
-    """Whether the text process has counted the request in its metrics."""
+    """True if the text process has already counted the request in its metrics."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -80,7 +81,7 @@ class ApiError(Exception):
 
 
 def error_from_code(code: str, message: str, retry_after_s: float | None = None) -> ApiError:
-    """Return the error for a code of the text process."""
+    """Return the API error for an error code of the text process."""
     status = _STATUS_BY_CODE[Code(code)] if code in Code.__members__ else 500
     if status == 503 and retry_after_s is not None:
         return ApiError(429, message, retry_after_s=retry_after_s)
@@ -88,7 +89,8 @@ def error_from_code(code: str, message: str, retry_after_s: float | None = None)
 
 
 def error_from_delta(delta: OutputDelta) -> ApiError:
-    """Return the error of a final delta. The text process counts each request that it ends with an error."""
+    """Return the API error for a delta that ends a request with an error. The text process has already counted this
+    request in its metrics."""
     error = error_from_code(delta.error_code or Code.INTERNAL, delta.error, delta.retry_after_s)
     error.is_counted = True
     return error

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formatting that completions and chat completions have in common: order of events, envelope, usage."""
+"""Base of the formatters of completions and of chat completions. It defines the order of events, and adds the usage and
+the fields that all responses share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
@@ -14,7 +15,8 @@ from quire_spec.protocol.messages import OutputDelta
 
 encode = msgspec.json.Encoder().encode
 SYSTEM_FINGERPRINT = f"quire-{version('quire-llm')}"
-"""Field system_fingerprint of complete responses and of the last event of each choice, as in vLLM."""
+"""Value of the field system_fingerprint. As in vLLM, the field is part of complete responses, and of the last event of
+each choice."""
 
 
 class Formatter(ABC):
@@ -44,7 +46,7 @@ class Formatter(ABC):
         return encode({**document, "usage": self.usage()})
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events; one chunk contains all events that are ready."""
+        """Yield the server-sent events. A chunk contains all events that are ready when it is sent."""
         async with aclosing(deltas):
             async for batch in deltas:
                 chunk = b"".join([self.event(choice, delta) for choice, delta in batch]) if batch else KEEP_ALIVE
@@ -55,7 +57,7 @@ class Formatter(ABC):
         yield DONE
 
     def encode_event(self, choice_document: dict[str, Any]) -> bytes:
-        """Return an event with one choice."""
+        """Return an event that contains one choice."""
         document: dict[str, Any] = {**self.envelope, "choices": [choice_document]}
         if choice_document["finish_reason"] is not None:
             document["system_fingerprint"] = SYSTEM_FINGERPRINT
@@ -73,4 +75,4 @@ class Formatter(ABC):
 
     @abstractmethod
     def event(self, choice: Choice, delta: OutputDelta) -> bytes:
-        """Return the events for a delta; empty for a delta without content."""
+        """Return the events for a delta; return b"" if the delta has no content."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One generation request of a client: its engine requests, the choices of its response, and its usage.
+"""One generation request of a client. It has one or several engine requests, the choices of its response, and its
+usage.
 
-A request for several prompts runs one engine request per prompt. A greedy request for n outputs runs n equal engine
-requests. Choices are numbered in the order of their prompts. Completions and chat completions format the deltas.
+If a client's request has several prompts, one engine request runs for each prompt. If it is greedy and has n outputs, n
+equal engine requests run for each prompt. The choices are numbered in the order of the prompts. The modules for
+completions and chat completions format the deltas.
 """
 
 import time
@@ -22,7 +24,8 @@ from quire_spec.protocol.messages import GenerateRequest, OutputDelta
 from quire_spec.protocol.parsed_output import OutputParsing
 
 KEEP_ALIVE_S = 15.0
-"""Seconds between comments in a stream without events. Proxies close connections that are idle for 60 s."""
+"""A stream that has no event for this many seconds sends a comment. The comments keep the connection open, because
+proxies close connections that are idle for 60 s."""
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -60,7 +63,7 @@ class Choice:
 
 
 Deltas = AsyncGenerator[list[tuple[Choice, OutputDelta]], None]
-"""Iterator over lists of new deltas; each delta comes with its choice."""
+"""Asynchronous iterator over lists of new deltas. Each delta is paired with its choice."""
 
 
 class Generation:
@@ -100,18 +103,21 @@ class Generation:
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.prompt_token_ids: dict[int, list[int]] = {}
-        """Token ids of each prompt by request index; empty unless the request has return_token_ids."""
+        """Maps the index of an engine request to the token ids of its prompt. Empty unless the response needs them
+        (return_token_ids, or echo with logprobs)."""
         self.first_token_texts: dict[int, str] = {}
-        """Text of each prompt's first token, because the log probabilities have no entry for the first token."""
+        """Maps the index of an engine request to the text of the first token of its prompt. The log probabilities have
+        no entry for this token."""
         self.prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
-        """Log probabilities of each prompt, by request index."""
+        """Maps the index of an engine request to the log probabilities of its prompt."""
 
     def prompt_of(self, choice: Choice) -> Prompt:
         """Return the prompt of a choice."""
         return self.prompts[choice.request_index // self.copies]
 
     async def deltas(self, client: TextClient, return_prompt_token_ids: bool = False) -> Deltas:
-        """Run the request and yield lists of new deltas; an empty list after KEEP_ALIVE_S without a delta.
+        """Run the request and yield lists of new deltas. If no delta arrives for KEEP_ALIVE_S seconds, yield an empty
+        list.
 
         Raises:
             ApiError: the request failed.
@@ -129,8 +135,8 @@ class Generation:
                 yield [(choices[request_index * num_outputs + delta.index], delta) for request_index, delta in deltas]
 
     def usage(self) -> dict[str, Any]:
-        """Return the number of tokens so far. If a prompt has several equal engine requests, its tokens are counted
-        once."""
+        """Return the number of tokens so far. If several equal engine requests run for a prompt, the tokens of the
+        prompt are counted once."""
         num_input = sum(self._num_input_tokens[:: self.copies])
         num_output = sum(choice.num_tokens for choice in self.choices)
         return {

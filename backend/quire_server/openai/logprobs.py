@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities in the formats of completions and of chat completions.
+"""Converts log probabilities to the formats of completions and of chat completions.
 
-For each position, the text process returns an object with token ids as keys; the sampled token is first. If a token
-alone is not valid UTF-8, its text contains the replacement character, and a separate field contains its bytes.
+For each position, the text process returns an object whose keys are token ids. The first key is the token that was
+sampled. The bytes of a single token may not be valid UTF-8. In that case, the token's text contains the replacement
+character, and a separate field contains the bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 MIN_LOGPROB = -9999.0
 
 Position = Mapping[str, Mapping[str, Any]]
-"""Maps token ids to {logprob, rank, decoded_token}; the sampled token is first."""
+"""Maps token ids to {logprob, rank, decoded_token}. The first token id is the token that was sampled."""
 
 
 def completion_logprobs(
@@ -21,9 +22,10 @@ def completion_logprobs(
     as_token_ids: bool,
     first_token_text: str = "",
 ) -> tuple[dict[str, Any], int]:
-    """Return the object `logprobs` of a completion, and the offset after its last token.
+    """Return the object `logprobs` of a completion, and the text offset at which its last token ends.
 
-    A position is None for the first token of a prompt; `first_token_text` is the text of that token.
+    The first token of a prompt has no log probabilities, so its position is None. `first_token_text` is the text of
+    this token.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -55,7 +57,8 @@ def completion_logprobs(
 
 
 def chat_logprobs(positions: Sequence[Position], num_top: int, as_token_ids: bool) -> dict[str, Any]:
-    """Return the object `logprobs` of a chat completion, with the `num_top` most likely tokens of each position."""
+    """Return the object `logprobs` of a chat completion. For each position, it contains the `num_top` most likely
+    tokens."""
     content = []
     for position in positions:
         entries = [_chat_entry(token_id, entry, as_token_ids) for token_id, entry in position.items()]

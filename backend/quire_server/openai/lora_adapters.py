@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with the fields and responses of vLLM.
 
-The routes change the adapter catalog, which the supervisor owns; http/access.py checks the admin key first. The
-supervisor accepts these calls only with --allow-runtime-lora-updating.
+The routes change the adapter catalog, which belongs to the supervisor. Before that, http/access.py checks the admin
+key. The supervisor accepts these calls only if it was started with --allow-runtime-lora-updating.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ class LoadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     lora_name: str
     lora_path: str | dict[str, Any]
-    """A folder, a hub id, a URL, or a source as in the adapter catalog."""
+    """A folder, a hub id, a URL, or a source object as in the adapter catalog."""
     load_inplace: bool = False
-    """Whether an adapter that is already loaded is replaced."""
+    """True if the call replaces an adapter that is already loaded under this name."""
 
 
 class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     lora_name: str
     lora_int_id: int | None = None
-    """Accepted and ignored, because an adapter is identified by its name."""
+    """Accepted and ignored, because Quire identifies adapters by their names."""
 
 
 class LoraAdapters:
@@ -51,7 +51,8 @@ class LoraAdapters:
         self._ids = itertools.count(1)
 
     async def load(self, request: HttpRequest) -> Reply:
-        """POST /v1/load_lora_adapter: respond when the adapter serves requests, or with the error of its load."""
+        """POST /v1/load_lora_adapter: load an adapter. The response is sent when the adapter can serve requests, or
+        when its load has failed."""
         fields = _parse(await request.json_object(), LoadFields)
         check_depth(fields.lora_path, "lora_path")
         args = {"name": fields.lora_name, "location": fields.lora_path, "in_place": fields.load_inplace}
@@ -59,13 +60,15 @@ class LoraAdapters:
         return _text(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Reply:
-        """POST /v1/unload_lora_adapter: unload an adapter; running requests can still finish with the adapter."""
+        """POST /v1/unload_lora_adapter: unload an adapter. Requests that are already running with this adapter can
+        still finish."""
         fields = _parse(await request.json_object(), UnloadFields)
         await self._call("unload_lora_adapter", {"name": fields.lora_name})
         return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     async def _call(self, method: str, args: dict[str, Any]) -> None:
-        """Call the supervisor, which limits the duration of the call; raises ApiError."""
+        """Call the supervisor; raises ApiError if the call fails. The supervisor itself limits how long the call
+        takes."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._socket))
         except OSError:

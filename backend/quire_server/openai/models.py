@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GET routes for health, version, metrics, and the models that requests can name."""
+"""The GET routes for health, version and metrics, and for the list of models that requests can name."""
 
 import time
 from importlib.metadata import version
@@ -24,7 +24,8 @@ class Models:
         self._created = int(time.time())
 
     async def get_all(self, request: HttpRequest) -> Reply:
-        """GET /v1/models: the base model first, then the adapters with the base as their parent."""
+        """GET /v1/models: list the base model first, and then the adapters. The base model is the parent of each
+        adapter."""
         return Response(msgspec.json.encode({"object": "list", "data": await self._cards()}))
 
     async def get(self, request: HttpRequest) -> Reply:
@@ -39,7 +40,7 @@ class Models:
         raise ApiError(404, f"model: {request.path_arg[:100]!r} is not served; GET /v1/models lists the names")
 
     async def health(self, request: HttpRequest) -> Reply:
-        """GET /health: 200 while the front accepts requests, else 503."""
+        """GET /health: return 200 while the front accepts requests, and 503 otherwise."""
         closed_reason = (await self._client.call("models"))["closed_reason"]
         if closed_reason:
             raise ApiError(503, closed_reason, retry_after_s=1.0)
@@ -50,7 +51,7 @@ class Models:
         return Response(msgspec.json.encode({"version": version("quire-llm")}))
 
     async def metrics(self, request: HttpRequest) -> Reply:
-        """GET /metrics: the metrics of the text process, which counts all requests."""
+        """GET /metrics: return the metrics of the text process, because it counts all requests."""
         result = await self._client.call("metrics")
         return Response(result["text"].encode(), content_type=_METRICS_CONTENT_TYPE)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deltas of one HTTP request, which runs one or several requests of the text process.
+"""The output deltas of one HTTP request. The HTTP request runs one or several requests in the text process.
 
-The stream buffers deltas that the client has not read. The buffer has a limit: the request of a client that reads too
-slowly fails. The stream is independent of HTTP and of the format of a response.
+The stream buffers deltas that the client has not read. The size of the buffer is limited. If the client reads too
+slowly, its request fails. This module does not use HTTP, and does not know the format of a response.
 """
 
 import asyncio
@@ -15,11 +15,12 @@ from quire_server.openai.text_client import TextClient
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta
 
 MAX_PENDING_TOKENS = 16384
-"""Maximum number of buffered output tokens of a streamed HTTP request; stubs have the same limit."""
+"""Maximum number of output tokens that are buffered for a streamed HTTP request. Stubs have the same limit."""
 
 
 class OutputStream:
-    """The open requests of one HTTP request. As a context manager it cancels all unfinished requests at its end."""
+    """The requests in the text process that belong to one HTTP request. It is used as a context manager. When the
+    context ends, all requests that are not finished are cancelled."""
 
     def __init__(self, client: TextClient, requests: Sequence[GenerateRequest]) -> None:
         self._client = client
@@ -43,7 +44,7 @@ class OutputStream:
         self._client.cancel(list(self._index_by_id))
 
     def push(self, delta: OutputDelta) -> None:
-        """Accept a delta of the text process."""
+        """Accept a delta from the text process."""
         if delta.error_code is not None:
             self._fail(error_from_delta(delta))
             return
@@ -59,7 +60,8 @@ class OutputStream:
         self._wake()
 
     async def next(self, timeout_s: float) -> list[tuple[int, OutputDelta]]:
-        """Return the new deltas, each with the index of its request; an empty list after `timeout_s` without a delta.
+        """Return the new deltas, each with the index of its request. If no delta arrives within `timeout_s` seconds,
+        return an empty list.
 
         Raises:
             ApiError: one of the requests failed.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a generation request: their names and types, ignored fields, and rejected fields.
+"""The fields of a generation request: their names and types, which fields are ignored, and which fields are rejected.
 
-Requests can have four kinds of fields. The front declares its own fields as Structs. `SamplingParams` checks sampling
-parameters. Fields for a client's own bookkeeping are accepted and ignored. Every other field is an error that names the
-field, so that no constraint is ignored silently.
+A request can contain four kinds of fields. The first kind are the front's own fields, which are declared as Structs.
+`SamplingParams` checks sampling parameters. Fields that only help the client with its own bookkeeping are accepted and
+ignored. Every other field is rejected with an error that names it. Otherwise, a constraint could be ignored without
+notice.
 """
 
 import difflib
@@ -45,8 +46,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields of the OpenAI API and vLLM that this server does not support. The listed values of a field are accepted,
-because they have no effect."""
+"""Fields of the OpenAI API and of vLLM that this server does not support. For each field, the values that have no
+effect are listed. Only these values are accepted."""
 
 MAX_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 1024
@@ -81,13 +82,14 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream_interval: int = 1
-    """Number of output tokens in an event of a stream."""
+    """Each event of a stream contains this many output tokens."""
     response_format: dict[str, Any] | None = None
-    """Constraint on the output in the form of the OpenAI API; it is converted to `structured_outputs`."""
+    """Constraint on the output, written in the form of the OpenAI API. It is converted to `structured_outputs`."""
 
 
 def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T, dict[str, Any]]:
-    """Return the front's own fields and the sampling parameters of a request. A null field is treated as absent.
+    """Return the front's own fields of a request, and its sampling parameters. A field whose value is null is treated
+    like a field that is missing.
 
     Raises:
         ApiError: a field is unknown, not supported, or has a wrong type.
@@ -116,9 +118,10 @@ def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T
 
 
 def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[SamplingParams, int]:
-    """Return the parameters of one engine request, and the number of equal engine requests for `n` outputs.
+    """Return the parameters of one engine request, and how many equal engine requests must run to produce `n` outputs.
 
-    Without randomness all outputs are equal. The engine then accepts only n = 1, so n equal engine requests are run.
+    Without randomness, all outputs of a request are equal, and the engine accepts only n = 1. Therefore n equal engine
+    requests are run.
 
     Raises:
         ApiError: a parameter is invalid.
@@ -151,7 +154,7 @@ def _check_unsupported(name: str, value: Any, own_fields: set[str]) -> None:
 
 
 def describe_invalid(error: msgspec.ValidationError) -> str:
-    """Return a msgspec message in the form `field: problem`."""
+    """Return the message of a msgspec error in the form `field: problem`."""
     match = _MSGSPEC_PATH.match(str(error))
     if match is None:
         return f"body: {str(error)[:300]}"

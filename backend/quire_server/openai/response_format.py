@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of `response_format`, a constraint in the form of the OpenAI API, to `structured_outputs`."""
+"""Converts `response_format`, a constraint in the form of the OpenAI API, to `structured_outputs`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ from quire_spec.errors import truncated_repr
 
 
 def merge_response_format(response_format: Mapping[str, Any] | None, structured_outputs: Any) -> dict[str, Any]:
-    """Return `structured_outputs` with the constraint of `response_format`; empty if there is no constraint.
+    """Return `structured_outputs` with the constraint that `response_format` describes. The result is empty if there is
+    no constraint.
 
-    `structured_outputs` of the same request can contain options, such as disable_any_whitespace.
+    A request can set both fields: its `structured_outputs` can contain options, such as disable_any_whitespace.
 
     Raises:
         ApiError: the format is not one of text, json_object, json_schema and structural_tag, or has no schema.

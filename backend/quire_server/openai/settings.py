@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line settings of the front, as one frozen value."""
+"""The command-line settings of the front, as a dataclass that cannot be changed."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
-"""Default maximum size of a body, enough for a prompt of a million token ids. Parsing such a body blocks the event loop
-for about 20 ms."""
+"""Default maximum size of a request body. It is enough for a prompt of a million token ids. While a body of this size
+is parsed, the event loop is blocked for about 20 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,36 +14,37 @@ class FrontSettings:
     """Arguments of `python -m quire_server.openai`."""
 
     run_dir: Path
-    """Folder of the pod's Unix sockets."""
+    """Folder that contains the pod's Unix sockets."""
     served_name: str
     """Name of the base model."""
     host: str
     port: int
     served_model_names: tuple[str, ...] = ()
-    """Names of the base model in the OpenAI API; empty: served_name."""
+    """Names of the base model in the OpenAI API. If empty, served_name is used."""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     api_keys_dir: Path | None = None
-    """Folder of API keys, one file each; None: no key is needed."""
+    """Folder that contains the API keys, with one key in each file. None: no key is needed."""
     admin_key_file: Path | None = None
-    """File with the key for loading and unloading adapters; None: adapters cannot be changed."""
+    """File that contains the admin key, which is needed to load and unload adapters. None: adapters cannot be
+    changed."""
     shared_prefix_cache: bool = False
-    """Whether requests with different keys can use the same cached prompts."""
+    """True if requests with different API keys can use the same cached prompts."""
     live: bool = False
-    """Whether the live page is served."""
+    """True if the front serves the live page."""
     uses_generation_config: bool = True
-    """Whether generation_config.json of the checkpoint sets the defaults of sampling parameters."""
+    """True if the defaults of sampling parameters come from the checkpoint's generation_config.json."""
     ssl_certfile: Path | None = None
-    """File with the certificate chain for HTTPS; None: HTTP without TLS."""
+    """File that contains the certificate chain for HTTPS. None: HTTP without TLS."""
     ssl_keyfile: Path | None = None
-    """File with the key of the certificate; None: ssl_certfile contains the key."""
+    """File that contains the key of the certificate. None: the key is in ssl_certfile."""
     probe_socket: Path | None = None
-    """Additional Unix socket of this process, for probes; None: the process listens only on the port."""
+    """Additional Unix socket on which this process listens for probes. None: the process listens only on the port."""
     reuse_port: bool = False
-    """Whether several fronts listen on the same port."""
+    """True if several fronts listen on the same port."""
     log_requests: bool = False
-    """Whether each request is logged, with its id and traceparent."""
+    """True if each request is logged, together with its id and traceparent."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose web pages can read responses; * for all."""
+    """The web pages of these origins can read responses. * stands for all origins."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -52,5 +53,5 @@ class FrontSettings:
         return self.served_model_names or (self.served_name,)
 
     def engine_model(self, name: str) -> str:
-        """Return the name by which the text process knows a model."""
+        """Return the name that the text process uses for a model."""
         return self.served_name if name in self.served_model_names else name

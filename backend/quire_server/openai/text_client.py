@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connection of the front to the text process, for asyncio: sends requests and calls, receives deltas and responses.
+"""Connects the front to the text process, for asyncio. It sends requests and calls, and receives deltas and responses.
 
-The client reconnects after each end of the connection. All open requests and calls then fail with UNAVAILABLE, so that
-their HTTP clients get an error at once. The client is independent of HTTP and the OpenAI API.
+Whenever the connection ends, the client connects again. All requests and calls that are open at that time fail with
+UNAVAILABLE, so that their HTTP clients get an error at once. The client does not depend on HTTP or on the OpenAI API.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaSink(Protocol):
-    """Receiver of the deltas of a request."""
+    """An object that receives the deltas of a request."""
 
     def push(self, delta: OutputDelta) -> None:
         """Receive a delta; the method must not block."""
 
 
 class TextClient:
-    """The connection to the text process, and its open requests and calls."""
+    """The connection to the text process, with all requests and calls that are open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +58,7 @@ class TextClient:
 
     @property
     def is_connected(self) -> bool:
-        """True while the text process is connected."""
+        """True while there is a connection to the text process."""
         return self._transport is not None
 
     def new_id(self) -> int:
@@ -66,7 +66,8 @@ class TextClient:
         return next(self._ids)
 
     async def run(self) -> None:
-        """Connect, and reconnect after each end of the connection, until cancellation."""
+        """Connect to the text process, and connect again whenever the connection ends. This runs until the task is
+        cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             self._disconnected.clear()
@@ -78,7 +79,8 @@ class TextClient:
             await self._disconnected.wait()
 
     def submit(self, request: GenerateRequest, sink: DeltaSink) -> None:
-        """Send a request; its deltas go to `sink`. Without a connection, `sink` gets an UNAVAILABLE delta."""
+        """Send a request. The deltas of this request are passed to `sink`. If there is no connection, `sink` gets a
+        delta with the error UNAVAILABLE."""
         if self._transport is None:
             sink.push(OutputDelta(request.id, error_code=Code.UNAVAILABLE, error=_ABSENT))
             return
@@ -86,17 +88,17 @@ class TextClient:
         self._send(request)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
-        """Cancel requests; their sinks get no more deltas."""
+        """Cancel requests. Their sinks get no further deltas."""
         open_ids = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
         if open_ids:
             self._send(CancelRequests(open_ids))
 
     def report_rejected(self, code: Code) -> None:
-        """Report a rejected request for the metrics."""
+        """Report to the text process that a request was rejected, so that the metrics count it."""
         self._send(RequestRejected(code))
 
     async def call(self, method: str, args: dict[str, Any] | None = None) -> Any:
-        """Call a method of the text process and return its result; raises ApiError."""
+        """Call a method of the text process and return its result; raises ApiError if the call fails."""
         if self._transport is None:
             raise error_from_code(Code.UNAVAILABLE, _ABSENT)
         call_id = next(self._ids)
@@ -116,7 +118,8 @@ class TextClient:
         return response.result
 
     async def sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling parameters of the checkpoint's generation_config.json; raises ApiError."""
+        """Return the sampling parameters in the checkpoint's generation_config.json; raises ApiError if they cannot be
+        read."""
         if self._sampling_defaults is None:
             self._sampling_defaults = dict((await self.call("models"))["sampling_defaults"])
         return self._sampling_defaults
@@ -156,7 +159,7 @@ class TextClient:
 
 
 class _TextConnection(asyncio.Protocol):
-    """One connection to the text process; it decodes received frames to messages."""
+    """One connection to the text process. It decodes the frames that it receives into messages."""
 
     def __init__(self, client: TextClient) -> None:
         self._client = client

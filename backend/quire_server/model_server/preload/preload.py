@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build of preload.c, an LD_PRELOAD library that prevents lost streams and crashes of the server.
+"""Builds the LD_PRELOAD library preload.c, which prevents crashes of the server and prevents its streams from losing
+text.
 
-`python -m quire_server.preload` builds the library ahead of time, for images without a compiler.
+In an image without a compiler, the library must already exist: `python -m quire_server.preload` builds it ahead of
+time.
 """
 
 import hashlib
@@ -17,14 +19,15 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEADER = _SOURCE.with_name("request_guard.h")
 _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
-"""Environment variable with the folder of prebuilt libraries; quire_kernels.cpu_native also uses this folder."""
+"""Environment variable that contains the path of the folder for prebuilt libraries. quire_kernels.cpu_native uses the
+same folder."""
 
 
 def find_or_build_library(folder: Path) -> Path | None:
-    """Return the library for the server's LD_PRELOAD: the prebuilt library, or a library that is built in `folder`.
+    """Return the path of the library for the server's LD_PRELOAD. If no prebuilt library exists, build one in `folder`.
 
-    Without a compiler, log a warning and return None. A server without the library can lose parts of streams under
-    load, and some requests can end it (SECURITY.md).
+    If the library cannot be built, log a warning and return None. Without the library, the server can lose parts of
+    streams under load, and some requests can crash it (SECURITY.md).
     """
     name = f"preload-{hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:16]}.so"
     folders = [Path(cache)] if (cache := os.environ.get(_CACHE_VARIABLE)) else []

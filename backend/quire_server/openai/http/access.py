@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control of routes by keys. If no keys are configured, requests that web pages of other sites send are
-rejected.
+"""Checks whether a request is allowed to use a route. The checks depend on the keys that are configured. If no keys are
+configured, requests from web pages of other sites are rejected.
 
-If keys are configured, every route needs a key, except OPEN_ROUTES. A new route therefore needs a key by default.
+If keys are configured, every route needs a key, except OPEN_ROUTES. A new route therefore needs a key unless it is
+added there.
 """
 
 import ipaddress
@@ -15,7 +16,7 @@ from quire_server.openai.settings import FrontSettings
 from quire_spec.errors import Unavailable
 
 OPEN_ROUTES = frozenset({"/health", "/version", "/metrics", "/live"})
-"""Routes that need no key. The file of the live page contains no data; its events need a key."""
+"""Routes that need no key. The live page itself contains no data. The events that it shows need a key."""
 ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that need the admin key instead of an API key."""
 _CORS_HEADERS = [
@@ -50,18 +51,20 @@ class AccessControl:
             )
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request; `salt` is the request's field cache_salt."""
+        """Return the salt that the prefix cache uses for a request. `salt` is the field cache_salt of the request."""
         return salt if self._keys is None else self._keys.cache_salt(request.api_key_name, salt)
 
     def cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
-        """Return the headers that allow a web page to read a response; empty unless its origin is configured."""
+        """Return the headers that allow a web page to read a response. The list is empty unless the origin of the page
+        is configured."""
         origin = request.headers.get(b"origin", b"")
         if not origin or not ({origin, b"*"} & self._origins):
             return []
         return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
 
     def preflight_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
-        """Return further headers for a browser's OPTIONS request; empty unless its origin is configured."""
+        """Return the additional headers for the response to a browser's OPTIONS request. The list is empty unless the
+        origin of the page is configured."""
         return _CORS_HEADERS if self.cors_headers(request) else []
 
     def _check_admin_key(self, key: AdminKey, request: HttpRequest) -> None:
@@ -73,7 +76,8 @@ class AccessControl:
             raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with the admin key", "authorization")
 
     def _check_without_keys(self, request: HttpRequest) -> None:
-        """Reject requests of web pages, because a page in the browser of a user on this machine could send them."""
+        """Reject requests that a web page could send. A user of this machine may have opened such a page in a
+        browser."""
         content_type = request.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if request.method == "POST" and content_type != b"application/json":
             raise ApiError(415, "content-type: must be application/json", "content-type")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin key: a file that the operator mounts or a user writes. The health port and the OpenAI front check the
-key."""
+"""The admin key, which is stored in a file. Either the operator mounts this file, or a user writes it. The health port
+and the OpenAI front check the key."""
 
 import hmac
 from pathlib import Path
@@ -9,7 +9,8 @@ from quire_spec.errors import Unavailable
 
 
 class AdminKey:
-    """The admin key in a file. Each request reads the file, so that a rotated Secret takes effect without a restart."""
+    """The admin key in a file. The file is read for each request, so that a rotated Secret takes effect without a
+    restart."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys: a folder, such as a mounted Secret. Each file contains a key, and metrics show the name of the file.
+"""The API keys, which are stored in a folder, such as a mounted Secret. Each file contains one key. In metrics, the
+name of the file identifies the key.
 
-The folder is read again after a change, so that rotated keys take effect without a restart. If no key can be read, all
-requests are rejected.
+The folder is read again after it has changed, so that rotated keys take effect without a restart. If no key can be
+read, all requests are rejected.
 """
 
 import hashlib
@@ -50,7 +51,8 @@ class ApiKeys:
         return name
 
     def cache_salt(self, key_name: str, salt: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request. With several keys, each key has its own salt."""
+        """Return the salt that the prefix cache uses for a request. If there are several keys, each key has its own
+        salt."""
         if self._shares_prefix_cache or len(self._digests) < 2:
             return salt
         # A salt of a client contains no slash, so the text has one meaning.

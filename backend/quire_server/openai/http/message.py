@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP request and its response on ASGI: reads and parses the body with limits, and defines results of routes."""
+"""An HTTP request and its response, on top of ASGI. The module reads and parses the body of a request within limits,
+and defines what a route can return."""
 
 import asyncio
 import re
@@ -17,12 +18,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 BODY_TIMEOUT_S = 60.0
-"""Maximum seconds in which a client must send the body of its request."""
+"""A client must send the complete body of its request within this many seconds."""
 _MAX_DISCARDED_BODIES = 8
-"""If a body is too large, the server reads up to this multiple of the limit and discards the data."""
+"""If a body is too large, the server still reads it, up to this multiple of the limit, and discards the data."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-"""Pattern of the header traceparent, from the W3C's Trace Context; other values are not logged."""
+"""Pattern of a valid header traceparent (W3C Trace Context). A value that does not match is not logged."""
 
 
 def _keep(salt: str | None) -> str | None:
@@ -35,7 +36,8 @@ class ClientDisconnected(Exception):
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One HTTP request. `headers` has lower-case names; if a header occurs several times, its last value is used."""
+    """One HTTP request. `headers` contains names in lower case. If a header occurs several times, `headers` contains
+    its last value."""
 
     method: str
     path: str
@@ -45,15 +47,15 @@ class HttpRequest:
     request_id: str = ""
     """Id of the request: the client's X-Request-Id if it is valid, else a new id. The response contains it."""
     traceparent: str = ""
-    """Trace and span of the client, for logs; empty without a valid header traceparent."""
+    """The client's trace and span, for log lines. Empty if the request has no valid header traceparent."""
     api_key_name: str = ""
     """Name of the client's API key; empty if no keys are configured."""
     path_arg: str = ""
-    """Last part of the path, on a route that accepts any value there."""
+    """The last part of the path, if the route accepts any value there."""
     salt_cache: Callable[[str | None], str | None] = _keep
-    """Function that converts the salt in the request to the salt of the prefix cache."""
+    """Function that converts the salt in the request to the salt that the prefix cache uses."""
     watcher: "asyncio.Task[None] | None" = None
-    """Task that waits for the client's disconnect, after the body was read."""
+    """Task that waits until the client disconnects. It starts after the body was read."""
 
     @classmethod
     def from_scope(cls, scope: Scope, receive: Receive, max_body_bytes: int) -> "HttpRequest":
@@ -68,7 +70,8 @@ class HttpRequest:
 
     @property
     def log_ids(self) -> str:
-        """Text with request id and traceparent, which connect a log line with logs of other systems."""
+        """Text that contains the request id and the traceparent. With both, a line in this log can be connected to the
+        logs of other systems."""
         return f"request_id={self.request_id}" + (f" traceparent={self.traceparent}" if self.traceparent else "")
 
     async def json_object(self) -> dict[str, Any]:
@@ -141,8 +144,8 @@ class Response:
 
 @dataclass(slots=True)
 class EventStream:
-    """A response of server-sent events. An error before the first chunk becomes a response with the status of the
-    error."""
+    """A response of server-sent events. If an error occurs before the first chunk, the client gets a complete response
+    with the status of the error instead."""
 
     chunks: AsyncGenerator[bytes, None]
 

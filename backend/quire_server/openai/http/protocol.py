@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uvicorn's HTTP protocol with limits on the head of a request: bytes, number of headers, time.
+"""uvicorn's HTTP protocol, extended with limits on the head of a request: its size in bytes, the number of headers, and
+the time until it is complete.
 
-Without these limits, uvicorn buffers headers of any size and waits for them forever.
+Without these limits, uvicorn would buffer headers of any size and would wait for them forever.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ _TOO_LARGE = (
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Connection of a client; it is closed if the head of a request is too large or arrives too slowly."""
+    """The connection of one client. The connection is closed if the head of a request is too large or arrives too
+    slowly."""
 
     _num_head_bytes = 0
     _is_in_head = True
@@ -37,7 +39,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio with received bytes."""
+        """Called by asyncio when bytes were received."""
         was_in_head = self._is_in_head
         super().data_received(data)
         if self._is_in_head and was_in_head:
@@ -47,12 +49,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._reject()
 
     def on_message_begin(self) -> None:
-        """Called by the parser at the start of a request."""
+        """Called by the parser when a request begins."""
         super().on_message_begin()
         self._start_head()
 
     def on_headers_complete(self) -> None:
-        """Called by the parser at the end of the headers."""
+        """Called by the parser when all headers were read."""
         self._end_head()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
@@ -61,12 +63,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser with a part of the body."""
+        """Called by the parser for each part of the body."""
         if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Called by the parser at the end of a request."""
+        """Called by the parser when a request is complete."""
         if not self.transport.is_closing():
             super().on_message_complete()
 

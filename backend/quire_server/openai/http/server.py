@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uvicorn's server with a Unix socket for probes, renewable certificates, and an orderly end of client connections.
+"""uvicorn's server, extended with a Unix socket for probes, with certificates that can be renewed, and with an orderly
+way to close the connections of clients.
 
-Several fronts share one port (SO_REUSEPORT), so a probe of the port reaches any of them. Each front also has its own
-socket for probes, without TLS.
+Several fronts listen on the same port (SO_REUSEPORT), so a probe that is sent to the port can reach any of them.
+Therefore each front also listens on a socket of its own, which is only for probes and does not use TLS.
 
-Clients keep connections open, and an open connection stays with its pod after the Service has removed the pod. Before
-a pod stops, its front therefore closes each connection after a response, and idle connections later. A client then
-opens its next connection to another pod, before this pod rejects requests.
+Clients keep their connections open. When the Service removes a pod, the connections to this pod stay open. Therefore,
+before a pod stops, its front closes each connection after the next response. Later, it also closes connections that are
+idle. The client then opens its next connection to another pod. This happens before the old pod rejects requests.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ import uvicorn
 
 CERTIFICATE_CHECK_INTERVAL_S = 10.0
 CLOSE_IDLE_AFTER_S = 5.0
-"""Seconds after which idle connections of a stopping pod are closed. In a pod, SIGTERM follows later
-(pod_template.PROPAGATION_S)."""
+"""If a pod is about to stop, its idle connections are closed after this many seconds. SIGTERM arrives even later than
+that (pod_template.PROPAGATION_S)."""
 _CLOSING_CHECK_TICKS = 10
-"""Number of ticks between checks for the closing file, because uvicorn also updates the headers of responses every
-tenth tick."""
+"""Number of ticks between two checks for the closing file. More frequent checks would not help, because
+uvicorn updates the headers of responses only at every tenth tick."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class FrontServer(uvicorn.Server):
         closing_file: Path,
         on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
-        """`closing_file` exists if the pod is about to stop; `on_shutdown` ends endless responses."""
+        """The supervisor creates `closing_file` when the pod is about to stop. `on_shutdown` ends the responses that
+        are endless."""
         super().__init__(config)
         self._closing_file = closing_file
         self._on_shutdown = on_shutdown
@@ -69,7 +71,7 @@ class FrontServer(uvicorn.Server):
             self._certificate_task = asyncio.create_task(self._reload_certificates(config.ssl))
 
     async def on_tick(self, counter: int) -> bool:
-        """Check for the closing file; uvicorn calls this every 0.1 s."""
+        """Check whether the closing file exists; uvicorn calls this method every 0.1 s."""
         if not self._is_closing and counter % _CLOSING_CHECK_TICKS == 0 and self._closing_file.exists():
             self._is_closing = True
             self.config.encoded_headers.append((b"connection", b"close"))
@@ -78,7 +80,7 @@ class FrontServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and wait for the end of open responses."""
+        """Stop listening, and wait until the open responses have ended."""
         if self._certificate_task is not None:
             self._certificate_task.cancel()
         self._on_shutdown()
@@ -93,7 +95,8 @@ class FrontServer(uvicorn.Server):
             connection.shutdown()
 
     async def _reload_certificates(self, context: ssl.SSLContext) -> None:
-        """Use renewed certificate files for new connections, because a mounted Secret changes without a restart."""
+        """Load certificate files after they were renewed, and use them for new connections. A mounted Secret can change
+        while the front is running."""
         loaded = self._certificate_signature()
         while True:
             await asyncio.sleep(CERTIFICATE_CHECK_INTERVAL_S)

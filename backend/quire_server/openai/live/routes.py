@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /live, a page about the running engine, and GET /live/events, the state that the page draws once a second.
+"""Two routes. GET /live returns a page about the running engine. GET /live/events sends the state that this page shows,
+once a second.
 
-The page is one file without a build step. The page's Content-Security-Policy allows only its own script and style,
-identified by hashes. The page needs no key, because it contains no data; the events need a key. All open pages share
-one snapshot a second. Without open pages no snapshot is taken.
+The page is a single file, which needs no build step. The page is sent with a Content-Security-Policy. This policy
+allows only the page's own script and style, which it identifies by hashes. A client can load the page without a key,
+because the page contains no data. To receive the events, the client needs a key. Once a second, one snapshot is taken
+for all pages that are open. If no page is open, no snapshot is taken.
 """
 
 import asyncio
@@ -48,7 +50,10 @@ class Live:
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams of events. The streams are endless, and the server waits for open streams before it stops."""
+        """End all streams of events.
+
+        The streams are endless. When the server stops, it waits for open streams, so it would wait for them forever.
+        """
         self._closed.set()
 
     async def page(self, request: HttpRequest) -> Reply:
@@ -56,8 +61,8 @@ class Live:
         return Response(self._page, content_type=b"text/html; charset=utf-8", headers=self._page_headers)
 
     async def events(self, request: HttpRequest) -> Reply:
-        """GET /live/events: one snapshot a second as server-sent event, until the client disconnects or the front
-        stops."""
+        """GET /live/events: send a snapshot once a second as a server-sent event, until the client disconnects or the
+        front stops."""
         if self._num_watchers >= MAX_WATCHERS:
             raise ApiError(
                 503, f"live: {MAX_WATCHERS} pages are open already; close one, or read /metrics", retry_after_s=10.0
@@ -76,7 +81,7 @@ class Live:
             self._num_watchers -= 1
 
     async def _event(self) -> bytes:
-        """Return the event for the current second, which all open pages share."""
+        """Return the event for the current second. All open pages get the same event."""
         async with self._lock:
             now = time.monotonic()
             if not self._snapshot or now - self._snapshot_time > INTERVAL_S / 2:
@@ -94,8 +99,8 @@ class Live:
 
 
 def content_security_policy(page: bytes) -> bytes:
-    """Return the Content-Security-Policy that allows only the page's own inline elements, and requests to its own
-    server."""
+    """Return the Content-Security-Policy of the page. The page can use only its own inline script and style, and can
+    send requests only to its own server."""
     hashes = {b"script": b"", b"style": b""}
     for kind, content in _ELEMENT.findall(page):
         hashes[kind] += b" 'sha256-%b'" % base64.b64encode(hashlib.sha256(content).digest())

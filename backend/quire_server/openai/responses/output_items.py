@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of a response (reasoning, message, function calls), and the events that build them in a stream.
+"""The items of a response (reasoning, message, function calls), and the events from which a client builds these items
+in a stream.
 
-An item is open until an event of another kind arrives. A complete response consists of the same items as the stream,
-so both have one implementation.
+An item stays open until an event of another kind arrives. A complete response contains the same items as a stream.
+Therefore both use this module.
 """
 
 import uuid
@@ -19,11 +20,11 @@ from quire_spec.protocol.parsed_output import (
 
 Document = dict[str, Any]
 StreamEvent = tuple[str, Document]
-"""Type of a server-sent event, and its fields without type and sequence number."""
+"""A server-sent event: its type, and its fields except for type and sequence number."""
 
 
 class OutputItems:
-    """The items of a response so far; the last item can be open."""
+    """The items that a response contains so far. The last item can still be open."""
 
     def __init__(self) -> None:
         self.items: list[Document] = []
@@ -32,7 +33,8 @@ class OutputItems:
         self._logprobs: list[Document] = []
 
     def add(self, event: Event, logprobs: Sequence[Document] = ()) -> Iterator[StreamEvent]:
-        """Yield the stream events of a parsed event; `logprobs` are the log probabilities of its text."""
+        """Yield the stream events for an event of the output parser. `logprobs` are the log probabilities of the
+        event's text."""
         match event:
             case ContentDelta(text):
                 yield from self._open("message", new_message)
@@ -76,7 +78,7 @@ class OutputItems:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
     def _open(self, kind: str, new_item: Any) -> Iterator[StreamEvent]:
-        """Open an item, unless an item of this kind is open."""
+        """Open a new item, unless the open item is already of this kind."""
         if self._is_open and self.items[-1]["type"] == kind:
             return
         yield from self.close()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a request of the Responses API to a request for chat completions: input items and renamed fields.
+"""Converts a request of the Responses API to a request for chat completions. Input items become messages, and some
+fields get other names.
 
-Responses are not stored, so a field that refers to an earlier response is an error. Fields that both APIs have are
-passed on unchanged; the chat route checks them.
+Responses are not stored. Therefore a field that refers to an earlier response is an error. If both APIs have a field,
+the field is passed on unchanged, and the chat route checks it.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ from quire_spec.errors import truncated_repr
 NOT_STORED = "responses are not stored by this server"
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
-"""Supported values of `include`. reasoning.encrypted_content has no effect: the text of reasoning items is not
-encrypted."""
+"""The values of `include` that are supported. reasoning.encrypted_content is accepted but has no effect, because the
+text of reasoning items is never encrypted."""
 _CHAT_ONLY_FIELDS: Mapping[str, str] = {
     "messages": "use input",
     "max_tokens": "use max_output_tokens",
@@ -35,11 +36,11 @@ _CHAT_ONLY_FIELDS: Mapping[str, str] = {
 
 
 _REPEATED_FIELDS = frozenset({"metadata", "text", "tools", "tool_choice"})
-"""Fields of the request that the response repeats."""
+"""Fields of the request that are repeated in the response."""
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_CHARS = 512
-"""Maximum characters of a metadata key or value. OpenAI has the same limits; a stream contains the metadata three
-times."""
+"""Maximum number of characters in a metadata key or value. The limits are the same as OpenAI's. They are necessary
+because a stream contains the metadata three times."""
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
@@ -47,7 +48,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
     effort: str | None = None
     summary: str | None = None
-    """Accepted and ignored: the response contains the whole reasoning instead of a summary."""
+    """Accepted and ignored, because the response contains the complete reasoning instead of a summary."""
     generate_summary: str | None = None
 
 
@@ -60,7 +61,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
-    """Fields of a request that chat completions lack, or that have another name there."""
+    """Fields of a request that do not exist in chat completions or have another name there."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -86,12 +87,12 @@ class ResponseFields(msgspec.Struct, kw_only=True):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the response contains log probabilities."""
+        """True if the response contains log probabilities."""
         return _LOGPROBS in self.include or self.top_logprobs > 0
 
 
 def parse_response_request(document: Mapping[str, Any]) -> tuple[ResponseFields, dict[str, Any]]:
-    """Return the request's own fields, and the request for chat completions that generates its output.
+    """Return the request's own fields, and the request for chat completions that produces its output.
 
     Raises:
         ApiError: a field is invalid or not supported.
@@ -150,14 +151,15 @@ def _check_supported(fields: ResponseFields) -> None:
 
 
 def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
-    """Return the input as chat messages. Reasoning, text and tool calls of one turn become one message."""
+    """Return the input as chat messages. The reasoning, the text and the tool calls of one turn are combined into one
+    message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if len(items) > MAX_MESSAGES:
         raise ApiError(400, f"input: at most {MAX_MESSAGES} items are allowed, got {len(items)}")
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
-    """Message of the assistant that the next item can extend."""
+    """The assistant's message to which the next item can be added. None if the next item must start a new message."""
 
     def assistant_turn(new_if: str) -> dict[str, Any]:
         nonlocal turn
@@ -200,7 +202,8 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item: its content, or its summary if it has no content."""
+    """Return the text of a reasoning item. The text is taken from its content, or from its summary if it has no
+    content."""
     parts = item.get("content") or item.get("summary") or []
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "\n".join(text for text in texts if isinstance(text, str))
@@ -213,7 +216,8 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field response_format of chat completions, where a schema is nested in json_schema."""
+    """Return the value of the field response_format for chat completions. There, the schema is nested in
+    json_schema."""
     if text_format.get("type") != "json_schema":
         return dict(text_format)
     schema = {name: value for name, value in text_format.items() if name != "type"}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/responses: OpenAI's Responses API, implemented with chat completions and without stored responses.
+"""POST /v1/responses: OpenAI's Responses API.
 
-A response is returned complete or as server-sent events, and is not stored.
+The module uses chat completions to generate the output.
+
+A response is returned either as one document or as server-sent events. Responses are not stored.
 """
 
 import time
@@ -69,8 +71,8 @@ class ResponseFormatter:
         return self._response(self._end_status())
 
     async def events(self, client: TextClient) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events; one chunk contains all ready events. If an error occurs before the first event,
-        it is raised."""
+        """Yield the server-sent events. A chunk contains all events that are ready when it is sent. An error that
+        occurs before the first event is raised."""
         is_started = False
         try:
             async with aclosing(self._generation.deltas(client)) as deltas:
@@ -94,7 +96,7 @@ class ResponseFormatter:
         yield self._encode((f"response.{status}", {"response": self._response(status)}))
 
     def _add(self, delta: OutputDelta) -> Iterator[StreamEvent]:
-        """Yield the stream events of a delta."""
+        """Yield the stream events that result from a delta."""
         events = decode_events(delta.parsed) if delta.parsed is not None else [ContentDelta(delta.text)]
         logprobs = self._logprobs(delta)
         for event in events:
