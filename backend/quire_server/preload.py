@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the image build, `python -m quire_server.preload`. The Dockerfile contains this module name."""
+"""Entry point of `python -m quire_server.preload`, which runs while an image is built. The Dockerfile contains the name
+of this module."""
 
 import sys
 

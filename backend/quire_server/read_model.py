@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of model reader Jobs, `python -m quire_server.read_model`. The Jobs that the operator renders contain
-this module name."""
+"""Entry point of `python -m quire_server.read_model`, which the model reader's Jobs run. The operator writes the name
+of this module into the Jobs."""
 
 import sys
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credentials from the Secret of a source. Error messages name Secret and key, and never quote a value.
+"""Reads the credentials that are stored in the Secret of a source. Error messages contain the names of the Secret and
+the key, but never a value.
 
 Values are read before each request, so that a rotated Secret takes effect without a restart.
 """
@@ -10,7 +11,8 @@ from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, 
 from quire_spec.errors import AccessDenied
 
 SecretValues = Callable[[SecretRef], Mapping[str, str]]
-"""Function that returns the keys and values of a Secret; it raises a QuireError if the Secret cannot be read."""
+"""Function that returns the content of a Secret as a mapping from keys to values. It raises a QuireError if the Secret
+cannot be read."""
 
 _OPTIONAL_S3_KEY = "AWS_SESSION_TOKEN"
 _REQUIRED_S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -23,7 +25,8 @@ def hub_token(source: HuggingFaceSource, read_secret: SecretValues) -> str | Non
 
 
 def s3_credentials(source: S3Source, read_secret: SecretValues) -> dict[str, str]:
-    """Return the access key of the source's Secret, with the session token if there is one; raises AccessDenied."""
+    """Return the access key in the source's Secret, and the session token if there is one. Raises AccessDenied if the
+    access key is missing."""
     ref = source.credentialsSecretRef
     if ref is None:
         return {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factory of source readers, which get the Secrets that their sources reference. All readers of a factory share an HTTP
-session.
+"""Creates the readers of sources. Each reader gets the Secret that its source refers to. All readers of one factory
+share an HTTP session.
 
 The adapter fetcher, the model download and the planner's checkpoint reader call this module.
 """
@@ -29,21 +29,21 @@ from quire_spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """Secrets, claims and local folders of this machine that sources can use."""
+    """The Secrets, claims and local folders of this machine that sources are allowed to use."""
 
     secrets_dir: Path | None = None
-    """Folder of mounted Secrets; None: sources cannot use Secrets."""
+    """Folder that contains the mounted Secrets. None: sources cannot use Secrets."""
     pvcs: Mapping[str, Path] = field(default_factory=dict)
     """Maps the name of a claim to its mount path."""
     allow_paths: bool = False
-    """Whether `path` sources are allowed: true on a developer's machine, never in a pod."""
+    """True if `path` sources are allowed. This is the case on a developer's machine, but never in a pod."""
     hub_endpoint: str | None = None
     """URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets."""
 
 
 def concurrency_key(source: Source) -> str:
-    """Return the host or volume of a source. All reads from one host share a limit, because a host that hangs blocks
-    all of them."""
+    """Return the name of the host or volume from which a source is read. There is one limit for all reads from the same
+    host, because a host that hangs blocks all of them."""
     match source:
         case Source(s3=S3Source() as s3):
             return s3.endpoint or "s3"
@@ -91,7 +91,7 @@ class SourceFactory(AsyncExitStack):
         raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes when the content of the source's mounted Secret changes; raises ConfigError like
+        """Return a number that changes when the content of the source's mounted Secret changes. Raises ConfigError like
         `open_reader`."""
         return 0 if source.secret_ref is None else self._mounted_secrets.version(source.secret_ref)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets as files: <secrets_dir>/<secret>/<key> is the layout of Kubernetes. The operator's own layout is one JSON
-object for each Secret, in <secrets_dir>/<secret>.
+"""Reads Secrets from files. In the layout of Kubernetes, each key has its own file: <secrets_dir>/<secret>/<key>. In
+the operator's own layout, each Secret has one file, <secrets_dir>/<secret>, which contains a JSON object.
 """
 
 import json

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of all source readers: display names, versions, and files by byte range.
+"""The interface of all source readers. A reader opens files at a byte offset, and reports their versions and their
+names for messages.
 
-A reader translates one protocol, and its errors name the failed file. Retries, size limits and state on disk belong to
-quire_server.downloads. The operator reads config.json and safetensors headers with `read_range`.
+Each reader implements one protocol. An error of a reader names the file that it could not read. Retries, size limits
+and files on disk are not part of this module; they belong to quire_server.downloads. The operator reads config.json and
+safetensors headers with `read_range`.
 """
 
 import asyncio
@@ -14,8 +16,8 @@ from typing import Protocol
 from quire_spec.errors import NotFound, Unavailable
 
 _RANGE_TIMEOUT_S = 60.0
-"""Timeout of one `read_range` in seconds. The operator reads only a few ranges at the same time, so a slow source
-delays other services."""
+"""Timeout of one `read_range` in seconds. The operator reads only a few ranges at the same time. Therefore a source
+that is slow delays other services."""
 
 
 class FileMissing(NotFound):
@@ -27,32 +29,33 @@ class OpenFile:
     """A file that is being read."""
 
     start: int
-    """Offset of the first byte in `chunks`; 0 if the source cannot resume or the file has changed."""
+    """Offset of the first byte in `chunks`. It is 0 if the source cannot resume a read, or if the file has changed."""
     size: int | None
     """Size of the whole file in bytes; None if the source does not report the size."""
     version: str | None
-    """Version, which changes when the content changes. None if the source has no versions; such downloads cannot
-    resume."""
+    """The version of the file. It changes when the content changes. None if the source has no versions. In that case, a
+    download cannot resume."""
     chunks: AsyncIterator[bytes]
 
 
 class SourceReader(Protocol):
-    """Protocol of a reader for the files of one model or adapter. All errors are QuireErrors that name a URL or path,
-    without secrets."""
+    """The protocol that each reader of a model's or an adapter's files implements. All errors are QuireErrors. They
+    name a URL or a path, and contain no secrets."""
 
     @property
     def is_immutable(self) -> bool:
-        """True if the content can never change, for example because the source names a commit."""
+        """True if the content of the source can never change, for example because the source names a commit."""
 
     @property
     def revision(self) -> str | None:
-        """The resolved commit; None before the first read, and for sources without commits."""
+        """The commit to which the revision was resolved. None before the first read, and for sources that have no
+        commits."""
 
     def display_name(self, name: str) -> str:
         """Return a file's URL or path for messages, without user, password and query."""
 
     def expected_sha256(self, name: str) -> str | None:
-        """Return the SHA-256 in hex that the source declares for the file; None if it declares none."""
+        """Return the SHA-256 that the source declares for the file, in hexadecimal digits; None if it declares none."""
 
     async def version(self, name: str) -> str | None:
         """Return the current `OpenFile.version` without reading the file.
@@ -65,11 +68,11 @@ class SourceReader(Protocol):
     def open(
         self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
     ) -> AbstractAsyncContextManager[OpenFile]:
-        """Read a file from offset `start` if it still has `version` (None: any version); otherwise read it from its
-        beginning.
+        """Open a file. If it still has `version` (None: any version), read it from offset `start`; otherwise read it
+        from its beginning.
 
-        `chunks` contains at least `num_bytes` bytes from `start`, or fewer if the file ends before; None: all bytes
-        from `start`.
+        `chunks` contains at least `num_bytes` bytes that follow `start`, or fewer if the file ends earlier. If
+        `num_bytes` is None, it contains all bytes that follow `start`.
 
         Raises:
             FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is lost.

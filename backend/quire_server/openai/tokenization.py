@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /tokenize and /detokenize: convert texts and conversations to token ids, and token ids to text."""
+"""POST /tokenize converts a text or a conversation to token ids. POST /detokenize converts token ids to text."""
 
 from typing import Any
 

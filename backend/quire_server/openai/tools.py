@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the tools of a chat request: their definitions, and the choice of a tool. Chat completions and /tokenize use
-this module."""
+"""Checks the tools of a chat request. It checks both the definitions of the tools and the field tool_choice. Chat
+completions and /tokenize use this module."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ _FUNCTION_FIELDS = {"description": str, "parameters": dict, "strict": bool}
 
 
 def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Return the tools for a template, each as {type, function}; None if there are no tools. Raises ApiError."""
+    """Return the tools in the form that templates read, each as {type, function}; None if there are no tools. Raises
+    ApiError."""
     if tools is None:
         return None
     if not isinstance(tools, list) or not tools:
@@ -40,7 +41,7 @@ def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
 def output_parsing(
     tools: Sequence[dict[str, Any]] | None, tool_choice: object, parallel_tool_calls: bool, separate_reasoning: bool
 ) -> OutputParsing:
-    """Return the settings for parsing the outputs of a request; raises ApiError if the tool choice is invalid."""
+    """Return the settings with which the outputs of a request are parsed; raises ApiError if tool_choice is invalid."""
     choice, function = tool_choice, None
     if isinstance(choice, dict):
         named = choice.get("function", choice)
@@ -69,7 +70,7 @@ def _function(tool: object, path: str) -> dict[str, Any]:
     if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
         raise ApiError(
             400,
-            f"{path}.function.name: must have 1 to {MAX_NAME_CHARS} letters, digits and characters of _-.:/, got "
+            f"{path}.function.name: must have 1 to {MAX_NAME_CHARS} characters: letters, digits or _-.:/; got "
             f"{truncated_repr(name)}",
         )
     check_depth(function, path)

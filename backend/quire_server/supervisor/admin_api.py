@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP API of the health port: probes and metrics without a key, status and adapter catalog with the admin key.
+"""HTTP API of the health port. Probes and metrics need no key. The status and the adapter catalog need the admin key.
 
 This module handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves the API.
 """
@@ -22,7 +22,7 @@ from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Maximum size of a body. The largest catalog, 4096 adapters with long URLs, has about 3 MB."""
+"""Maximum size of a body. The largest catalog has 4096 adapters with long URLs. Its size is about 3 MB."""
 
 _HTTP_STATUS = {
     Code.INVALID_ARG: 400,
@@ -102,7 +102,7 @@ class AdminAPI:
 
     async def _load_or_unload(self, request: web.Request) -> web.Response:
         """Load or unload a model by name. The parameters `config` and `file:` of the server's API are rejected, because
-        they could run other code."""
+        a client could use them to run other code."""
         self._authorize(request)
         name, action = request.match_info["name"], request.match_info["action"]
         try:
@@ -123,7 +123,8 @@ class AdminAPI:
         return web.json_response({})
 
     def _authorize(self, request: web.Request) -> None:
-        """Reject a request without the admin key, or from another machine if there is no key file."""
+        """Reject a request that does not contain the admin key. If there is no key file, reject requests from other
+        machines instead."""
         if self._key is None:
             if not _is_local(request):
                 raise web.HTTPForbidden(
@@ -139,7 +140,8 @@ class AdminAPI:
 
 
 def _is_local(request: web.Request) -> bool:
-    """Return True for a request from this machine. The check of the Host header prevents DNS rebinding by web pages."""
+    """Return True if a request comes from this machine. The Host header is checked as well, so that a web page cannot
+    send requests through DNS rebinding."""
     host = request.url.host or ""
     return _is_loopback(request.remote or "") and (host == "localhost" or _is_loopback(host))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembly of the pod supervisor: checks before any process starts, the health port, signal handlers, and the run."""
+"""Builds and runs the supervisor of a pod. It checks the setup before any process starts, opens the health port, and
+installs the signal handlers."""
 
 import asyncio
 import contextlib
@@ -42,7 +43,7 @@ _ADMIN_SHUTDOWN_TIMEOUT_S = 2.0
 
 
 async def run(settings: SupervisorSettings) -> None:
-    """Run a pod until SIGTERM, SIGINT or SIGHUP.
+    """Run a pod until SIGTERM, SIGINT or SIGHUP arrives.
 
     Raises:
         ConfigError: the configuration is invalid, or the machine cannot run it; a restart would fail again.
@@ -119,7 +120,7 @@ async def _admin_server(supervisor: Supervisor, settings: SupervisorSettings) ->
 
 
 def _install_signal_handlers(process_manager: ProcessManager, run_folder: Path) -> asyncio.Event:
-    """Return an event that the first SIGTERM, SIGINT or SIGHUP sets; the second signal kills all processes."""
+    """Return an event that is set by the first SIGTERM, SIGINT or SIGHUP. The second signal kills all processes."""
     stop = asyncio.Event()
 
     def on_signal(signal_number: signal.Signals) -> None:
@@ -146,10 +147,10 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 
 
 def _check_ports(settings: SupervisorSettings) -> None:
-    """Reject a duplicate port, and a port that is in use.
+    """Raise an error if two options have the same port, or if a port is already in use.
 
-    The server itself prints its whole usage if a port is duplicate. If another process uses a port, the server reports
-    this late for HTTP, and silently shares the port for gRPC.
+    Without this check, the server would print its whole usage text if two ports are equal. If another process already
+    used the port, the server would report this late for HTTP. For gRPC, it would report nothing and share the port.
     """
     flag_by_port: dict[int, str] = {}
     for flag, port in settings.ports.items():
@@ -169,8 +170,8 @@ def _check_ports(settings: SupervisorSettings) -> None:
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
-    """Return the error that occurs when a socket listens on `host` and `port`; None if there is no error. Raises
-    ConfigError if `host` is not an address of this machine."""
+    """Try to listen on `host` and `port`. Return the error if this fails, and None if it succeeds. Raises ConfigError
+    if `host` is not an address of this machine."""
     with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child process in its own process group: relays its output line by line and detects its end through a pidfd.
+"""A child process in its own process group. Its output is passed on line by line, and a pidfd shows when it has ended.
 
-This module is independent of the program and of restarts (managed_process.py). A child is watched without a thread or a
-timer. When the process ends, its whole group is killed, so that the stubs of a killed server also end.
+This module does not know which program runs, and never restarts it (managed_process.py). A child is watched through the
+event loop, without a thread or a timer. When the process ends, its whole group is killed. Therefore the stubs of a
+killed server end, too.
 """
 
 import asyncio
@@ -23,27 +24,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 8192
 _OUTPUT_TIMEOUT_S = 0.5
-"""Maximum seconds to wait for the last output of an ended process."""
+"""After a process has ended, its last output is awaited for at most this many seconds."""
 _REAP_TIMEOUT_S = 1.0
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of orphaned descendants, so that it can reap the stubs of a killed server."""
+    """Make this process the parent of orphaned descendants. It can then reap the stubs of a server that was killed."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class ChildProcess:
-    """A running or ended process. `start` creates a ChildProcess; the main thread must call `start` in a running event
-    loop."""
+    """A process that is running or has ended. `start` creates a ChildProcess. The main thread must call `start` while
+    an event loop is running."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], relay: Callable[[str, str], None]) -> None:
         self.name = name
         self.pid = popen.pid
         self.started_at = utc_now()
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """Last lines of output, including those that the log drops."""
+        """The last lines of output. They include lines that are not written to the log."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Future with the exit code, which is negative for a signal."""
+        """Future that contains the exit code after the process has ended. The exit code is negative if a signal ended
+        the process."""
         self._popen = popen
         self._relay = relay
         self._output_closed = asyncio.Event()
@@ -55,7 +57,8 @@ class ChildProcess:
     async def start(
         cls, name: str, argv: Sequence[str], relay: Callable[[str, str], None], env: Mapping[str, str] | None = None
     ) -> "ChildProcess":
-        """Start `argv`; the kernel kills it when this process ends. `relay(name, line)` is called for each output line.
+        """Start `argv` as a child process. If this process ends, the kernel kills the child. `relay(name, line)` is
+        called for each output line.
 
         Raises:
             OSError: the process could not be created.
@@ -94,7 +97,7 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Wait for the end of the process and its last output; return the exit code."""
+        """Wait until the process has ended and its last output has arrived; return the exit code."""
         code = await asyncio.shield(self.exited)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._output_closed.wait(), _OUTPUT_TIMEOUT_S)
@@ -104,7 +107,8 @@ class ChildProcess:
         return code
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, then SIGKILL to the group after `timeout_s`; return the exit code."""
+        """Send SIGTERM. If the process is still running after `timeout_s` seconds, send SIGKILL to its group. Return
+        the exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), timeout_s)
@@ -121,7 +125,8 @@ class ChildProcess:
         self.exited.set_result(self._popen.wait())
 
     async def _reap_group(self) -> None:
-        """Reap the ended processes of the group, which are now children of this process (`become_subreaper`)."""
+        """Reap the processes of the group that have ended. They became children of this process through
+        `become_subreaper`."""
         deadline = asyncio.get_running_loop().time() + _REAP_TIMEOUT_S
         while asyncio.get_running_loop().time() < deadline:
             try:
@@ -137,7 +142,8 @@ class ChildProcess:
 
 
 class _LineSplitter(asyncio.Protocol):
-    """Splits output into lines, and drops text before a carriage return, such as progress bars."""
+    """Splits output into lines. If a line contains carriage returns, as in progress bars, only the text after the last
+    one is kept."""
 
     def __init__(self, on_line: Callable[[str], None], on_eof: Callable[[], None]) -> None:
         self._on_line = on_line

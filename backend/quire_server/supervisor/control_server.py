@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix socket of the supervisor, for calls of the OpenAI front: frames of ControlRequest and ControlResponse.
+"""The Unix socket on which the supervisor accepts calls from the OpenAI front. Its frames contain ControlRequests and
+ControlResponses.
 
 This module handles only the protocol; other modules implement the methods. app.py opens the socket.
 """
@@ -22,7 +23,7 @@ _READ_BYTES = 2**16
 
 
 class ControlServer:
-    """The connections of the socket, and their running calls."""
+    """The connections of the socket, and the calls that are running."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
         self._methods = methods
@@ -30,7 +31,8 @@ class ControlServer:
 
     @contextlib.asynccontextmanager
     async def listen(self, path: Path) -> AsyncIterator[None]:
-        """Serve on `path` while the context is open; running calls are cancelled at the end of the context."""
+        """Serve on `path` while the context is open. When the context ends, calls that are still running are
+        cancelled."""
         server = await asyncio.start_unix_server(self._serve, path)
         try:
             yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, connection and watch of the text process and the core process. This module is independent of restarts.
+"""Starts the text process and the core process, connects to them, and watches them. This module does not restart them.
 
 process_manager.py runs both processes in a pod, and batch/local_engine.py runs them for a batch.
 """
@@ -17,26 +17,27 @@ from quire_spec import constants
 from quire_spec.errors import Unavailable
 
 START_TIMEOUT_S = 3600.0
-"""Seconds in which the core must load its weights. On Kubernetes the startup probe has a shorter limit."""
+"""The core must load its weights within this many seconds. On Kubernetes, the startup probe sets a shorter limit."""
 SOCKETS = {"core": constants.CORE_SOCKET, "text": constants.TEXT_SOCKET}
 CONNECT_RETRY_S = 0.05
 PING_INTERVAL_S = 5.0
 UNRESPONSIVE_TIMEOUT_S = 120.0
-"""Seconds without a response after which a process counts as hung; a step of a large model on a slow CPU is shorter."""
+"""A process that does not respond for this many seconds is treated as hung. Even on a slow CPU, a step of a large model
+takes less time."""
 _EXIT_GRACE_S = 2.0
-"""Seconds in which a process must exit after it closed its connection to the supervisor."""
+"""After a process has closed its connection to the supervisor, it must exit within this many seconds."""
 
 ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Default environment of the engine processes: sizes of torch's and oneDNN's caches of compiled matrix products. Each
-combination of a number of tokens and a weight shape has one entry in the caches. With the default of 1,024 entries, a
-core that computes float32 on a CPU grew by 0.7 GB in some thousand requests. With 128 entries, the core grew by only
-0.15 GB and was as fast."""
+"""Default environment variables of the engine processes. They set the sizes of two caches, in which torch and oneDNN
+store compiled matrix products. A cache has one entry for each combination of a number of tokens and a weight shape.
+With the default of 1,024 entries, a core that computes float32 on a CPU needed 0.7 GB more memory after some thousand
+requests. With 128 entries, it needed only 0.15 GB more, and was as fast."""
 
 
 async def start(
     name: str, engine: Path, served_name: str, run_dir: Path, relay: Callable[[str, str], None]
 ) -> ChildProcess:
-    """Start `core` or `text` with the configuration file `engine`; raises OSError."""
+    """Start `core` or `text` with the configuration file `engine`; raises OSError if the process cannot be created."""
     # A killed process leaves its socket file behind.
     (run_dir / SOCKETS[name]).unlink(missing_ok=True)
     argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(engine)]
@@ -46,7 +47,7 @@ async def start(
 
 @contextlib.asynccontextmanager
 async def connect(name: str, run_dir: Path) -> AsyncIterator[ControlClient]:
-    """Connect to a process that is starting; retry until it listens."""
+    """Connect to a process that is starting. If it does not listen yet, try again until it does."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script that sets the parent-death signal and then executes a program: `exec_with_pdeathsig.py PARENT_PID ARGV...`.
 
-The kernel then kills the program when the supervisor dies. The server cannot set the signal itself. A preexec_fn in a
-process with threads can deadlock; Python 3.12 warns about it. The script takes about 20 ms per start, and imports only
-the standard library. child_process.py runs it.
+The kernel then kills the program when the supervisor dies. The server cannot set the signal itself. A preexec_fn cannot
+set it either: in a process with threads, it can deadlock, and Python 3.12 warns about it. The script adds about 20 ms
+to each start, and imports only the standard library. child_process.py runs it.
 """
 
 import ctypes

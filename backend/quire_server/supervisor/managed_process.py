@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restart loop of one process: starts it, runs a session while it lives, restarts it with backoff when it dies.
+"""Keeps one process running: starts it, runs a session while it is alive, and restarts it with backoff after it has
+died.
 
-The loop is independent of the session's content. If a process dies before it was ever ready, startup fails after a few
-attempts, or at once if the exit code reports a configuration error. Endless restarts would hide the cause.
+The loop does not depend on what the session does. If a process dies before it was ready for the first time, it is
+started again only a few times, and then the startup of the pod fails. The startup fails at once if the exit code
+reports a configuration error. Endless restarts would hide the cause of the failure.
 """
 
 import asyncio
@@ -23,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 MAX_START_ATTEMPTS = 3
 _STABLE_UPTIME_S = 30.0
-"""Minimum uptime in seconds after which a process is restarted without delay."""
+"""If a process ran for at least this many seconds, it is restarted without delay."""
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
-"""Maximum seconds before a restart. The maximum is small, because the pod cannot serve requests during the delay."""
+"""Maximum delay before a restart, in seconds. It is short, because the pod cannot serve requests during the delay."""
 _TAIL_LINES = 15
 
 
 class StartupFailed(QuireError):
-    """A process did not start; the message contains its last lines."""
+    """A process did not start. The message contains the last lines of its output."""
 
     def __init__(self, message: str, is_config_error: bool) -> None:
         super().__init__(message)
@@ -41,12 +43,13 @@ class StartupFailed(QuireError):
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """Delays between starts: 0 s, 0.5 s, 1 s, 2 s and so on up to a cap; reset after a stable uptime."""
+    """Calculates the delay before each start: 0 s, 0.5 s, 1 s, 2 s and so on, up to a maximum. After a stable uptime,
+    the delays begin at 0 s again."""
 
     failures: int = 0
 
     def delay_s(self, uptime_s: float) -> float:
-        """Return the seconds before the next start of a process that ran for `uptime_s` seconds."""
+        """Return how many seconds to wait before the next start of a process that ran for `uptime_s` seconds."""
         if uptime_s >= _STABLE_UPTIME_S:
             self.failures = 0
         self.failures += 1
@@ -83,19 +86,19 @@ class ManagedProcess:
         self._was_ever_ready = False
 
     def status(self) -> ProcessStatus:
-        """Return the entry of the status document."""
+        """Return the process's entry in the status document."""
         child = self.child
         return ProcessStatus(
             self.state, child.pid if child else None, child.started_at if child else None, max(0, self._num_starts - 1)
         )
 
     def mark_ready(self) -> None:
-        """Set the state to ready; the session calls this when the process serves."""
+        """Set the state to ready. The session calls this method when the process serves requests."""
         self._was_ever_ready = True
         self._set_state(ProcessState.READY)
 
     async def run(self) -> None:
-        """Keep the process running until cancellation. Cancellation does not stop the process.
+        """Keep the process running until this task is cancelled. The cancellation does not stop the process.
 
         Raises:
             StartupFailed: the process did not start.
@@ -111,7 +114,7 @@ class ManagedProcess:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self) -> str:
-        """Run one child process from start to end; return a description of its end."""
+        """Run one child process from its start to its end; return a description of how it ended."""
         try:
             self.child = await self._start()
         except OSError as error:
@@ -126,7 +129,7 @@ class ManagedProcess:
         return f"pid={child.pid} {_describe_exit(exit_code)}"
 
     async def _run_session(self, child: ChildProcess) -> int:
-        """Run the session until the child process ends, end the session, and return the exit code."""
+        """Run the session until the child process ends. Then end the session, and return the exit code."""
         session = asyncio.ensure_future(self._session(child))
         try:
             futures: list[asyncio.Future[Any]] = [session, child.exited]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start and session of the OpenAI front's process. process_manager.py runs them in its restart loop."""
+"""Starts the process of an OpenAI front, and runs the session that watches it. process_manager.py uses both in its
+restart loop."""
 
 import asyncio
 import sys
@@ -21,7 +22,7 @@ _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
 def openai_process_name(index: int) -> str:
-    """Return the name of a front for status, logs and metrics."""
+    """Return the name that status, logs and metrics use for a front."""
     return f"openai-{index}" if index else "openai"
 
 
@@ -36,7 +37,8 @@ class OpenAIFront:
         relay: Callable[[str, str], None],
         mark_ready: Callable[[], None],
     ) -> None:
-        """`mark_ready` is called at the first response of the process. `index` is the number of the front, from 0."""
+        """`mark_ready` is called when the process responds for the first time. `index` is the number of the front, from
+        0."""
         self._settings = settings
         self._run_dir = run_dir
         self._name = openai_process_name(index)
@@ -72,8 +74,8 @@ class OpenAIFront:
 
 
 async def _answers(session: aiohttp.ClientSession) -> bool:
-    """Return True if the front responds with any status. During a restart of the text process it responds with an
-    error."""
+    """Return True if the front sends a response, even if this is an error. While the text process restarts, the front
+    responds with an error."""
     try:
         async with session.get(_PROBE_URL) as response:
             return response.status > 0

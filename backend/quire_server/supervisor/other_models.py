@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and unloads the models of --model-repository, which the server runs in addition to Quire's models, and tracks
-their states.
+"""Loads and unloads the models of --model-repository, and tracks their states. The server runs these models in addition
+to Quire's models.
 
-Level-triggered: after each change of a process or an adapter, `run` compares the loaded models with the desired models.
-A model is loaded by its name only. The server sees links to the models' folders, and only to models whose names Quire
-does not use. If a model fails, the other models do not wait for it. A failed model is loaded again only after a restart
-of the server, or through the admin port. An ensemble can fail because an adapter's model is missing, so the ensemble is
-loaded again after each change.
+The module is level-triggered: after each change of a process or an adapter, `run` compares the models that are loaded
+with the models that must be loaded. A model is loaded by its name only. The server sees only links to the folders of
+the models. A model has no link if Quire uses its name. If a model fails to load, the other models do not wait for it. A
+failed model is loaded again only after a restart of the server, or through the admin port. An ensemble can fail because
+the model of an adapter is missing. Therefore it is loaded again after each change.
 """
 
 import asyncio
@@ -28,12 +28,13 @@ from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError
 logger = logging.getLogger(__name__)
 
 _MAX_LOADS = 6
-"""Maximum concurrent loads. The server starts a process for each load, and more processes only compete for the CPU."""
+"""Maximum concurrent loads. The server starts a process for each load. If there were more of these processes, they
+would only compete for the CPU."""
 _FAILURES = (InvalidArgument, NotFound)
 
 
 class OtherModels:
-    """The models of one repository folder. All other methods require that `run` is running."""
+    """The models of one repository folder. All methods except `run` can be used only while `run` is running."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class OtherModels:
         own_names: Callable[[], Set[str]],
         own_folder: Path | None = None,
     ) -> None:
-        """Find the models in `folder` (None: there are no such models); `run` loads all of them.
+        """Find the models in `folder`; `run` loads all of them. If `folder` is None, there are no models.
 
         Args:
             links: folder of links to the models, which is created for the server.
@@ -78,26 +79,28 @@ class OtherModels:
 
     @property
     def names(self) -> Set[str]:
-        """Names that no adapter can have."""
+        """The names of these models. An adapter cannot have one of these names."""
         return self._statuses.keys()
 
     def statuses(self) -> list[OtherModelStatus]:
-        """Return the state of each model, by name."""
+        """Return the state of each model, sorted by name."""
         return [self._statuses[name] for name in sorted(self._statuses)]
 
     def is_loading(self) -> bool:
-        """Return True while a model is loading. The stub of a loading model can die before its model is known."""
+        """Return True while a model is loading. If a stub dies while its model is loading, the supervisor may not know
+        yet which model the stub belongs to."""
         return any(status.state is OtherModelState.LOADING for status in self._statuses.values())
 
     def gating(self) -> list[str]:
-        """Return the models that delay readiness: all models that have been loading since the start of the server."""
+        """Return the models that delay readiness. These are the models that have been loading since the server
+        started."""
         if self._server is not self._handles.server:
             return sorted(self._desired)
         return sorted(self._gating) if asyncio.get_running_loop().time() < self._gate_deadline else []
 
     def readiness(self, own: Mapping[str, bool]) -> dict[str, bool]:
-        """Return for each model whether it can respond. `own` contains the same information for Quire's models. An
-        ensemble can respond if all models that it calls can respond."""
+        """Return a mapping that shows for each model whether it can respond. `own` is such a mapping for Quire's
+        models. An ensemble can respond if all models that it calls can respond."""
         loaded = {name: status.state is OtherModelState.READY for name, status in self._statuses.items()}
         return {
             name: is_loaded and all(own.get(part, loaded.get(part, True)) for part in self._ensembles.get(name, ()))
@@ -107,11 +110,11 @@ class OtherModels:
     # Reconciliation
 
     def resync(self) -> None:
-        """Compare the loaded models with the desired models again."""
+        """Make `run` compare the loaded models with the desired models again."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Keep the models loaded until cancelled."""
+        """Keep the models loaded until this task is cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -144,8 +147,8 @@ class OtherModels:
             await load(name)
 
     async def _load(self, server: ServerHandle, name: str) -> None:
-        """Load or reload a model; raises InvalidArgument if the server rejects the model, ConnectionLost if the server
-        ended."""
+        """Load or reload a model. Raises InvalidArgument if the server rejects the model, and ConnectionLost if the
+        server has ended."""
         try:
             await server.load_other_model(name)
         except QuireError as error:
@@ -159,7 +162,8 @@ class OtherModels:
         self._set_state(name, OtherModelState.READY)
 
     async def reload_dead(self, name: str) -> None:
-        """Reload a model after one of its stubs died. The server has ended the model's requests with an error."""
+        """Reload a model after one of its stubs died. The server itself has already ended the requests of this model
+        with an error."""
         if name not in self._desired or (server := self._handles.server) is None:
             return
         self._set_state(name, OtherModelState.LOADING)
@@ -185,7 +189,8 @@ class OtherModels:
     # Admin port
 
     async def index(self) -> list[dict[str, str]]:
-        """Return name, version, state and reason of every model of the server; raises ConnectionLost."""
+        """Return the name, version, state and reason of every model of the server. A model that was never loaded has
+        only a name. Raises ConnectionLost if the server is not running."""
         index = await self._require_server().repository_index()
         known = {entry["name"] for entry in index}
         return index + [{"name": name} for name in self._found() if name not in known]
@@ -210,7 +215,7 @@ class OtherModels:
         self.resync()
 
     async def unload(self, name: str) -> None:
-        """Unload a model by name; it stays unloaded until it is loaded by name, or the supervisor restarts.
+        """Unload a model by name. It stays unloaded until it is loaded by name, or until the supervisor restarts.
 
         Raises:
             InvalidArgument: the name belongs to a model of Quire, or an ensemble calls the model.
@@ -243,7 +248,7 @@ class OtherModels:
         constants.check_model_name(name, "model")
 
     def _found(self) -> tuple[str, ...]:
-        """Return the models that the folder contains now, except the model that Quire serves itself."""
+        """Return the models that are in the folder now, without the model that Quire serves itself."""
         if self._folder is None:
             return ()
         try:
@@ -263,7 +268,8 @@ class OtherModels:
 
 
 def _read_ensemble(config_file: Path) -> frozenset[str]:
-    """Return the models that an ensemble calls; empty for other models, and for an invalid configuration file."""
+    """Return the names of the models that an ensemble calls. The result is empty if the model is not an ensemble, or if
+    its configuration file is invalid."""
     # Imported here: the import takes 0.2 s, and most services have no other models.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2

@@ -5,9 +5,9 @@
     text dies     stubs and OpenAI front fail their open requests; text restarts, aliases are sent again
     server dies   connections end; server restarts, adapter models are loaded again
     openai dies   its connections end; it restarts
-    stub dies     without open requests: its model is loaded again. With open requests: the server is killed and
-                  restarted, because their clients would otherwise hang forever. A model that is not Quire's is only
-                  loaded again (other_models.py)
+    stub dies     if it has no open requests, its model is loaded again. If it has open requests, the server is killed
+                  and restarted, because the clients would otherwise wait forever. A model that is not Quire's is
+                  always just loaded again (other_models.py)
 
 This module owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and
 shutdown.
@@ -45,8 +45,8 @@ SERVER_START_TIMEOUT_S = 300.0
 _PROBE_INTERVAL_S = 0.1
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
-"""Exit timeout of the server in seconds, after the drain. Without this timeout, idle keep-alive connections would delay
-the exit."""
+"""After the drain, the server exits within this many seconds. Without this timeout, keep-alive connections that are
+idle would delay the exit."""
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -86,11 +86,11 @@ class ProcessManager:
             arguments=settings.server_args,
         )
         self.other_models: OtherModels | None = None
-        """Models of --model-repository; the supervisor sets them before `run`."""
+        """The models of --model-repository. The supervisor sets this attribute before it calls `run`."""
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
-        """Function that is called after each change of a process, handle or connection."""
+        """Function that is called whenever a process, a handle or a connection has changed."""
         self._tasks: set[asyncio.Task[None]] = set()
         notify = self._notify_change
         self.processes = {
@@ -116,8 +116,8 @@ class ProcessManager:
         return has_engine and handles.server is not None and handles.server.base_ready
 
     def publish_readiness(self, is_draining: bool, adapters: Mapping[str, bool]) -> None:
-        """Write the server's readiness file. `adapters` maps each adapter that has a model to True if the adapter
-        serves requests."""
+        """Write the server's readiness file. `adapters` contains each adapter that has a model. The value is True if
+        the adapter serves requests."""
         is_ready = self.engine_is_ready() and not is_draining
         models = {name: is_ready and is_serving for name, is_serving in adapters.items()}
         models[self._settings.served_name] = is_ready
@@ -130,7 +130,7 @@ class ProcessManager:
         return self.other_models
 
     async def run(self) -> None:
-        """Keep all processes running until cancellation; raises StartupFailed if a process does not start."""
+        """Keep all processes running until this task is cancelled; raises StartupFailed if a process does not start."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_core_connection())
@@ -141,8 +141,8 @@ class ProcessManager:
             raise group_error.exceptions[0] from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Reject new requests in the text process, and wait for the open requests. Return False if some are still
-        open."""
+        """Reject new requests in the text process, and wait until the open requests have ended. Return False if some
+        requests are still open."""
         (self._run_dir / constants.CLOSING_FILE).touch()
         if self.handles.text is None:
             return True
@@ -156,7 +156,7 @@ class ProcessManager:
         return True
 
     async def stop(self, drained: bool) -> None:
-        """Stop all processes in order; the caller must cancel `run` first."""
+        """Stop all processes, one after the other. Before that, the caller must cancel `run`."""
         for task in self._tasks:
             task.cancel()
         # With open requests, text is stopped first, so that the stubs and the front end them with an error.
@@ -242,7 +242,7 @@ class ProcessManager:
         return f"no response for {engine_process.UNRESPONSIVE_TIMEOUT_S:g} s"
 
     async def _watch_core_connection(self) -> None:
-        """Poll whether the text process is connected to the core."""
+        """Check again and again whether the text process is connected to the core."""
         while True:
             connected, text = False, self.handles.text
             if text is not None and self.handles.core is not None:
@@ -256,7 +256,7 @@ class ProcessManager:
     # Stubs
 
     async def _on_stub_death(self, server: ChildProcess, stubs: StubWatcher, stub: StubProcess) -> None:
-        """Reload the model of a dead stub, or kill the server if the stub had open requests."""
+        """React to a stub that has died: reload its model, or kill the server if the stub had open requests."""
         others = self._require_other_models()
         if stub.model in others.names:
             await others.reload_dead(stub.model)
@@ -282,7 +282,7 @@ class ProcessManager:
         server.kill()
 
     async def _reap_unloaded_stubs(self, stubs: StubWatcher, pids: set[int]) -> None:
-        """Ensure that the stubs of an unloaded model end, and remove their request counters."""
+        """Make sure that the stubs of an unloaded model end. Then remove their request counters."""
         await stubs.kill_unloaded(pids, lambda pid: open_requests.read_open_requests(self._run_dir, pid))
         for pid in pids:
             open_requests.remove(self._run_dir, pid)

@@ -12,7 +12,7 @@ _MAX_NAMES = 5
 
 
 def summarize_names(names: Sequence[str]) -> str:
-    """Join names; names after the fifth become a count."""
+    """Join names into one text. The first five names are written out, and the others are only counted."""
     summary = ", ".join(names[:_MAX_NAMES])
     return f"{summary} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else summary
 
@@ -62,7 +62,7 @@ def supervisor_metrics(status: PodStatus) -> str:
 
 
 def concat_pages(*pages: str) -> str:
-    """Concatenate metrics pages; each ends with a newline."""
+    """Concatenate pages of metrics, so that each page ends with a newline."""
     return "".join(page if page.endswith("\n") else f"{page}\n" for page in pages if page)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folder of a supervisor: sockets and the server's model repository. A lock ensures a single owner."""
+"""The run folder of a supervisor, which contains its sockets and the server's model repository. A lock ensures that
+only one supervisor uses the folder."""
 
 import contextlib
 import fcntl
@@ -15,7 +16,7 @@ from quire_spec.errors import ConfigError
 
 REPOSITORY = "repository"
 OTHER_REPOSITORY = "other-models"
-"""Folder of links to the models of --model-repository."""
+"""Folder that contains links to the models of --model-repository."""
 _SHM_PREFIX = "shm-prefix"
 _SOCKETS = (
     *(constants.TEXT_SOCKET, constants.CORE_SOCKET, constants.SUPERVISOR_SOCKET),
@@ -29,9 +30,11 @@ _OWNED_NAMES = (
 
 @contextlib.contextmanager
 def locked_run_dir(run_dir: Path) -> Iterator[Path]:
-    """Lock the run folder, remove the files of an earlier owner, and yield the resolved path of the folder.
+    """Lock the run folder, remove the files that an earlier owner left there, and yield the resolved path of the
+    folder.
 
-    At the end the supervisor's files are removed. A folder that this function created is also removed.
+    When the context ends, the supervisor's files are removed. If this function has created the folder, it also removes
+    the folder.
 
     Raises:
         ConfigError: the folder cannot be created, its path is too long for a socket, or another supervisor uses it.
@@ -66,10 +69,11 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
 
 
 def write_shm_prefix(run_dir: Path, prefix: str) -> None:
-    """Store the prefix of the server's shared memory regions, so that the next owner can remove the regions if this
-    supervisor is killed.
+    """Write the prefix of the server's shared memory regions to a file. If this supervisor is killed, the next owner of
+    the run folder uses the prefix to remove the regions.
 
-    In a pod, /dev/shm remains after the end of a container. Without the prefix, each kill would leak 1 MiB per model.
+    In a pod, the content of /dev/shm is kept when a container ends. Without the file, 1 MiB per model would be lost
+    whenever a supervisor is killed.
     """
     (run_dir / _SHM_PREFIX).write_text(prefix)
 

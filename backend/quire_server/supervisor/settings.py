@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line settings of a supervisor, as one frozen value."""
+"""The command-line settings of a supervisor, as a dataclass that cannot be changed."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -17,17 +17,18 @@ class SupervisorSettings:
     engine: Path
     """engine.json."""
     adapters: Path
-    """adapters.json: the initial adapter catalog."""
+    """The file adapters.json, which contains the initial adapter catalog."""
     served_name: str
     """Name of the base model."""
     run_dir: Path
-    """Folder of sockets and of the server's model repository; only one supervisor at a time can use it."""
+    """Folder that contains sockets and the server's model repository. Only one supervisor at a time can use it."""
     cache_dir: Path
-    """Folder of fetched adapters; it is kept across restarts."""
+    """Folder that contains fetched adapters. It is kept when the supervisor restarts."""
     host: str = "127.0.0.1"
     """Address on which the ports listen."""
     expose: tuple[str, ...] = constants.SERVER_PROTOCOLS
-    """Protocols of the server that listen on `host`. The other protocols listen on loopback, for the supervisor."""
+    """Protocols of the server that listen on `host`, so that clients can reach them. The other protocols listen only on
+    loopback, for the supervisor."""
     http_port: int = constants.HTTP_PORT
     grpc_port: int = constants.GRPC_PORT
     metrics_port: int = constants.SERVER_METRICS_PORT
@@ -37,11 +38,11 @@ class SupervisorSettings:
     openai_api_server_count: int = 1
     """Number of processes that serve the OpenAI API."""
     openai_flags: tuple[str, ...] = ()
-    """Further arguments of the OpenAI front."""
+    """Additional arguments for the OpenAI front."""
     admin_key_file: Path | None = None
-    """Key for /status and /adapters; None: only requests from this machine are allowed."""
+    """File that contains the key for /status and /adapters. None: only requests from this machine are allowed."""
     allow_runtime_lora_updating: bool = False
-    """Whether the OpenAI API can load and unload adapters, with the admin key."""
+    """True if the OpenAI API can load and unload adapters. These calls need the admin key."""
     allowed_local_lora_paths: tuple[Path, ...] = ()
     """Folders from which the OpenAI API can load adapters."""
     secrets_dir: Path | None = None
@@ -49,26 +50,27 @@ class SupervisorSettings:
     """Mount point of each PersistentVolumeClaim."""
     allow_path_sources: bool = False
     model_repository: Path | None = None
-    """Folder of --model-repository, with further models for the server; None if there is none."""
+    """Folder of --model-repository. The server runs the models in this folder in addition to Quire's models. None:
+    there are no such models."""
     own_model_folder: Path | None = None
-    """Folder of the --vllm-repository model, which Quire serves itself; set if model_repository contains this
-    folder."""
+    """Folder of the model of --vllm-repository, which Quire serves itself. It is set only if model_repository contains
+    this folder."""
     model_env: frozenset[str] = frozenset()
-    """Names of environment variables that the code of the further models gets, in addition to variables of
-    libraries."""
+    """Names of environment variables that the code of the models in model_repository can read. It can also read the
+    variables of libraries, which are not listed here."""
     server_args: tuple[str, ...] = ()
-    """Arguments for the server, which parse_server_arguments has accepted."""
+    """Arguments for the server. parse_server_arguments has already checked them."""
     require_adapters: bool = False
-    """Whether the start fails if an adapter of the initial catalog cannot be loaded, as in vllm_backend."""
+    """True if the start must fail when an adapter of the initial catalog cannot be loaded, as in vllm_backend."""
     max_adapter_bytes: int = 4 * 2**30
     drain_timeout_s: float = 30.0
-    """Seconds for open requests to finish after SIGTERM."""
+    """After SIGTERM, open requests have this many seconds to finish."""
     verbose: bool = False
-    """Whether all log lines of the server are shown."""
+    """True if all log lines of the server are shown."""
 
     @property
     def ports(self) -> dict[str, int]:
-        """Numbers of all ports, by option name."""
+        """The number of each port, by the name of its option."""
         openai_port = {} if self.openai_port is None else {"--openai-port": self.openai_port}
         return {
             "--http-port": self.http_port,
@@ -80,7 +82,8 @@ class SupervisorSettings:
 
     @property
     def shows_server_log(self) -> bool:
-        """Whether informational lines of the server are shown: with --verbose, or if the user set its log level."""
+        """True if informational lines of the server are shown. This is the case with --verbose, or if the user has set
+        the server's log level."""
         return self.verbose or any(arg.startswith("log-verbose=") and arg[-1] != "0" for arg in self.server_args)
 
     @property
@@ -103,12 +106,12 @@ class SupervisorSettings:
         return self.server_host(protocol) if protocol in constants.SERVER_PROTOCOLS else self.host
 
     def client_host(self, protocol: str) -> str:
-        """Address at which the supervisor reaches a protocol of the server."""
+        """Address that the supervisor uses to reach a protocol of the server."""
         return self.loopback if protocol in self.expose else self.server_host(protocol)
 
     @property
     def loopback(self) -> str:
-        """Address at which the supervisor reaches the server."""
+        """Address that the supervisor uses to reach the server."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:

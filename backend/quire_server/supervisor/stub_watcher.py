@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of dead stub processes of the server: discovers stubs in /proc and watches them through pidfds.
+"""Detects stub processes of the server that have died. It finds the stubs in /proc and watches them through pidfds.
 
-The server does not restart or reap a stub that died, and still responds to all probes with 200. The server reaps the
-stub of an unloaded model at once. A stub that remains a zombie has therefore died. process_manager.py reacts to each
-death.
+The server neither restarts nor reaps a stub that has died, and still responds to all probes with 200. When a model is
+unloaded, however, the server reaps its stub at once. Therefore, a stub that remains a zombie has died.
+process_manager.py reacts to each death.
 """
 
 import asyncio
@@ -19,20 +19,22 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SCAN_INTERVAL_S = 0.5
-"""Seconds between scans for new stubs. Known stubs are watched without polling."""
+"""Seconds between two scans for new stubs. A stub that is already known is watched without polling."""
 DEATH_CONFIRMATION_S = 0.2
-"""Seconds to wait for the server to reap a stub that it ended itself, which takes less than 10 ms."""
+"""Seconds to wait until the server has reaped a stub. If the server ended the stub itself, it needs less than 10 ms for
+this."""
 UNKNOWN_DEATH_CONFIRMATION_S = 3.0
-"""Seconds to wait for the server to reap a stub of an unknown model, normally after a failed load. The number of its
-open requests is unknown, so a false report would restart the whole server."""
+"""Seconds to wait until the server has reaped a stub whose model is unknown, which normally happens after a failed
+load. The wait is longer, because it is unknown how many open requests such a stub has. If it was reported as dead by
+mistake, the whole server would be restarted."""
 UNLOAD_GRACE_S = 3.0
-"""Seconds in which the stub of an unloaded model must exit after its last request. The exit takes 0.1 s, unless the
-server has lost a request."""
+"""After its last request, the stub of an unloaded model must exit within this many seconds. The exit normally takes 0.1
+s. It does not happen if the server has lost a request."""
 
 _PROC = Path("/proc")
 _STUB_PROGRAM = "triton_python_backend_stub"
 _STUB_COMM = _STUB_PROGRAM[:15]
-"""Name of the stub program in /proc/PID/stat, which zombies still have."""
+"""Name of the stub program in /proc/PID/stat. A zombie still has this name."""
 _INSTANCE_NAME = re.compile(r"([^/]+)_\d+_\d+")
 
 
@@ -54,16 +56,17 @@ class StubWatcher:
     def __init__(
         self, server_pid: int, on_death: Callable[[StubProcess], None], other_repository: Path | None = None
     ) -> None:
-        """`other_repository` is the folder of --model-repository; instances of its models can have any name."""
+        """`other_repository` is the folder of --model-repository. Instances of the models in this folder can have any
+        name."""
         self._server_pid = server_pid
         self._other_repository = other_repository
         self._on_death = on_death
         self._ignored_pids: set[int] = set()
-        """Ids of processes that are not stubs of the server; a scan skips these processes."""
+        """Ids of processes that are not stubs of the server. A scan skips them."""
         self._stubs: dict[int, tuple[int, StubProcess]] = {}
         """Maps the process id of each stub to its pidfd and description."""
         self._killed_pids: set[int] = set()
-        """Process ids of stubs that `kill_unloaded` killed; their deaths are not reported."""
+        """Process ids of stubs that were killed by `kill_unloaded`. Their deaths are not reported."""
         self._loop = asyncio.get_running_loop()
         self._confirmation_timers: dict[int, asyncio.TimerHandle] = {}
         self._scan_task = self._loop.create_task(self._scan_forever(), name="stub scan")
@@ -73,18 +76,18 @@ class StubWatcher:
         return {pid for pid, (_, stub) in self._stubs.items() if stub.model == model}
 
     def was_replaced(self, dead_stub: StubProcess) -> bool:
-        """Return True if the model of `dead_stub` has a newer stub. The server then ended `dead_stub` and reaped it
-        late."""
+        """Return True if the model of `dead_stub` has a newer stub. In that case, the server itself has ended
+        `dead_stub` and reaped it late."""
         return any(
             stub.model == dead_stub.model and stub.start_ticks > dead_stub.start_ticks
             for _, stub in self._stubs.values()
         )
 
     async def kill_unloaded(self, pids: set[int], count_open_requests: Callable[[int], int]) -> None:
-        """Kill the stubs of an unloaded model if they have no open requests but do not exit within UNLOAD_GRACE_S.
+        """Kill those stubs of an unloaded model that have no open requests and do not exit within UNLOAD_GRACE_S.
 
         A server of release 24.10 sometimes loses a request if its gRPC stream is cancelled during the last response.
-        The server then waits for this request forever and keeps the stub.
+        The server then waits forever for this request, and does not end the stub.
         """
         idle_s = 0.0
         while (remaining := pids & self._alive()) and idle_s < UNLOAD_GRACE_S:
@@ -108,7 +111,7 @@ class StubWatcher:
             self._unwatch(pid)
 
     def scan(self) -> None:
-        """Discover stubs that are not watched yet."""
+        """Find stubs that are not watched yet, and watch them."""
         pids = {int(comm) for comm in os.listdir(_PROC) if comm.isdigit()}
         self._ignored_pids &= pids
         for pid in pids - self._ignored_pids - self._stubs.keys():
@@ -157,7 +160,8 @@ class StubWatcher:
 
 
 def _read_stat(pid: int) -> tuple[str, str, int, int]:
-    """Return name, state letter, parent and start time of a process; the state is X if the process does not exist."""
+    """Return the name, the state letter, the parent and the start time of a process. The state is X if the process does
+    not exist."""
     try:
         # The name, in parentheses, can contain any character.
         text = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
@@ -169,7 +173,8 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
 
 
 def _read_model_name(pid: int, other_repository: Path | None) -> str | None:
-    """Return the model of a stub; empty if it has no model; None if the process is not a stub, or not yet a stub."""
+    """Return the name of a stub's model; it is empty if the stub has no model. Return None if the process is not a
+    stub, or not yet a stub."""
     try:
         argv = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

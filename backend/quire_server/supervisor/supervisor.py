@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifecycle of a pod: readiness and its reason, status document, metrics, drain and shutdown.
+"""Controls a pod from its start to its end: whether it is ready and why not, its status document, its metrics, its
+drain and its shutdown.
 
 This module owns readiness and the status document. process_manager.py owns the processes, adapters/manager.py owns the
 adapters, and admin_api.py owns the HTTP API. app.py assembles them.
@@ -52,7 +53,7 @@ class Supervisor:
         self._session = session
         self._all_were_up = False
         self.draining = False
-        """True after a stop signal; the pod then never becomes ready again."""
+        """True after a stop signal. From then on, the pod does not become ready again."""
         process_manager.on_change = self.on_process_change
         process_manager.other_models = other_models
         adapter_manager.on_change = self._on_adapter_change
@@ -63,7 +64,8 @@ class Supervisor:
     # Used by the health port
 
     def not_ready_reason(self) -> str:
-        """Return a sentence with the reason why the pod is not ready; empty if the pod is ready."""
+        """Return a sentence that contains the reason why the pod is not ready; return an empty text if the pod is
+        ready."""
         if self.draining:
             return "draining: the pod is stopping"
         for name, process in self._process_manager.processes.items():
@@ -120,7 +122,8 @@ class Supervisor:
         return base + sorted(self._adapter_manager.served_names() & handles.server.models)
 
     async def vllm_backend_metrics(self) -> str:
-        """Return the metrics that vllm_backend has on the server's metrics port, with its names and labels."""
+        """Return the metrics that vllm_backend reports on the server's metrics port. They have the same names and
+        labels as in vllm_backend."""
         text, server = await asyncio.gather(self._text_metrics("vllm_backend"), self._server_metrics())
         return reporting.concat_pages(text, server)
 
@@ -156,8 +159,8 @@ class Supervisor:
         self.other_models.resync()  # an ensemble can depend on an adapter
 
     def _publish_readiness_soon(self) -> None:
-        """Schedule an update of the readiness file after a change of an adapter. Simultaneous changes share one
-        update."""
+        """Schedule an update of the readiness file, because an adapter has changed. If several adapters change at the
+        same time, the file is updated only once."""
         if self._readiness_timer is None:
             self._readiness_timer = asyncio.get_running_loop().call_later(_READINESS_DELAY_S, self._publish_readiness)
 
@@ -171,7 +174,8 @@ class Supervisor:
         self._process_manager.publish_readiness(self.draining, adapters)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then drain and stop all processes; raises StartupFailed if a process does not start."""
+        """Serve until `stop` is set. Then drain and stop all processes. Raises StartupFailed if a process does not
+        start."""
         self._publish_readiness()
         run_task = asyncio.create_task(self._process_manager.run(), name="pod")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
@@ -196,7 +200,7 @@ class Supervisor:
             run_task.result()
 
     async def _drain(self, run_task: "asyncio.Task[None]") -> bool:
-        """Wait for the end of open requests; return False if some are still open."""
+        """Wait until the open requests have ended; return False if some are still open."""
         self.draining = True
         self._publish_readiness()
         timeout_s = self._settings.drain_timeout_s
@@ -211,8 +215,7 @@ class Supervisor:
         return drained
 
     async def _log_progress(self) -> None:
-        """Until the pod is ready, log the reasons for the delay at increasing intervals; then print the ready
-        banner."""
+        """Until the pod is ready, log at increasing intervals why it is not ready. Then print the ready banner."""
         started_at, pause_s = time.monotonic(), _FIRST_PROGRESS_LOG_S
         next_log_at = started_at + pause_s
         while self.not_ready_reason() or self._adapter_manager.unsettled():
@@ -228,7 +231,7 @@ class Supervisor:
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
 
     def _check_required_adapters(self) -> None:
-        """Raise StartupFailed if an adapter has failed and the start requires all adapters."""
+        """Raise StartupFailed if an adapter has failed although the start requires all adapters."""
         if self._settings.require_adapters:
             failed = [adapter for adapter in self._adapter_manager.statuses() if adapter.state is AdapterState.FAILED]
             if failed:
@@ -242,7 +245,7 @@ class Supervisor:
         return adapters if unsettled and (not reason or reason.startswith("adapters")) else reason
 
     async def _prune_cache(self) -> None:
-        """Remove unused adapters from the cache periodically."""
+        """At regular intervals, remove unused adapters from the cache."""
         while True:
             try:
                 for digest in await self._adapter_manager.prune_cache():
@@ -256,7 +259,7 @@ class Supervisor:
 async def _wait_for_first(
     run_task: "asyncio.Task[None]", stop_task: "asyncio.Task[Any]", *background_tasks: "asyncio.Task[None]"
 ) -> None:
-    """Wait for the end of `run_task` or `stop_task`; an error of a background task is raised."""
+    """Wait until `run_task` or `stop_task` has ended. If a background task fails, raise its error."""
     pending: set[asyncio.Task[Any]] = {run_task, stop_task, *background_tasks}
     while not (run_task.done() or stop_task.done()):
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -265,7 +268,7 @@ async def _wait_for_first(
 
 
 async def _cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel tasks and wait for their end; their exceptions are not raised."""
+    """Cancel tasks and wait until they have ended. Their exceptions are not raised."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP client of all remote readers: byte ranges, redirects, proxies, and errors that contain no secrets.
+"""The HTTP client that all remote readers use. It handles byte ranges, redirects and proxies, and its errors contain no
+secrets.
 
 The client follows redirects itself, because it must not send secret headers to another origin.
 """
@@ -21,25 +22,26 @@ _READ_BYTES = 2**20
 _MAX_REDIRECTS = 5
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=15, sock_read=30)
-"""Timeouts of a request. A request has no total time limit, because adapters are large and connections can be slow. A
-server that sends no data times out."""
+"""Timeouts of a request. The total time of a request is not limited, because adapters are large and connections can be
+slow. However, a request fails if the server stops sending data."""
 _IDENTITY_ENCODINGS = ("identity", "aws-chunked", "")
-"""Values of Content-Encoding that do not change the bytes. Some uploads leave the value "aws-chunked" at the objects of
-a bucket."""
+"""Values of Content-Encoding that do not change the bytes. Some tools leave the value "aws-chunked" on objects that
+they upload to a bucket."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 def create_session() -> aiohttp.ClientSession:
-    """Return a session without cookies and without the environment's credentials.
+    """Return a session that stores no cookies, and that does not read credentials from the environment.
 
-    A cookie of one source could grant access to another source on the same host, and nothing limits the number of
-    cookies. `trust_env` would also send the credentials in ~/.netrc, so `_proxy_of` reads the proxy variables instead.
+    If cookies were stored, a cookie of one source could grant access to another source on the same host. The number of
+    stored cookies would not be limited either. `trust_env` is not used, because it would also send the credentials in
+    ~/.netrc. Instead, `_proxy_of` reads the environment variables for proxies.
     """
     return aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 
 class HttpClient:
-    """Sends requests of one session. Subclasses translate the error responses of a protocol."""
+    """Sends requests in one session. Subclasses convert the error responses of their protocol."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -48,10 +50,10 @@ class HttpClient:
     async def open(
         self, url: URL, secret_headers: Mapping[str, str], plain_headers: Mapping[str, str], display_name: str
     ) -> AsyncIterator[OpenFile]:
-        """GET a file; `plain_headers` is the result of `range_headers`. Raises NotFound and Unavailable, also while the
-        chunks are read.
+        """Send a GET request for a file. `plain_headers` is the result of `range_headers`. Raises NotFound and
+        Unavailable. The iterator over the chunks can raise them, too.
 
-        If the response has no usable range, the file is requested again from its beginning.
+        If the range in the response cannot be used, the file is requested again from its beginning.
         """
         async with self.request("GET", url, secret_headers, plain_headers, display_name) as response:
             if plain_headers and not _can_resume(response, plain_headers):
@@ -69,7 +71,7 @@ class HttpClient:
             yield OpenFile(start, size, version, _iter_chunks(response, display_name))
 
     async def check_response(self, response: aiohttp.ClientResponse, display_name: str) -> aiohttp.ClientResponse:
-        """Return the response if it is successful; raises NotFound or Unavailable for other responses."""
+        """Return the response if it is successful. Otherwise, raise NotFound or Unavailable."""
         if response.status in (200, 206):
             return response
         if response.status in (404, 410):
@@ -88,7 +90,7 @@ class HttpClient:
         display_name: str,
         stop_at: Callable[[aiohttp.ClientResponse], bool] = lambda response: False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Follow redirects until a response is not a redirect, or until `stop_at` returns True for a response.
+        """Send a request and follow redirects, until a response is not a redirect or `stop_at` returns True for it.
 
         `secret_headers` are sent only to the origin of `url`.
         """
@@ -122,10 +124,10 @@ class HttpClient:
 def range_headers(
     start: int, version: str | None, num_bytes: int | None = None, condition: str = "If-Range"
 ) -> dict[str, str]:
-    """Return the headers of a request for `num_bytes` bytes (None: all) from offset `start`, if the file still has
-    `version`.
+    """Return the headers of a request for a part of a file: `num_bytes` bytes (None: all) from offset `start`. The
+    server sends this part only if the file still has `version`.
 
-    With If-Range the server sends the whole file if the file has changed.
+    With If-Range, the server sends the whole file if the file has changed.
     """
     if not start and num_bytes is None:
         return {}
@@ -134,19 +136,21 @@ def range_headers(
 
 
 def response_version(response: aiohttp.ClientResponse) -> str | None:
-    """Return the ETag if it is strong; otherwise return Last-Modified. Weak ETags are ignored: they can be equal for
-    different bytes."""
+    """Return the ETag of a response if the ETag is strong. Otherwise, return Last-Modified. Weak ETags are ignored,
+    because files with different bytes can have the same weak ETag."""
     etag = response.headers.get("ETag")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
 
 
 def redact_url(url: URL) -> str:
-    """Return a URL for messages, without query and user: these can contain a signature or a password."""
+    """Return a URL that can be shown in messages. Its query and its user are removed, because they can contain a
+    signature or a password."""
     return str(url.with_user(None).with_query(None).with_fragment(None))
 
 
 def _proxy_of(target: URL) -> str | None:
-    """Return the proxy for a URL according to the environment. aiohttp's trust_env would also read ~/.netrc."""
+    """Return the proxy that the environment sets for a URL. aiohttp's trust_env is not used for this, because it would
+    also read ~/.netrc."""
     proxies = getproxies()
     if proxy_bypass(f"{target.host}:{target.port}", proxies):
         return None
@@ -189,8 +193,8 @@ def _content_extent(response: aiohttp.ClientResponse, display_name: str) -> tupl
         chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
         if response.content_length is None and not chunked:
             raise Unavailable(
-                f"{display_name}: the response has no Content-Length and no chunks, so a lost connection could not be "
-                "detected; configure the server to send it"
+                f"{display_name}: the response has no Content-Length and is not chunked, so a lost connection could "
+                "not be detected; configure the server to send Content-Length"
             )
         return 0, response.content_length
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP error responses as QuireErrors, with the delay that the server requests (Retry-After). Pure."""
+"""Converts HTTP error responses to QuireErrors. If the server requests a delay (Retry-After), the error contains it.
+Pure."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ _MAX_RETRY_AFTER_S = 86400.0
 
 
 def error_from_status(source: str, status: int, headers: Mapping[str, str], code: str = "") -> Unavailable:
-    """Return the error for a response after which a retry can succeed; `code` is the source's own error code."""
+    """Return the error for a response if a later attempt can succeed. `code` is the error code of the source itself."""
     if status in (401, 403):
         return AccessDenied(f"{source}: HTTP {status}{code}; the source's secret is missing, wrong, or lacks access")
     delay_s = parse_retry_after(headers.get("Retry-After"), datetime.now(UTC))
@@ -20,8 +21,9 @@ def error_from_status(source: str, status: int, headers: Mapping[str, str], code
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Return the delay of a Retry-After header in seconds, at most a day; None if the header contains no number and no
-    date.
+    """Return the delay that a Retry-After header requests, in seconds.
+
+    The result is at most one day. It is None if the header contains neither a number nor a date.
 
     Source: RFC 9110, section 10.2.3.
     """

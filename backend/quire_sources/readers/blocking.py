@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking calls in daemon threads, so that they do not block the event loop.
+"""Runs blocking calls in daemon threads, so that they do not block the event loop.
 
-Python joins the threads of asyncio.to_thread at exit. If those threads were used, one read that hangs in a file system
-would prevent a pod from stopping.
+When Python exits, it waits for the threads of asyncio.to_thread. With those threads, a single read that hangs in a file
+system would prevent a pod from stopping.
 """
 
 import asyncio

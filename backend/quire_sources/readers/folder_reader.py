@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of a folder below an allowed root: a mounted volume, or a path of this machine.
+"""Reads a folder below an allowed root. The root is a mounted volume, or a path of this machine.
 
 File system calls run in daemon threads, because a network volume that hangs must not block the event loop.
 """
@@ -19,20 +19,22 @@ from quire_spec.errors import ConfigError, InvalidArgument, Unavailable
 
 _READ_BYTES = 4 * 2**20
 _MAX_CALLS_PER_ROOT = 16
-"""Maximum concurrent calls per root, twice the maximum number of fetches. Calls on a file system that hangs never
-return, and the number of threads of a pod is limited."""
+"""Maximum number of calls that can run at the same time for one root. It is twice the maximum number of fetches. The
+limit is necessary because calls on a file system that hangs never return, and the number of
+threads in a pod is limited."""
 _call_semaphores: defaultdict[Path, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(_MAX_CALLS_PER_ROOT))
 T = TypeVar("T")
 
 
 class FolderReader:
-    """Reader of a folder below an allowed root; targets of symbolic links must also be below the root."""
+    """Reads a folder below an allowed root. If the folder contains symbolic links, their targets must also be below the
+    root."""
 
     is_immutable = False
     revision = None
 
     def __init__(self, root: Path, path: str, source_name: str) -> None:
-        """`path` is relative to `root`, or empty; `source_name` names the source in messages.
+        """`path` is relative to `root`, or empty. `source_name` is the name of the source in messages.
 
         Raises:
             ConfigError: `path` leaves `root`.
@@ -45,7 +47,8 @@ class FolderReader:
 
     @classmethod
     def unrestricted(cls, folder: Path) -> Self:
-        """Return a reader of a local folder whose links can have any target, such as huggingface_hub's cache."""
+        """Return a reader of a local folder in which links can have any target. huggingface_hub's cache is such a
+        folder."""
         absolute = folder.resolve()
         return cls(Path("/"), str(absolute.relative_to("/")), f"path {str(folder)!r}")
 
@@ -72,7 +75,8 @@ class FolderReader:
             os.close(fd)
 
     async def _run_blocking(self, function: Callable[..., T], *args: object) -> T:
-        """Run `function(*args)` in a thread and return its result; raises Unavailable if too many calls are running."""
+        """Run `function(*args)` in a thread and return its result; raises Unavailable if too many calls are already
+        running."""
         semaphore = _call_semaphores[self._root]
         if not semaphore.acquire(blocking=False):
             raise Unavailable(f"{self._source_name}: {str(self._root)!r} does not respond; check its volume")
@@ -86,7 +90,7 @@ class FolderReader:
         return await run_in_daemon_thread(run)
 
     def _open_file(self, name: str) -> tuple[int, str, int]:
-        """Return file descriptor, version and size."""
+        """Open a file, and return its file descriptor, its version and its size."""
         path = self._folder / name
         try:
             # In this thread, because it also hangs on a hung file system.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of a folder that is served over HTTP(S)."""
+"""Reads a folder that is served over HTTP(S)."""
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,7 +16,7 @@ _SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
 
 class HttpReader:
-    """Reader of the files below a URL."""
+    """Reads the files below a URL."""
 
     is_immutable = False
     revision = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of a Hugging Face hub repository at one revision.
+"""Reads a repository of the Hugging Face hub at one revision.
 
-huggingface_hub builds URLs and headers (tokens, HF_ENDPOINT); http/client.py sends the requests. hf_hub_download is not
-used, because it cannot stop at a size limit, and discards a partial file when a download fails.
+huggingface_hub builds the URLs and the headers (tokens, HF_ENDPOINT), and http/client.py sends the requests.
+hf_hub_download is not used. It cannot stop at a size limit, and it discards the partial file when a download fails.
 """
 
 import re
@@ -27,12 +27,12 @@ _ERRORS = {
     "RevisionNotFound": "the repository has no such revision; correct revision, or omit it",
     "GatedRepo": "the repository is gated; accept its licence on the hub and use a token that has access",
 }
-"""Maps values of the header X-Error-Code to error messages."""
+"""Maps the possible values of the header X-Error-Code to error messages."""
 
 
 class HubReader:
-    """Reader of one repository at one revision. The revision is resolved once, so that all files belong to one
-    commit."""
+    """Reads one repository at one revision. The revision is resolved to a commit only once, so that all files belong to
+    the same commit."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HubReader:
         """`token` returns the token for the hub. If the function returns None, the token of the environment is used
         (HF_TOKEN, or a login).
 
-        `endpoint` is the URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets.
+        `endpoint` is the URL of the hub. None: the default of huggingface_hub, which can be set with HF_ENDPOINT.
         """
         self.is_immutable = bool(source.revision and _COMMIT.fullmatch(source.revision))
         self._client = client
@@ -118,8 +118,8 @@ class HubReader:
 
 
 def _has_metadata(response: aiohttp.ClientResponse) -> bool:
-    """Return whether a response has the headers with the commit and the ETag. For a large file, the redirect to its
-    storage has both headers."""
+    """Return True if the headers of a response contain the commit and the ETag. For a large file, the hub redirects to
+    the storage, and the redirect already contains both headers."""
     return "X-Repo-Commit" in response.headers and ("X-Linked-Etag" in response.headers or "ETag" in response.headers)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of the objects under a prefix of an S3-compatible bucket."""
+"""Reads the objects under a prefix of an S3-compatible bucket."""
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,11 +18,11 @@ from quire_spec.errors import ConfigError
 
 _BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MAX_ERROR_BYTES = 2**14
-"""Number of bytes at the start of an error response in which the error code is searched."""
+"""The error code is searched only in this many bytes at the start of an error response."""
 
 
 class S3Reader:
-    """Reader of the objects under one prefix of one bucket."""
+    """Reads the objects under one prefix of one bucket."""
 
     is_immutable = False
     revision = None
@@ -30,8 +30,8 @@ class S3Reader:
     def __init__(
         self, session: aiohttp.ClientSession, source: S3Source, credentials: Callable[[], Mapping[str, str]]
     ) -> None:
-        """`credentials` returns AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally AWS_SESSION_TOKEN, or an empty
-        mapping.
+        """`credentials` returns a mapping that contains AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally
+        AWS_SESSION_TOKEN. The mapping can also be empty.
 
         Raises:
             ConfigError: the URI is not s3://bucket/prefix, or the endpoint is not a URL.
@@ -77,7 +77,7 @@ class S3Reader:
 
 
 class _S3HttpClient(HttpClient):
-    """Translates the error responses of buckets."""
+    """Converts the error responses of buckets."""
 
     async def check_response(self, response: aiohttp.ClientResponse, display_name: str) -> aiohttp.ClientResponse:
         if response.status in (200, 206):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates signed URLs of S3-compatible buckets, and converts the errors of buckets.
+"""Creates signed URLs for S3-compatible buckets, and converts the errors that buckets return.
 
-Only obstore's signing is used, because obstore's reader would send a session token to any host to which a bucket
-redirects.
+obstore is used only to sign URLs. Its reader would send a session token to any host to which a bucket redirects.
 """
 
 import os
@@ -22,27 +21,27 @@ from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 
 SIGNED_URL_LIFETIME = timedelta(minutes=15)
-"""Lifetime of a signed URL, measured by the bucket's clock. The lifetime is equal to the largest clock difference that
-AWS accepts."""
+"""A signed URL is valid for this time, measured by the clock of the bucket. AWS accepts clocks that differ by up to the
+same time."""
 _DEFAULT_REGION = "us-east-1"
 _ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
-"""Placeholder credentials for public buckets; the signature made with them is removed from the URL."""
+"""Placeholder credentials for public buckets. The URL is signed with them, and then the signature is removed."""
 _AMBIENT_CREDENTIAL_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-"""Environment variables with which a cloud platform gives a pod an identity. If no such variable is set, requests are
-unsigned."""
+"""Environment variables through which a cloud platform gives an identity to a pod. If none of them is set, requests are
+not signed."""
 _ERROR_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _SYSTEM_ERROR = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
 _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
 
 
 class S3Signer:
-    """Signs URLs of one bucket, with the same obstore store until the credentials change.
+    """Signs the URLs of one bucket. All URLs are signed with the same obstore store until the credentials change.
 
-    The store caches the identity from the cloud platform; each new store would request it again.
+    The store keeps the identity that it has got from the cloud platform. A new store would request the identity again.
     """
 
     def __init__(self, bucket: str, endpoint: str | None, region: str | None) -> None:
@@ -54,7 +53,7 @@ class S3Signer:
     async def sign(
         self, method: Literal["GET", "HEAD"], key: str, credentials: Mapping[str, str], display_name: str
     ) -> str:
-        """Return a signed URL for one request; without credentials, return the URL without a signature.
+        """Return a signed URL for one request. If there are no credentials, the URL has no signature.
 
         Raises:
             Unavailable: the cloud platform gave no identity. ConfigError: obstore panicked.
@@ -82,7 +81,7 @@ class S3Signer:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise ConfigError for an endpoint on which obstore panics."""
+    """Raise ConfigError for an endpoint that makes obstore panic."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or int(match["port"] or 0) >= 2**16 or not _is_host(match["host"]):
         # The endpoint is not quoted: the invalid part may be a password.
@@ -104,9 +103,10 @@ def _is_host(text: str) -> bool:
 def store_options(
     endpoint: str | None, region: str | None, credentials: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the arguments of obstore's S3Store except the bucket's name.
+    """Return the arguments of obstore's S3Store, without the name of the bucket.
 
-    `credentials` contains AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally AWS_SESSION_TOKEN, or is empty.
+    `credentials` contains AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally AWS_SESSION_TOKEN. It can also be
+    empty.
     """
     options: dict[str, Any] = {
         "region": region or _DEFAULT_REGION,
@@ -132,7 +132,8 @@ def store_options(
 
 
 def error_from_status(source: str, status: int, headers: Mapping[str, str], body: bytes) -> Unavailable:
-    """Return the error for a bucket's response, without secrets; `body` is the beginning of the response's body."""
+    """Return the error for a response of a bucket. It contains no secrets. `body` is the beginning of the response's
+    body."""
     # Only the code is quoted: a bucket's error repeats the request with its token.
     match = _ERROR_CODE.search(body.decode(errors="replace"))
     code = f" {match[1]}" if match else ""
@@ -146,8 +147,8 @@ def error_from_status(source: str, status: int, headers: Mapping[str, str], body
 
 
 def _describe_signing_error(error: BaseException) -> str:
-    """Return the cause of a signing error. obstore's message is the same for all failed connections, so the cause comes
-    from its debug output."""
+    """Return the cause of a signing error. The message of obstore is the same for all connections that fail, so the
+    cause is read from obstore's debug output."""
     text = describe_error(error).rpartition(" - ")[2]
     if "error sending request" not in text:
         # The part before the dash is the URL and the duration.
