@@ -99,7 +99,7 @@ async def test_http_sizes_are_limited_before_and_during_reading(tmp_path, web):
         with pytest.raises(InvalidArgument, match=str(len(WEIGHTS))):
             await f.fetch(Source(http=HttpSource(web.url)))
         web.chunked = True
-        with pytest.raises(InvalidArgument, match="bytes, the limit is 1048576"):
+        with pytest.raises(InvalidArgument, match="bytes, but the limit is 1048576"):
             await f.fetch(Source(http=HttpSource(web.url)))
     kept = [p for p in (tmp_path / "cache/partial").rglob("*") if p.name == WEIGHTS_FILE]
     assert [p.stat().st_size for p in kept] == []

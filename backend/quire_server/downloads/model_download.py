@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     revisions: list[str | None] = []
     try:
         if len(args.source) != len(targets):
-            raise ConfigError(f"--into: {len(targets)} folders for {len(args.source)} --source; give one for each")
+            raise ConfigError(
+                f"--into: got {len(targets)} for {len(args.source)} --source; give one --into for each --source"
+            )
         for text, target in zip(args.source, targets, strict=True):
             if not target.name:
                 raise ConfigError(f"--into {str(target)!r}: is the root folder; give a folder below it")

@@ -3,7 +3,7 @@
 verified.
 
 The bytes of two versions of a file are never mixed, because the version is recorded before the first byte is written.
-The adapter fetcher and the model download call this module. They own the files that it downloads.
+The adapter fetcher and the model download call this module, and own the files that it downloads.
 """
 
 import asyncio
@@ -136,7 +136,9 @@ class ResumableDownload:
     def _check_size(self, reader: SourceReader, name: str, size: int) -> None:
         limit, hint = self._size_limit(name)
         if limit is not None and size > limit:
-            raise InvalidArgument(f"{reader.display_name(name)}: has at least {size} bytes, the limit is {limit}{hint}")
+            raise InvalidArgument(
+                f"{reader.display_name(name)}: has at least {size} bytes, but the limit is {limit}{hint}"
+            )
 
     async def version(self, reader: SourceReader, name: str) -> str | None:
         """Return the current version of a file at the source. If the query fails, it is repeated, because an error here

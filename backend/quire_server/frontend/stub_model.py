@@ -188,8 +188,7 @@ class TritonPythonModel:
         stream.sender = None
 
     def _send_failure(self, stream: ResponseStream, error: Exception) -> None:
-        """End a request after an attempt to send its response has failed, if the server still accepts an error
-        response."""
+        """End a request whose response could not be sent. To do this, try to send an error response."""
         try:
             stream.sender.send(_error_response(_error_delta(stream.request_id, error)), flags=_FINAL)
         except Exception:
@@ -251,10 +250,10 @@ def _error_delta(request_id: int, error: Exception) -> OutputDelta:
 
 
 def _exit_with_server() -> None:
-    """End this process when the server ends. The reason for the end does not matter.
+    """End this process when the server ends, even if the server crashes or is killed.
 
     The kernel's parent-death signal cannot be used. The kernel sends it as soon as the thread that started the stub
-    ends, and the server starts each stub in the separate thread that exists only to load the model.
+    ends. The server loads each model in a separate thread, so the signal would arrive too early.
     """
     # The server leads its process group (child_process.py). Another parent means that the server has already ended.
     server_pid = os.getpgrp()

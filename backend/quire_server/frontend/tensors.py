@@ -196,7 +196,8 @@ def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
 def _token_ids(array: Array) -> list[int]:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidArgument(
-            f"{constants.INPUT_IDS}: must be integers of one dimension, got {array.dtype} of shape {list(array.shape)}"
+            f"{constants.INPUT_IDS}: must contain integers and have one dimension, got {array.dtype} of shape "
+            f"{list(array.shape)}"
         )
     if array.nbytes > MAX_PROMPT_BYTES:
         raise InvalidArgument(f"{constants.INPUT_IDS}: too long for the context of any model, got {array.size} tokens")
@@ -234,7 +235,7 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
     if array is None:
         return default
     if array.size != 1 or array.dtype != np.bool_:
-        raise InvalidArgument(f"{name}: must be one BOOL, shape [1], got {array.dtype} of shape {list(array.shape)}")
+        raise InvalidArgument(f"{name}: must be one BOOL of shape [1], got {array.dtype} of shape {list(array.shape)}")
     return bool(array.reshape(-1)[0])
 
 

@@ -166,7 +166,8 @@ class _Connection:
 
     def send(self, frame: bytes) -> None:
         """Send a frame. The call blocks while the text process does not read from the socket. If the socket is broken,
-        no error is raised here. The reader thread detects it and reports the open requests as failed."""
+        no error is raised here. The reader thread then notices that the connection has ended, and reports the open
+        requests as failed."""
         try:
             with self._send_lock:
                 self._socket.sendall(frame)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds Triton Inference Server on this machine, checks that it can start, and builds its command line and environment.
 
-There are two supported installations: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel. From the wheel,
-only the server binary is used, which is started directly. The supervisor starts the server process. This module does
-not know about engines, adapters or sockets.
+There are two supported installations: NVIDIA's image (/opt/tritonserver) and the nvidia-pytriton wheel. The server
+binary of the wheel is started directly. The supervisor starts the server process. This module does not know about
+engines, adapters or sockets.
 """
 
 import os
@@ -42,8 +42,8 @@ _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
 """Environment variable that turns the request guard in the preload library on (1) or off (0). The guard rejects
 requests that would crash the server. If the variable is not set, `needs_guard` decides."""
 _FIRST_FIXED_VERSION = (2, 59)
-"""The first server version (release 25.07) that needs no guard. It limits the size of bodies, the nesting of JSON, and
-chunks itself."""
+"""The first server version (release 25.07) that needs no guard. This version itself limits the size of bodies, the
+nesting of JSON, and chunks."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
@@ -97,7 +97,7 @@ class ServerOptions:
     key: str
     """Key of the restricted APIs; see `new_key`."""
     shm_prefix: str
-    """Prefix of the names of this server's shared memory regions; see `new_shm_prefix`."""
+    """All shared memory regions of this server have names that begin with this prefix; see `new_shm_prefix`."""
     http_host: str = "127.0.0.1"
     http_port: int = constants.HTTP_PORT
     grpc_host: str = "127.0.0.1"
@@ -140,8 +140,8 @@ def new_key() -> str:
 
 
 def new_shm_prefix() -> str:
-    """Return a new random prefix. Because of the prefix, servers that share /dev/shm use different regions, and the
-    regions of a server that has ended can be found."""
+    """Return a new random prefix. Servers that share /dev/shm use different regions, because their prefixes differ. The
+    prefix is also used to find the regions of a server that has ended."""
     return f"quire-{secrets.token_hex(4)}-"
 
 
@@ -170,7 +170,8 @@ def find_server(image_root: Path = IMAGE_ROOT) -> ServerInstall:
 
 
 def current_interpreter() -> Interpreter:
-    """Return the properties of this process's Python interpreter that matter to a stub."""
+    """Describe the Python interpreter of this process. The result contains only the properties on which a stub
+    depends."""
     get = sysconfig.get_config_var
     python_version = f"{sys.version_info.major}.{sys.version_info.minor}"
     soname = get("INSTSONAME") if get("Py_ENABLE_SHARED") else f"libpython{python_version}.so.1.0"
@@ -185,8 +186,7 @@ def current_interpreter() -> Interpreter:
 
 
 def preflight(install: ServerInstall, python: Interpreter, num_models: int) -> None:
-    """Check the setup before the server starts. A stub would fail with a wrong setup, but only later and with a less
-    clear message.
+    """Check the setup before the server starts. Without this check, a stub would fail later, with a less clear message.
 
     Raises:
         ConfigError: the server has no stub for this Python version, libpython is missing, the numpy version is not
@@ -279,7 +279,7 @@ def server_command(
 
 
 def _http_address(host: str) -> str:
-    """Return `host` in the form that the server's HTTP library requires: an IPv6 address has a prefix."""
+    """Return `host` in the form that the server's HTTP library requires. In this form, an IPv6 address has a prefix."""
     return f"ipv6:{host}" if is_ipv6(host) else host
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "readiness"
 VARIABLE = "QUIRE_READINESS_FILE"
-"""Environment variable of the server with the path of the file."""
+"""Environment variable that contains the path of the file. The server reads it."""
 
 
 class ReadinessFile:

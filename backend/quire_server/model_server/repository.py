@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the models of the server: the folder of each model in the model repository, with a config and a program.
+"""Writes the folders of the server's models into the model repository. Each folder contains a config and a program.
 
 Only `write_model` and `remove_model` access the disk. The models contain the same one-line program, whether they are
 for the base model or for an adapter. Only their names differ. The supervisor calls this module.

@@ -22,8 +22,8 @@ ADAPTERS_FILE = "multi_lora.json"
 _MAX_SERVED_NAMES = 16
 _MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
-"""Settings of config.pbtxt that are not logged as ignored. Each of them either agrees with the served model or only
-names a file."""
+"""Settings of config.pbtxt that the log does not report as ignored. Each of them either agrees with the served model or
+only names a file."""
 
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:
@@ -106,8 +106,8 @@ def _read_catalog(model: VllmModelFolder) -> AdapterCatalog:
     path = model.version_dir / ADAPTERS_FILE
     if not path.exists():
         raise ConfigError(
-            f"{path}: missing, but model.json sets enable_lora; create the file; if there are no adapters, write {{}} "
-            "into it"
+            f"{path}: missing, but model.json sets enable_lora; create the file, and write {{}} into it if there are "
+            "no adapters"
         )
     sources: dict[str, dict[str, Any]] = {}
     problems: list[str] = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of a generation request: their names and types, which fields are ignored, and which fields are rejected.
 
-A request can contain four kinds of fields. The first kind are the front's own fields, which are declared as Structs.
-`SamplingParams` checks sampling parameters. Fields that only help the client with its own bookkeeping are accepted and
-ignored. Every other field is rejected with an error that names it. Otherwise, a constraint could be ignored without
-notice.
+A request can contain four kinds of fields. The first kind consists of the front's own fields, which are declared as
+Structs. `SamplingParams` checks sampling parameters. Fields that only help the client with its own bookkeeping are
+accepted and ignored. Every other field is rejected with an error that names it. Otherwise, a constraint could be
+ignored without notice.
 """
 
 import difflib

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects the front to the text process, for asyncio. It sends requests and calls, and receives deltas and responses.
+"""The asyncio client with which the front connects to the text process. It sends requests and calls, and receives
+deltas and responses.
 
 Whenever the connection ends, the client connects again. All requests and calls that are open at that time fail with
 UNAVAILABLE, so that their HTTP clients get an error at once. The client does not depend on HTTP or on the OpenAI API.

@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 8192
 _OUTPUT_TIMEOUT_S = 0.5
-"""After a process has ended, its last output is awaited for at most this many seconds."""
+"""After a process has ended, the supervisor waits at most this many seconds for its last output."""
 _REAP_TIMEOUT_S = 1.0
 
 

@@ -5,8 +5,9 @@ to Quire's models.
 The module is level-triggered: after each change of a process or an adapter, `run` compares the models that are loaded
 with the models that must be loaded. A model is loaded by its name only. The server sees only links to the folders of
 the models. A model has no link if Quire uses its name. If a model fails to load, the other models do not wait for it. A
-failed model is loaded again only after a restart of the server, or through the admin port. An ensemble can fail because
-the model of an adapter is missing. Therefore it is loaded again after each change.
+model that has failed is loaded again only if the server restarts, or if a client requests this through the admin port.
+An ensemble can fail because the model of an adapter is missing. Therefore an ensemble that has failed is loaded again
+after each change.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError
 logger = logging.getLogger(__name__)
 
 _MAX_LOADS = 6
-"""Maximum concurrent loads. The server starts a process for each load. If there were more of these processes, they
-would only compete for the CPU."""
+"""Maximum concurrent loads. The server starts a process for each load. More processes at the same time would only
+compete for the CPU."""
 _FAILURES = (InvalidArgument, NotFound)
 
 
@@ -79,7 +80,7 @@ class OtherModels:
 
     @property
     def names(self) -> Set[str]:
-        """The names of these models. An adapter cannot have one of these names."""
+        """The names of the repository's models. An adapter cannot have one of these names."""
         return self._statuses.keys()
 
     def statuses(self) -> list[OtherModelStatus]:

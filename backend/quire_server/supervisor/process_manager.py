@@ -7,7 +7,7 @@
     openai dies   its connections end; it restarts
     stub dies     if it has no open requests, its model is loaded again. If it has open requests, the server is killed
                   and restarted, because the clients would otherwise wait forever. A model that is not Quire's is
-                  always just loaded again (other_models.py)
+                  always just loaded again (other_models.py).
 
 This module owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and
 shutdown.
@@ -242,7 +242,7 @@ class ProcessManager:
         return f"no response for {engine_process.UNRESPONSIVE_TIMEOUT_S:g} s"
 
     async def _watch_core_connection(self) -> None:
-        """Check again and again whether the text process is connected to the core."""
+        """Check at short intervals whether the text process is connected to the core."""
         while True:
             connected, text = False, self.handles.text
             if text is not None and self.handles.core is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls a pod from its start to its end: whether it is ready and why not, its status document, its metrics, its
-drain and its shutdown.
+"""Controls a pod from its start to its end. It decides whether the pod is ready, reports its status and its metrics,
+and drains and stops it.
 
 This module owns readiness and the status document. process_manager.py owns the processes, adapters/manager.py owns the
 adapters, and admin_api.py owns the HTTP API. app.py assembles them.

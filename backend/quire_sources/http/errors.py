@@ -12,7 +12,8 @@ _MAX_RETRY_AFTER_S = 86400.0
 
 
 def error_from_status(source: str, status: int, headers: Mapping[str, str], code: str = "") -> Unavailable:
-    """Return the error for a response if a later attempt can succeed. `code` is the error code of the source itself."""
+    """Return the error for a failed request that can succeed if it is sent again later. `code` is the error code of the
+    source itself."""
     if status in (401, 403):
         return AccessDenied(f"{source}: HTTP {status}{code}; the source's secret is missing, wrong, or lacks access")
     delay_s = parse_retry_after(headers.get("Retry-After"), datetime.now(UTC))

@@ -86,7 +86,7 @@ class TestPrompt:
             ({"text_input": np.array([1.5])}, "text_input: must be a string, got float64"),
             ({"text_input": strings(b"x" * (MAX_PROMPT_BYTES + 1))}, "must have at most 16777216 bytes, got 16777217"),
             *(
-                ({"input_ids": array}, "input_ids: must be integers of one dimension, got")
+                ({"input_ids": array}, "input_ids: must contain integers and have one dimension, got")
                 for array in (np.array([[1, 2]]), np.array(3), np.array([1.0]), np.array([True]))
             ),
             ({"input_ids": np.array([3, -5])}, "input_ids: token ids must not be negative, got -5 at position 1"),
@@ -202,7 +202,7 @@ class TestFlags:
     @pytest.mark.parametrize("name", ["stream", "exclude_input_in_output", *(f"return_{r}" for r in RETURNS)])
     @pytest.mark.parametrize("array", [np.array([True, False]), np.array([], np.bool_), np.array([1])])
     def test_flag_is_one_bool(self, name, array):
-        assert_rejected(f"{name}: must be one BOOL, shape [1], got", **{name: array})
+        assert_rejected(f"{name}: must be one BOOL of shape [1], got", **{name: array})
 
     def test_cumulative_logprob_alone_sets_logprobs_to_0(self):
         request, options = parse(return_cumulative_logprob=flag(True))

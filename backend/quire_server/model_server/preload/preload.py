@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the LD_PRELOAD library preload.c, which prevents crashes of the server and prevents its streams from losing
-text.
+"""Builds the LD_PRELOAD library preload.c, which prevents the server from crashing and its streams from losing text.
 
 In an image without a compiler, the library must already exist: `python -m quire_server.preload` builds it ahead of
 time.

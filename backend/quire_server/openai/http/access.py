@@ -2,8 +2,8 @@
 """Checks whether a request is allowed to use a route. The checks depend on the keys that are configured. If no keys are
 configured, requests from web pages of other sites are rejected.
 
-If keys are configured, every route needs a key, except OPEN_ROUTES. A new route therefore needs a key unless it is
-added there.
+If keys are configured, every route except OPEN_ROUTES needs a key. A new route therefore needs a key unless it is added
+to OPEN_ROUTES.
 """
 
 import ipaddress

@@ -37,7 +37,8 @@ class ApiKeys:
         self._digests: dict[str, bytes] = {}
 
     def authenticate(self, authorization: bytes) -> str:
-        """Return the name of the key in the header Authorization; raises ApiError if the key is unknown."""
+        """Return the name of the API key that the header Authorization contains; raises ApiError if the key is
+        unknown."""
         self._reload_if_changed()
         scheme, _, presented = authorization.partition(b" ")
         # Digests have equal lengths, and every key is compared, so the time tells nothing about a key.

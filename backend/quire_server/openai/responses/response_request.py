@@ -137,8 +137,8 @@ def _check_supported(fields: ResponseFields) -> None:
     if len(fields.metadata) > MAX_METADATA_ENTRIES or longest > MAX_METADATA_CHARS:
         raise ApiError(
             400,
-            f"metadata: at most {MAX_METADATA_ENTRIES} entries with {MAX_METADATA_CHARS} characters are allowed, got "
-            f"{len(fields.metadata)} entries with up to {longest} characters",
+            f"metadata: at most {MAX_METADATA_ENTRIES} entries are allowed, and keys and values can have at most "
+            f"{MAX_METADATA_CHARS} characters; got {len(fields.metadata)} entries with up to {longest} characters",
         )
     if fields.truncation != "disabled":
         raise ApiError(

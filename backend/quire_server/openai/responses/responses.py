@@ -44,7 +44,7 @@ class Responses:
         return Response(encode(await formatter.document(self._client)))
 
     async def get(self, request: HttpRequest) -> Reply:
-        """GET, POST and DELETE below /v1/responses/: an error, because responses are not stored."""
+        """Answer GET, POST and DELETE below /v1/responses/ with an error, because responses are not stored."""
         raise ApiError(404, f"response: {request.path_arg[:100]!r} does not exist, because {NOT_STORED}")
 
 
