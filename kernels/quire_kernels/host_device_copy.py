@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between host and device that do not wait for the work queued on the device."""
+"""Copies between host and device that do not wait until the device has done its queued work."""
 
 import weakref
 from collections.abc import Sequence
@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: the memory is pinned for every CUDA context, like torch's own pinned memory."""
+"""The value of cudaHostRegisterPortable, which pins the memory for every CUDA context, as torch does for its own pinned
+memory.
+"""
 
 
 def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
-    """Queue a copy of a host tensor or of a sequence of numbers to `device`, after the work that is already queued on
-    the device.
+    """Queue a copy of a host tensor or of a sequence of numbers to `device`.
 
-    The source is pinned memory, because a copy from pageable memory blocks until all queued work is done;
-    `torch.tensor(..., device=)` blocks as well. torch keeps the pinned memory until the copy has read it.
+    The copy runs after the work that is already queued on the device.
+
+    The function copies from pinned memory. A copy from pageable memory would block until all queued work is done, and
+    so would `torch.tensor(..., device=)`. torch does not reuse the pinned memory before the copy has read it.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     if device.type != "cuda":
@@ -25,10 +28,11 @@ def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: to
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized, contiguous tensor in pinned host memory. The memory is unpinned when the tensor is
-    freed.
+    """Return an uninitialized, contiguous tensor in pinned host memory.
 
-    The allocation has exactly the requested size; torch's pinned allocator rounds up to a power of two, so 40 GiB
+    The memory is unpinned when the tensor is freed.
+
+    The allocation has exactly the requested size. torch's own pinned allocator rounds up to a power of two, so 40 GiB
     would take 64 GiB. Pinning and unpinning are slow, so use this function only for long-lived buffers.
 
     Raises:

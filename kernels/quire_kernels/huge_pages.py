@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory in huge pages, for data that every step reads from end to end: weights and KV blocks.
+"""Host memory in huge pages, for data that every step reads completely, such as weights and KV blocks.
 
-With 4 KiB pages a core looks up a page for every 64 cache lines. On a virtual machine, these look-ups cost more than
-reading the cache lines. On two Zen 5 cores with a 135M Llama in bf16, the matrix products of one token take 5.4 ms
-instead of 7.2 ms, and the attention of 64 sequences takes 0.48 ms a layer instead of 0.59 ms. Huge pages are requested
-with madvise: if the system has none, small pages are used.
+If the pages have 4 KiB, a core must look up a new page after every 64 cache lines. On a virtual machine, this costs
+more time than reading the cache lines. These times were measured on two Zen 5 cores with a 135M Llama in bf16: The
+matrix products of one token take 5.4 ms instead of 7.2 ms, and the attention of 64 sequences takes 0.48 ms a layer
+instead of 0.59 ms. The module requests huge pages with madvise. If the system has none, the memory consists of small
+pages.
 """
 
 import ctypes
@@ -21,14 +22,15 @@ _MADV_HUGEPAGE = 14
 
 
 class HugePageArena:
-    """Allocator of tensors in chunks of huge pages. A chunk is freed with its last tensor. Unwritten pages use no
-    memory."""
+    """Allocator that places tensors in chunks of huge pages. A chunk is freed when its last tensor is freed. Pages that
+    were never written use no memory.
+    """
 
     def __init__(self) -> None:
         self._free_chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized, contiguous CPU tensor that is aligned to a cache line."""
+        """Return an uninitialized, contiguous CPU tensor that begins at the start of a cache line."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._free_chunk.numel():
             self._free_chunk = _allocate_huge_pages(max(num_bytes, _CHUNK_BYTES))
@@ -38,7 +40,7 @@ class HugePageArena:
 
 
 def _allocate_huge_pages(num_bytes: int) -> Tensor:
-    """Return a uint8 tensor [num_bytes] that begins at a huge page."""
+    """Allocate a uint8 tensor [num_bytes] that begins at the start of a huge page."""
     raw = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)

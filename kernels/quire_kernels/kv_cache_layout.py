@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the KV cache: how the key or the value of one token and KV head is stored.
+"""Layout of the rows in the KV cache. A row stores the key or the value of one token for one KV head.
 
-A row contains `head_dim` numbers in a float dtype, or int8 codes and behind them the float32 scale of the row. Because
-the scale is part of the row, every copy of a block also copies its scales. vLLM calls the int8
-layout `int8_per_token_head`.
+With a float dtype, a row contains `head_dim` numbers. With int8, it contains `head_dim` codes, followed by the float32
+scale of the row. Because the scale is part of the row, every copy of a block also copies its scales. vLLM calls the
+int8 layout `int8_per_token_head`.
 """
 
 import torch
@@ -19,7 +19,10 @@ def is_quantized(cache: Tensor) -> bool:
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements of a row, which is the last dimension of a cache of this dtype."""
+    """Return the number of elements in a row.
+
+    This is the last dimension of a cache of this dtype.
+    """
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
@@ -37,6 +40,9 @@ def quantize_rows(x: Tensor) -> Tensor:
 
 
 def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert int8 rows to keys or values [..., head_dim] in `dtype`; inverse of `quantize_rows`."""
+    """Convert int8 rows to keys or values [..., head_dim] in `dtype`.
+
+    This is the inverse of `quantize_rows`.
+    """
     scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (rows[..., :-SCALE_BYTES].float() * scales).to(dtype)

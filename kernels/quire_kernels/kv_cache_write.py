@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write of new keys and values to the paged KV cache."""
+"""Operation that writes new keys and values to the paged KV cache."""
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ write_kv.register_lazy("cuda", "own", "quire_kernels.gpu.kv_cache_write")
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert keys or values to rows of the cache. e4m3 has no infinity: numbers above its maximum would become
-    NaN.
+    """Convert keys or values to rows of the cache.
+
+    e4m3 has no infinity, so numbers above its maximum would become NaN.
     """
     if dtype == torch.int8:
         return quantize_rows(x)
@@ -41,5 +42,8 @@ def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_indexable(x: Tensor) -> Tensor:
-    """Return a view of x in a dtype that torch can index; on some devices it cannot gather or scatter 8-bit floats."""
+    """Return a view of x in a dtype that torch can index.
+
+    On some devices, torch cannot gather or scatter 8-bit floats.
+    """
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

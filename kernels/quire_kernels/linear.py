@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers and embeddings. On a CPU, a linear's weight is packed once for the processor's GEMM."""
+"""Linear layers and embeddings. On a CPU, the weight of a linear layer is packed once into the layout that the
+processor's GEMM reads fastest.
+"""
 
 from collections.abc import Callable
 from typing import TypeAlias, TypeGuard
@@ -32,7 +34,7 @@ LinearWeight: TypeAlias = Tensor | QuantizedWeight
 
 @Op
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, or add it to a residual stream.
+    """Return x W^T + b. If `residual` is given, add the result to it.
 
     Args:
         x: [num_tokens, in_features].
@@ -116,15 +118,16 @@ def _embedding_cpu(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
-    """Return a weight [out_features, in_features] in the fastest layout for this processor, or unchanged if there is no
-    special layout. The result is valid only for `linear`, and for `embedding` if `supports_embedding` returns True.
-    Panels are allocated from `arena`.
+    """Convert a weight [out_features, in_features] to the layout that is fastest on this processor.
 
-    Compiled kernels use panels: [out_features / 32, in_features / 2, 32, 2]. On two Zen 5 cores, a product of 64 tokens
-    with a bf16 weight of 576 x 3072 takes 0.51 ms, 95 % of the peak of vdpbf16ps. In oneDNN's layout, which is the
-    second choice, the product takes 0.61 ms. If the weight is not packed, oneDNN reorders it in every call, so a call
-    for 1 token takes 0.11 ms instead of 0.05 ms. The oneDNN operators used here have no public names; torch.compile
-    uses the same ones to freeze weights.
+    If no special layout is faster, the weight is returned unchanged. Only `linear` can use the result, and `embedding`
+    can if `supports_embedding` returns True. The memory of panels comes from `arena`.
+
+    The compiled kernels use panels, whose shape is [out_features / 32, in_features / 2, 32, 2]. On two Zen 5 cores, the
+    product of 64 tokens with a bf16 weight of 576 x 3072 then takes 0.51 ms, which is 95 % of the peak of vdpbf16ps. If
+    panels cannot be used, the weight gets oneDNN's layout, with which the product takes 0.61 ms. If a weight is not
+    packed, oneDNN reorders it in every call. A call for 1 token then takes 0.11 ms instead of 0.05 ms. The oneDNN
+    operators used here have no public names; torch.compile uses the same ones to freeze weights.
     """
     out_features, in_features = weight.shape
     if (
@@ -153,7 +156,8 @@ def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
 def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | None = None) -> LinearWeight:
     """Quantize a weight [out_features, in_features] and return it for `linear`.
 
-    On a machine with kernels for quantized weights, a weight whose shape has no kernel is not quantized.
+    If the machine has kernels for quantized weights, but none that accepts the shape of this weight, the weight is not
+    quantized.
 
     Args:
         weight: floating-point, contiguous.
@@ -174,7 +178,7 @@ def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | No
 
 
 def _quantize_rows(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
-    """Quantize some rows at a time, because float32 copies of all experts of a layer would take gigabytes."""
+    """Quantize a limited number of rows at a time. Float32 copies of all experts of a layer would take gigabytes."""
     parts = [quantize(rows) for rows in weight.split(_QUANTIZED_ROWS)]
     if len(parts) == 1:
         return parts[0]
@@ -187,7 +191,7 @@ def _quantize_rows(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Ten
 
 
 def supports_embedding(packed: LinearWeight) -> TypeGuard[Tensor]:
-    """Return whether `embedding` can read this layout, so that a tied embedding is stored only once."""
+    """Return whether `embedding` can read this layout. If it can, a tied embedding is stored only once."""
     return not isinstance(packed, QuantizedWeight) and not packed.is_mkldnn
 
 
@@ -197,7 +201,7 @@ def is_panel_packed(weight: LinearWeight) -> TypeGuard[Tensor]:
 
 
 def weight_bytes(weight: LinearWeight) -> int:
-    """Return the bytes of a weight in any layout."""
+    """Return the size of a weight in bytes, for any layout."""
     if isinstance(weight, QuantizedWeight):
         return weight.num_bytes
     return weight.numel() * weight.element_size()

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA deltas of the adapters in slots: shrink to the LoRA rank, expand into the base linear's output.
+"""LoRA deltas of the adapters in the slots.
 
-For a linear of d inputs and D outputs, an adapter of LoRA rank r takes 2 r (d + D) operations per token. Each step
-reads r (d + D) elements, even if the adapter has few tokens. All linears of a 135M Llama have 9.8 MB of matrices at
-rank 16. 64 sequences on 16 adapters read 156 MB and take 0.62 GFLOP per step; the base model reads 269 MB and takes
-17.2 GFLOP. On two Zen 5 cores, 156 MB take 5.2 ms at the memory's 30 GB/s, and 0.62 GFLOP take 1.3 ms with vdpbf16ps at
-466 GFLOP/s. A step without adapters takes 58 ms. So memory traffic determines the cost, unless this traffic overlaps
-with the base GEMM (see csrc/lora.cpp).
+A delta shrinks the inputs to the LoRA rank, and expands the result into the output of the base linear.
+
+If a linear has d inputs and D outputs, an adapter of LoRA rank r takes 2 r (d + D) operations for each token. In each
+step, r (d + D) elements of the adapter are read, even if only a few tokens use it. An example: In a 135M Llama, an
+adapter of rank 16 has 9.8 MB of matrices for all linears. If 64 sequences use 16 adapters, a step reads 156 MB for the
+adapters and takes 0.62 GFLOP. The base model reads 269 MB and takes 17.2 GFLOP. On two Zen 5 cores, whose memory reads
+30 GB/s, the 156 MB take 5.2 ms. vdpbf16ps reaches 466 GFLOP/s, so the 0.62 GFLOP take 1.3 ms. A step without adapters
+takes 58 ms. The memory traffic therefore determines the cost of the adapters, unless it overlaps with the base GEMM
+(see csrc/lora.cpp).
 """
 
 import ctypes
@@ -24,7 +27,7 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import ModuleSlots
 
 TILE_ROWS = 8
-"""Rows of a tile of the compiled kernels, as in csrc/tile.h."""
+"""Number of rows in a tile of the compiled kernels; csrc/tile.h has the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +40,37 @@ class AdapterSegment:
 
 
 class _Rows(ctypes.Structure):
-    """The C struct QuireLoraRows of csrc/lora.cpp."""
+    """The C struct QuireLoraRows, which csrc/lora.cpp defines."""
 
     _fields_ = (("tiles", ctypes.c_void_p), ("num_tiles", ctypes.c_int64), ("slots", ctypes.c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
 class LoRABatch:
-    """Adapter slots of a step's tokens; built once a step by `build_lora_batch` or `build_routed_lora_batch`."""
+    """The adapter slots that the tokens of a step use.
+
+    `build_lora_batch` or `build_routed_lora_batch` builds the batch once in each step.
+    """
 
     adapter_slots: Tensor
-    """[num_tokens] int64, on the device: the adapter slot of each token; -1 without an adapter."""
+    """[num_tokens] int64, on the device: the adapter slot of each token, or -1 if the token uses no adapter."""
     segments: tuple[AdapterSegment, ...] = ()
-    """Segments in ascending order, without overlap; empty if the slots are known only on the device."""
+    """The segments in ascending order; they do not overlap. Empty if the slots are known only on the device."""
     active_slots: frozenset[int] | None = None
-    """Slots of the segments. None if the slots are known only on the device; in this case every module must be
-    computed."""
+    """Slots of the segments. None if the slots are known only on the device. In this case, no module can be skipped."""
     routing: TokenRouting | None = None
-    """Tiles for CUDA kernels; None on other devices."""
+    """The tiles that CUDA kernels process. None on other devices."""
     tiles: Tensor | None = None
-    """[num_tiles, 3] int64, for compiled CPU kernels: slot, first token and end of each tile, which has at most 8
-    tokens."""
+    """[num_tiles, 3] int64: the slot, the first token and the end of each tile. Only compiled CPU kernels use these
+    tiles, which have at most 8 tokens.
+    """
     native: _Rows | None = None
-    """C struct for compiled kernels, which points into `adapter_slots` and `tiles`."""
+    """The C struct that is passed to compiled kernels. It points into `adapter_slots` and `tiles`."""
 
     def iter_slot_tokens(self) -> Iterator[tuple[int, slice | Tensor]]:
-        """Yield each slot with its tokens. Synchronizes with the device if the slots are known only there."""
+        """Yield each slot together with the tokens that use it. This waits for the device if the slots are known only
+        there.
+        """
         if self.active_slots is not None:
             yield from ((s.adapter_slot, slice(s.start, s.end)) for s in self.segments)
             return
@@ -72,7 +80,10 @@ class LoRABatch:
 
 
 def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device: torch.device) -> LoRABatch:
-    """Build the batch from slots that are known on the host; segments are ascending and do not overlap."""
+    """Build the batch from slots that are known on the host.
+
+    `segments` must be in ascending order and must not overlap.
+    """
     adapter_slots, active_slots = torch.full((num_tokens,), -1), frozenset(segment.adapter_slot for segment in segments)
     for s in segments:
         adapter_slots[s.start : s.end] = s.adapter_slot
@@ -103,8 +114,9 @@ def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoR
 
 @Op
 def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """Add B (A x), with the matrices A and B of each token's adapter, for each slice of a merged linear. Scales are
-    folded into B.
+    """For each slice of a merged linear, add B (A x).
+
+    A and B are the matrices of the token's adapter. The scale of the adapter is already part of B.
 
     Args:
         out: [num_tokens, out_features of all slices], the base linear's output; written in place.
@@ -147,7 +159,7 @@ def adapted_linear(
     adapters: ModuleSlots,
     batch: LoRABatch,
 ) -> Tensor:
-    """Compute `linear` with the adapters of the batch; see `linear` and `add_lora`.
+    """Compute `linear`, and add the LoRA deltas of the batch's adapters. See `linear` and `add_lora`.
 
     Returns:
         [num_tokens, out_features], dtype of x; or the updated `residual`.
@@ -210,7 +222,7 @@ def _adapted_linear_native(
 
 @Op
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """Add B A[token], with the matrices A and B of each token's adapter, to the token's row of the embedding.
+    """Add B A[token] to the token's row of the embedding. A and B are the matrices of the token's adapter.
 
     Args:
         out: [num_tokens, embedding_size], written in place.

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of tokens to adapters or experts on the device: tiles of tokens with the same slot, rebuilt in each step.
+"""Routing of tokens to adapters or experts on the device.
 
-The host does not need the slots of the tokens, so a captured step can be replayed with other adapters. The maximum
-number of tiles depends only on sizes. A launch has one program for each possible tile, and programs without tokens exit
-at once.
+Each step groups its tokens into tiles whose tokens have the same slot.
+
+The host does not have to know which slots the tokens use. A captured step can therefore be replayed with other
+adapters. The maximum number of tiles depends only on the sizes of the step and of the slots. A launch has one program
+for each possible tile. A program whose tile has no tokens exits at once.
 """
 
 from dataclasses import dataclass
@@ -21,19 +23,24 @@ least this many rows."""
 
 @dataclass(frozen=True, slots=True)
 class TokenRouting:
-    """Tokens by slot, in buffers that every step overwrites. A slot is an adapter slot or the index of an expert."""
+    """The tokens of a step, grouped by slot, in buffers that the next step overwrites. A slot is an adapter slot or the
+    index of an expert.
+    """
 
     tile_slots: Tensor
-    """[max_tiles] int32: the slot of each tile, ascending; -1 if this tile and all later tiles have no tokens."""
+    """[max_tiles] int32: the slot of each tile, in ascending order. The tiles at the end that have no tokens have the
+    slot -1.
+    """
     tile_rows: Tensor
-    """[max_tiles, rows_per_tile] int32: the tokens of each tile, ascending, padded with -1; undefined in a tile without
-    tokens."""
+    """[max_tiles, rows_per_tile] int32: the tokens of each tile, in ascending order and padded with -1. The rows of a
+    tile without tokens are undefined.
+    """
     slot_counts: Tensor
-    """[num_slots] int32: number of tokens of each slot."""
+    """[num_slots] int32: the number of tokens in each slot."""
 
     @classmethod
     def empty(cls, num_tokens: int, num_slots: int, device: torch.device, rows_per_tile: int = ROWS_PER_TILE) -> Self:
-        """Allocate buffers for any step of at most `num_tokens` tokens."""
+        """Allocate buffers that are large enough for any step of at most `num_tokens` tokens."""
         num_tiles = max_tiles(num_tokens, num_slots, rows_per_tile)
         like = {"dtype": torch.int32, "device": device}
         return cls(
@@ -44,8 +51,10 @@ class TokenRouting:
 
 
 def max_tiles(num_tokens: int, num_slots: int, rows_per_tile: int = ROWS_PER_TILE) -> int:
-    """Return the largest number of tiles that a step can need: the last tile of each slot with tokens can have a single
-    row."""
+    """Return the largest number of tiles that a step can need.
+
+    It is reached if the last tile of each slot that has tokens contains only one token.
+    """
     return (num_tokens + (rows_per_tile - 1) * min(num_tokens, num_slots)) // rows_per_tile
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter slots: storage of the LoRA matrices on the device, one tensor with a row for each slot.
+"""Adapter slots, which store the LoRA matrices on the device.
 
-An adapter is contiguous in its slot, and each matrix has its own LoRA rank. Loading a slot is therefore one copy, and
-nothing is padded to the largest rank. A table contains the offset of each matrix. Operations receive `ModuleSlots`,
-which is the view of one module on the slots and the table.
+All slots are one tensor, which has a row for each slot.
+
+The matrices of an adapter are contiguous in its slot, and each matrix has its own LoRA rank. Therefore, an adapter is
+loaded with one copy, and no matrix is padded to the largest rank. A table contains the offset of each matrix.
+Operations receive a `ModuleSlots`, which is the view of one module on the slots and on the table.
 """
 
 import ctypes
@@ -21,17 +23,19 @@ if TYPE_CHECKING:
     from quire_kernels.lora import LoRABatch
 
 ALIGNMENT = 32
-"""Every matrix begins at a multiple of this number of elements: a cache line contains so many bfloat16 numbers."""
+"""Every matrix begins at a multiple of this number of elements. A cache line holds this many bfloat16 numbers."""
 PANEL_COLUMNS = 32
-"""Columns of a panel of B in csrc/lora.cpp."""
+"""Number of columns in a panel of B; csrc/lora.cpp has the same number."""
 PINNED_BYTES = 4 << 20
-"""Bytes of a chunk of an adapter in pinned memory. torch rounds a pinned allocation up to a power of two, so 80 MiB
-would take 128 MiB. torch reuses a freed allocation only for the same size, so chunks of equal size serve adapters of
-any rank.
+"""In pinned memory, an adapter is divided into chunks of this many bytes.
+
+torch rounds a pinned allocation up to a power of two, so 80 MiB would take 128 MiB. It also reuses a freed allocation
+only for another allocation of the same size. Because all chunks have the same size, adapters of any rank can reuse
+them.
 """
 
 LoRAPair = tuple[Tensor, Tensor]
-"""The matrices A [rank, in_features] and B [out_features, rank]; the scale is folded into B."""
+"""The matrices A [rank, in_features] and B [out_features, rank]. The scale of the adapter is already part of B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,16 @@ class LoRATarget:
     """A module that adapters change: a linear, several merged linears with the same input, or the embedding."""
 
     in_features: int
-    """Number of input features; for an embedding, the size of the vocabulary."""
+    """Number of input features. For an embedding, this is the size of the vocabulary."""
     widths: tuple[int, ...]
-    """Output features of each slice. The merged q, k and v have three slices, the merged gate and up two, and every
-    other module has one."""
+    """Number of output features of each slice. The module with the merged q, k and v has three slices, and the module
+    with the merged gate and up has two. Every other module has one slice.
+    """
     is_embedding: bool = False
-    """True if the inputs are token ids, so that a row of A is looked up for each token."""
+    """True if the inputs are token ids. A is then a table that contains a row for each token."""
 
     def num_elements(self, max_rank: int) -> int:
-        """Return the number of elements that an adapter of the largest LoRA rank needs for this module."""
+        """Return how many elements of a slot this module needs for an adapter of the largest LoRA rank."""
         rank = _round_up_to_even(max_rank)
         return sum(
             _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
@@ -57,27 +62,28 @@ class LoRATarget:
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter on the host, in the layout of a slot."""
+    """An adapter on the host, in the layout that it has in a slot."""
 
     chunks: tuple[Tensor, ...]
-    """The content of the slot, in consecutive pieces [num_elements]."""
+    """The content of the slot, divided into consecutive tensors [num_elements]."""
     entries: Tensor
-    """[num_targets, max_slices, 3] int64: offset of A, offset of B, and LoRA rank, which is 0 for slices that the
-    adapter does not change."""
+    """[num_targets, max_slices, 3] int64: the offset of A, the offset of B, and the LoRA rank. The rank is 0 for a
+    slice that the adapter does not change.
+    """
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices and the table of offsets."""
+        """Size of the matrices and of the table of offsets, in bytes."""
         return sum(part.nbytes for part in self.chunks) + self.entries.nbytes
 
     def pin_memory(self) -> "PackedAdapter":
-        """Return a copy in pinned memory, from which a GPU copies asynchronously."""
+        """Return a copy in pinned memory, which can be copied to a GPU asynchronously."""
         pinned_chunks = (piece for part in self.chunks for piece in part.split(PINNED_BYTES // part.itemsize))
         return PackedAdapter(tuple(piece.pin_memory() for piece in pinned_chunks), self.entries.pin_memory())
 
 
 class _Linear(ctypes.Structure):
-    """The C struct QuireLoraLinear of csrc/lora.cpp."""
+    """The C struct QuireLoraLinear, which csrc/lora.cpp defines."""
 
     _fields_ = (
         ("slots", ctypes.c_void_p),
@@ -102,14 +108,16 @@ class ModuleSlots:
         self.slot_weights = slot_weights
         """[num_slots, slot_size]."""
         self.entries = entries
-        """[num_slots, max_slices, 3] int64, on the device: see `PackedAdapter.entries`."""
+        """[num_slots, max_slices, 3] int64, on the device. `PackedAdapter.entries` describes the numbers."""
         self.host_entries = host_entries
-        """Copy of `entries` on the host; the same tensor if the device is the CPU."""
+        """Copy of `entries` on the host. If the device is the CPU, this is the same tensor."""
         self.max_rank = max_rank
         self.active_slots = set(range(len(slot_weights)))
-        """Slots whose adapter changes the module, and empty slots, which warm-up steps use to measure memory."""
+        """Slots that the module must be computed for. An empty slot is in the set too, because warm-up steps use empty
+        slots to measure memory.
+        """
         self.is_panel_packed = _supports_panels(target, slot_weights)
-        """Whether matrices have the layout of the compiled kernels."""
+        """Whether the matrices have the layout that the compiled kernels need."""
         if self.is_panel_packed:
             slice_ends = [sum(target.widths[: i + 1]) // PANEL_COLUMNS for i in range(len(target.widths))]
             self._slice_ends = torch.tensor(slice_ends)
@@ -127,18 +135,23 @@ class ModuleSlots:
             self.address = ctypes.addressof(self.native)
 
     def applies_to(self, batch: "LoRABatch") -> bool:
-        """Return whether an adapter of the batch may change this module."""
+        """Return whether this module must be computed for the batch, because an adapter of the batch may change it."""
         return batch.active_slots is None or not self.active_slots.isdisjoint(batch.active_slots)
 
     def set_next_module(self, next_module: "ModuleSlots") -> None:
-        """Set the module that is computed next. Its matrices A are prefetched during the GEMM of this module."""
+        """Set the module that is computed after this one. While the GEMM of this module runs, the matrices A of the
+        next module are prefetched.
+        """
         if self.is_panel_packed and next_module.is_panel_packed:
             self.native.next = next_module.address
             self._next_module = next_module  # keeps alive what the pointer refers to
 
     def get_matrices(self, slot: int, index: int) -> LoRAPair | None:
-        """Return the matrices of a slice in a slot: A [rank, in_features] ([in_features, rank] for an embedding) and B
-        [rank, out_features]. None if the adapter does not change the slice."""
+        """Return the matrices of one slice in a slot, or None if the adapter does not change the slice.
+
+        A has the shape [rank, in_features], or [in_features, rank] for an embedding. B has the shape [rank,
+        out_features].
+        """
         a_start, b_start, rank = self.host_entries[slot, index].tolist()
         if rank == 0:
             return None
@@ -165,8 +178,9 @@ class LoRASlots:
     """All adapter slots of a model."""
 
     def __init__(self, targets: Sequence[LoRATarget], num_slots: int, max_rank: int, like: Tensor) -> None:
-        """`targets` are in the order in which a step computes them; `like` is a tensor with the dtype and device of the
-        slots."""
+        """`targets` must be in the order in which a step computes them. The slots get the dtype and the device of the
+        tensor `like`.
+        """
         self._max_rank = max_rank
         shape = (num_slots, sum(site.num_elements(max_rank) for site in targets))
         if like.device.type == "cpu":
@@ -187,11 +201,14 @@ class LoRASlots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, without the table of offsets."""
+        """Size of all slots in bytes, without the table of offsets."""
         return self._slots.nbytes
 
     def pack(self, pairs: Sequence[Sequence[LoRAPair | None]]) -> PackedAdapter:
-        """Convert an adapter to the layout of a slot; `pairs` contains, for each module, the matrices of its slices."""
+        """Convert an adapter to the layout of a slot.
+
+        For each module, `pairs` contains the matrices of its slices.
+        """
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
         end, placements = 0, []
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):

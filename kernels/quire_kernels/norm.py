@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation: alone, per head of queries and keys, and fused with the residual addition."""
+"""RMS normalisation of hidden states, and of each head of queries and keys.
+
+It can be fused with the residual addition.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +13,7 @@ from quire_kernels.dispatch import Op
 
 @Op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, with the mean in float32.
+    """Return x / sqrt(mean(x^2) + eps) * weight. The mean is computed in float32.
 
     Args:
         x: [num_tokens, hidden_size], any float dtype.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm and the linear layer that follows it as one operation, for few tokens on a GPU."""
+"""Operation that combines a norm and the linear layer after it, for small numbers of tokens on a GPU."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from quire_kernels.norm import rms_norm
 def rms_norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """Return linear(rms_norm(x)), or silu_mul(linear(rms_norm(x))) if `gated`.
+    """Return linear(rms_norm(x)). If `gated` is true, return silu_mul(linear(rms_norm(x))).
 
     Args:
         x: [num_tokens, in_features].
@@ -34,7 +34,7 @@ def rms_norm_linear(
 def _rms_norm_linear_torch(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """Run norm, linear layer and activation one after the other."""
+    """Run the norm, the linear layer and the activation one after the other."""
     out = linear(rms_norm(x, norm_weight, eps), weight, bias)
     return silu_mul(out) if gated else out
 

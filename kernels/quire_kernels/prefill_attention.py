@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the attention kernel for long prompts: cuDNN on Hopper if a rehearsal of it succeeds, otherwise the
-Triton kernel. If QUIRE_KERNELS requests it, cuDNN also computes long chunks that follow a context.
+"""Selection of the attention kernel for long prompts.
+
+On Hopper, cuDNN is selected if a rehearsal with cuDNN succeeds. Otherwise, the Triton kernel is used. If QUIRE_KERNELS
+requests it, cuDNN also computes long chunks of a prompt that come after other tokens of the context.
 """
 
 import logging
@@ -14,17 +16,19 @@ from quire_kernels.attention import paged_attention
 logger = logging.getLogger(__name__)
 
 _CUDNN_CAPABILITY = (9, 0)
-"""Compute capability of Hopper. Of all GPUs, Hopper depends most on TMA and specialized warps, which the Triton kernel
-does not use."""
+"""Compute capability of Hopper. Other GPUs lose less than Hopper if a kernel, such as the Triton kernel, does not use
+TMA and specialized warps.
+"""
 
 
 def select_prefill_attention(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, max_tokens: int
 ) -> None:
-    """Prefer cuDNN for long prompts if the device has compute capability 9.0 and cuDNN computes all planned lengths.
+    """Select cuDNN for long prompts, if it can compute all planned lengths on a device of compute capability 9.0.
 
-    A rehearsal builds cuDNN's plans, which takes tens of milliseconds for each length, so that no request waits for
-    them. Call this function in the thread that runs the steps, before the memory of a step is measured.
+    A rehearsal builds cuDNN's plans first, because building the plan for a length takes tens of milliseconds. No
+    request has to wait for that. Call this function in the thread that runs the steps. The call must come before the
+    memory of a step is measured.
 
     Args:
         shape: query heads, KV heads, head size.
@@ -52,11 +56,13 @@ def select_prefill_attention(
 def prepare_chunk_attention(
     cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, max_tokens: int, max_blocks: int
 ) -> None:
-    """Build cuDNN's plans of long chunks over one layer's cache, if QUIRE_KERNELS selects paged_attention=cudnn.
+    """If QUIRE_KERNELS selects paged_attention=cudnn, build the plans with which cuDNN computes long chunks.
 
-    If cuDNN or the package nvidia-cudnn-frontend is missing, or the compute capability is below 9.0, other
-    implementations compute the chunks. One log line then gives the reason. The arguments are those of
-    `gpu/cudnn_attention.py:rehearse`. Call it in the thread that runs the steps.
+    The plans are built for the cache of one layer.
+
+    Other implementations compute the chunks if cuDNN or the package nvidia-cudnn-frontend is missing, or if the compute
+    capability is below 9.0. The reason is then logged once. See `gpu/cudnn_attention.py:rehearse` for the arguments.
+    Call this function in the thread that runs the steps.
     """
     if paged_attention.override != "cudnn":
         return

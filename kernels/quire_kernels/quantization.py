@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of weights: the arithmetic between real numbers and codes of 4 or 8 bits. Plain torch, any device."""
+"""Quantization of weights, which converts real numbers to codes of 4 or 8 bits and back. Plain torch, any device."""
 
 import functools
 
@@ -10,17 +10,19 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 GROUP_SIZE = 32
-"""Number of inputs that share a scale if a weight is quantized to 4 bits at load. The input features of all common
-models and of their tensor-parallel shards are multiples of this number.
+"""Number of inputs that share a scale.
+
+It applies to weights that are quantized to 4 bits when they are loaded. In all common models, the number of input
+features is a multiple of this number, even after the weights are split into tensor-parallel shards.
 """
 ACTIVATION_GROUP = 64
-"""Number of inputs of a token that share a scale in w8a8; equal to kGroup of csrc/int8.cpp."""
+"""Number of inputs of a token that share a scale in the scheme w8a8. It must be equal to kGroup in csrc/int8.cpp."""
 _TINY = torch.finfo(torch.float32).tiny
 _HALF = torch.finfo(torch.float16)
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row of a weight [out_features, in_features] symmetrically to 8 bits.
+    """Quantize each row of a weight [out_features, in_features] to 8 bits, symmetrically around zero.
 
     Returns:
         [out_features, in_features] int8 in [-127, 127], and the scales [out_features] float32.
@@ -31,8 +33,9 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x: Tensor) -> Tensor:
-    """Round activations [num_tokens, in_features] as w8a8 does: each group of 64 inputs of a token is rounded
-    symmetrically to 8 bits.
+    """Round activations [num_tokens, in_features] in the same way as the scheme w8a8.
+
+    Each group of 64 inputs of a token is rounded to 8 bits, symmetrically around zero.
 
     Returns:
         [num_tokens, in_features] float32: the rounded values, not their codes.
@@ -46,8 +49,8 @@ def quantize_activations(x: Tensor) -> Tensor:
 def quantize_int4(weight: Tensor, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each group of a weight [out_features, in_features] to 4 bits, with a zero point.
 
-    Scales are first rounded to float16, so that they need only two bytes; this is omitted if a scale is outside the
-    range of float16.
+    Before that, the scales are rounded to float16, so that a scale needs only two bytes. If a scale is outside the
+    range of float16, the scales are not rounded.
 
     Returns:
         [out_features, in_features] uint8 in [0, 15]; scales [out_features, in_features / group_size] float32; zero
@@ -77,37 +80,43 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expand_groups(scales: Tensor, group_size: int, in_features: int) -> Tensor:
-    """Repeat the value of each group for each input of the group: [out_features, groups] becomes [out_features,
-    in_features]. The last group can be smaller."""
+    """Repeat the value of each group for every input of the group.
+
+    This converts [out_features, groups] to [out_features, in_features]. The last group can be smaller.
+    """
     return scales.repeat_interleave(group_size, 1)[:, :in_features]
 
 
 @functools.cache
 def int4_codebook() -> Tensor:
-    """Return the values of the 16 codes of an integer weight with zero point 8: [16] bfloat16."""
+    """Return the values of the 16 integer codes if the zero point is 8: [16] bfloat16."""
     return torch.arange(-8, 8, dtype=torch.bfloat16)
 
 
 @functools.cache
 def e2m1_codebook() -> Tensor:
-    """Return the values of the 16 codes of MXFP4, whose highest bit is the sign: [16] bfloat16."""
+    """Return the values of the 16 MXFP4 codes: [16] bfloat16. The highest bit of a code is the sign."""
     magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.bfloat16)
     return torch.cat((magnitudes, -magnitudes))
 
 
 @functools.cache
 def int8_codebook() -> Tensor:
-    """Return the magnitudes of integer codes, which have 7 bits and a sign: [128] bfloat16."""
+    """Return the magnitudes of 8-bit integer codes: [128] bfloat16. The other bit of a code is the sign."""
     return torch.arange(128, dtype=torch.bfloat16)
 
 
 @functools.cache
 def fp8_codebook() -> Tensor:
-    """Return the magnitudes of float8_e4m3fn codes, which have 7 bits and a sign: [128] bfloat16; all are exact."""
+    """Return the magnitudes of float8_e4m3fn codes: [128] bfloat16. The other bit of a code is the sign. All magnitudes
+    are exact.
+    """
     return torch.arange(128, dtype=torch.uint8).view(FP8).to(torch.bfloat16)
 
 
 def to_sign_and_magnitude(values: Tensor) -> Tensor:
-    """Convert int8 values in [-127, 127] to codes for `int8_codebook`, which have a sign and 7 bits; the result is
-    uint8 of the same shape."""
+    """Convert int8 values in [-127, 127] to the codes that `int8_codebook` describes.
+
+    A code consists of a sign bit and 7 bits of magnitude. The result is uint8 and has the same shape.
+    """
     return values.abs().to(torch.uint8) | (values < 0).to(torch.uint8) << 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose weight has 4 or 8 bits.
+"""Linear layers whose weights have 4 or 8 bits.
 
 Schemes, with the names that vLLM uses:
 
@@ -10,8 +10,9 @@ Schemes, with the names that vLLM uses:
 - w8a16: integers of 8 bits; a scale for each row.
 - w8a8: integers of 8 bits; a scale for each row. The inputs of a token are also quantized to 8 bits, in groups of 64.
 
-Weights are stored in panels if a compiled kernel of a CPU reads them, and row by row otherwise. The reference reads
-weights that are stored row by row, on every device and in every dtype, so that a quantized model runs everywhere.
+If a compiled CPU kernel reads a weight, the weight is stored in panels. Otherwise, it is stored row by row. The
+reference implementation reads weights that are stored row by row. It works on every device and in every dtype, so that
+a quantized model runs everywhere.
 """
 
 import ctypes
@@ -38,16 +39,16 @@ from quire_kernels.quantization import (
 Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "mxfp4", "fp8"]
 
 PANEL_COLUMNS = 32
-"""Output columns of a panel: kColumns in csrc/tile.h."""
+"""Number of output columns in a panel; it is kColumns in csrc/tile.h."""
 _INPUTS_MULTIPLE = 16
 MIN_CAPABILITY_FOR_FP8 = (8, 9)
-"""Lowest compute capability (major, minor) of GPUs with instructions for float8_e4m3fn."""
+"""Lowest compute capability (major, minor) at which a GPU has instructions for float8_e4m3fn."""
 FP8_BLOCK = 128
-"""Number of rows and of columns of a block that has one scale."""
+"""A block that has its own scale consists of this number of rows and this number of columns."""
 
 
 class _Weight(ctypes.Structure):
-    """The C struct QuireWeight of csrc/ops.h."""
+    """The C struct QuireWeight, which csrc/ops.h defines."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
@@ -58,26 +59,29 @@ class _Weight(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight [out_features, in_features] of a linear layer; built by the `pack_weight_*` functions."""
+    """A weight [out_features, in_features] of a linear layer. The `pack_weight_*` functions build it."""
 
     scheme: Scheme
     shape: tuple[int, int]
     values: Tensor
-    """Bytes if the weight is in panels. Otherwise 8-bit codes are [out_features, in_features] int8 or float8_e4m3fn,
-    and 4-bit codes are [out_features, in_features / 2] uint8, with the first of two inputs in the lower bits.
+    """If the weight is in panels, these are the bytes of the panels.
+
+    Otherwise, 8-bit codes are [out_features, in_features] int8 or float8_e4m3fn. 4-bit codes are [out_features,
+    in_features / 2] uint8; each byte contains two inputs, the first of them in the lower bits.
     """
     group_size: int
     """Number of inputs that share a scale."""
     scales: Tensor | None = None
-    """[out_features, groups] float32, or float8_e8m0fnu for mxfp4. None if the panels contain the scales."""
+    """[out_features, groups] float32, or float8_e8m0fnu for mxfp4. If the panels contain the scales, this is None."""
     zeros: Tensor | None = None
-    """Zero points of 4-bit codes, [out_features, groups] uint8; None if the panels contain them, or if all of them are
-    8."""
+    """Zero points of 4-bit codes: [out_features, groups] uint8. None if the panels contain the zero points, or if all
+    of them are 8.
+    """
     codebook: Tensor | None = None
-    """Values of the codes in panels, bfloat16; None for w8a8, and for weights that are not in panels."""
+    """The value of each code in the panels, in bfloat16. None for w8a8, and for weights that are not in panels."""
     struct: _Weight | None = None
-    """C struct for compiled kernels, which points to these tensors; None for w8a8, and for weights that are not in
-    panels.
+    """The C struct that is passed to compiled kernels. It points to the tensors of this weight. None for w8a8, and for
+    weights that are not in panels.
     """
 
     @property
@@ -87,19 +91,23 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Size of the codes, scales and zero points in bytes."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zeros) if tensor is not None)
 
     @property
     def address(self) -> int:
-        """Address that compiled kernels expect: that of the panels for w8a8, and that of the C struct for other
-        schemes."""
+        """Address that is passed to compiled kernels.
+
+        For w8a8, it is the address of the panels. For the other schemes, it is the address of the C struct.
+        """
         assert self.is_panel_packed
         return self.values.data_ptr() if self.struct is None else ctypes.addressof(self.struct)
 
     def part(self, index: int, num_parts: int) -> Self:
-        """Return part `index` of a weight that consists of `num_parts` weights of equal shape, one after the other, and
-        is not in panels."""
+        """Return part `index` of a weight that consists of several weights.
+
+        The weight must not be in panels. Its `num_parts` parts have equal shapes and are stored one after the other.
+        """
         assert self.scales is not None
         values, scales = (tensor.tensor_split(num_parts)[index] for tensor in (self.values, self.scales))
         zeros = None if self.zeros is None else self.zeros.tensor_split(num_parts)[index]
@@ -121,7 +129,7 @@ class QuantizedWeight:
 
 @Op
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, or add it to a residual stream; see `linear`.
+    """Return x W^T + b. If `residual` is given, add the result to it. See `linear`.
 
     Args:
         x: [num_tokens, in_features]; bfloat16 if the weight is in panels.
@@ -180,8 +188,9 @@ def pack_weight_int8(
 ) -> QuantizedWeight:
     """Return an int8 weight for `linear`.
 
-    Measured for w8a8 with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.7 times as fast as bf16 for
-    1 token, and 1.6 times as fast for 64 tokens. torch.ops.aten._weight_int8pack_mm is slower than bf16 in both cases.
+    The compiled kernel was measured for w8a8 on one Zen 5 core with 8 layers of a 135M Llama. It is 1.7 times as fast
+    as bf16 for 1 token, and 1.6 times as fast for 64 tokens. In both cases, torch.ops.aten._weight_int8pack_mm is
+    slower than bf16.
 
     Args:
         values: [out_features, in_features] int8 in [-127, 127], contiguous.
@@ -217,9 +226,9 @@ def pack_weight_int4(
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`.
 
-    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 2.2 times as fast as bf16 for 1 token,
-    and 0.83 times as fast for 64 tokens. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as long as the
-    compiled kernel for 1 token, and 2.4 times as long for 64 tokens.
+    The compiled kernel was measured on one Zen 5 core with 8 layers of a 135M Llama. It is 2.2 times as fast as bf16
+    for 1 token, and 0.83 times as fast for 64 tokens. torch.ops.aten._weight_int4pack_mm_for_cpu takes 1.5 times as
+    long as the compiled kernel for 1 token, and 2.4 times as long for 64 tokens.
 
     Args:
         values: [out_features, in_features] uint8 in [0, 15].
@@ -240,7 +249,7 @@ def pack_weight_int4(
 def pack_weight_mxfp4(
     values: Tensor, scales: Tensor, arena: HugePageArena | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedWeight:
-    """Return an MXFP4 weight for `linear`: 4-bit floating point with powers of 2 as scales.
+    """Return an MXFP4 weight for `linear`. Its codes are 4-bit floating-point numbers, and its scales are powers of 2.
 
     Args:
         values: [out_features, in_features] uint8, indices of `e2m1_codebook`.
@@ -274,8 +283,8 @@ def pack_weight_fp8(
 ) -> QuantizedWeight:
     """Return an 8-bit floating-point weight for `linear`.
 
-    Measured with the compiled kernel (one Zen 5 core, 8 layers of a 135M Llama): 1.5 times as fast as bf16 for 1 token,
-    and 0.94 times as fast for 64 tokens.
+    The compiled kernel was measured on one Zen 5 core with 8 layers of a 135M Llama. It is 1.5 times as fast as bf16
+    for 1 token, and 0.94 times as fast for 64 tokens.
 
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
@@ -303,24 +312,26 @@ def pack_weight_fp8(
 
 
 def supports_int4(in_features: int, group_size: int) -> bool:
-    """Return whether `quantize_int4` and `pack_weight_int4` accept this size: it must consist of whole groups."""
+    """Return whether `quantize_int4` and `pack_weight_int4` accept this number of inputs. It must be divisible into
+    whole groups.
+    """
     return in_features % group_size == in_features % 2 == 0
 
 
 def has_quantized_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether there are kernels for quantized weights and activations of this dtype on this device."""
+    """Return whether this device has kernels that multiply quantized weights by activations of this dtype."""
     if device.type == "cuda":
         return len(quantized_linear.implementations("cuda")) > 1
     return cpu_native.supports(torch.empty(1, dtype=dtype, device=device))
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Return whether kernels can read float8_e4m3fn on this device. A GPU needs instructions for this dtype."""
+    """Return whether kernels can read float8_e4m3fn on this device. A GPU must have instructions for it."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY_FOR_FP8
 
 
 def has_kernel_for_shape(out_features: int, in_features: int) -> bool:
-    """Return whether the compiled kernels of a CPU accept a weight of this shape in every scheme."""
+    """Return whether the compiled CPU kernels of all schemes accept a weight of this shape."""
     return out_features % PANEL_COLUMNS == in_features % _INPUTS_MULTIPLE == 0
 
 
@@ -339,7 +350,9 @@ def _pack_codes(
     arena: HugePageArena | None,
     int8_inputs: bool = False,
 ) -> QuantizedWeight:
-    """Pack codes into panels of csrc/codes.cpp. Scales are stored as float16 if that does not change their values."""
+    """Pack codes into the panels that csrc/codes.cpp reads. Scales are stored as float16 if that does not change their
+    values.
+    """
     (out_features, in_features), bits = codes.shape, 4 if scheme in ("w4a16", "mxfp4") else 8
     halves = scales.half()
     stored_scales = halves if torch.equal(halves.float(), scales) else scales

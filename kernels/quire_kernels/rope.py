@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding, in the half-split layout of Hugging Face checkpoints; also fused with the cache write."""
+"""Rotary position embedding, in the half-split layout of Hugging Face checkpoints. It can be fused with the cache
+write.
+"""
 
 import torch
 from torch import Tensor
@@ -12,8 +14,9 @@ from quire_kernels.kv_cache_write import write_kv
 
 @Op
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In each head, rotate the pair of elements i and i + dim / 2 by angle i of the token's position. Elements from
-    `dim` on stay unchanged.
+    """In each head, rotate each pair of elements i and i + dim / 2 by angle i of the token's position.
+
+    The elements from index `dim` on are not changed.
 
     Args:
         x: [num_tokens, num_heads, head_dim], any float dtype; keys and queries may be rotated as one tensor.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers for few tokens on a GPU: six launches per layer instead of ten. Each launch requests its weights
-early.
+"""Decoder layers for small numbers of tokens on a GPU, which take six launches per layer instead of ten.
+
+Each launch requests its weights before the previous kernel has ended.
 
 This decoder is used only if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
 """
@@ -18,13 +19,15 @@ from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.rope import rope_and_cache
 
 SMALL_BATCH_TOKENS = 8
-"""Maximum number of tokens of a step. A tile has 16 rows. With more tokens, the library's matrix product is as fast,
-and the norm is a smaller part of the time (estimated).
+"""Maximum number of tokens in a step.
+
+A tile has room for 16 rows. However, with more than 8 tokens, the matrix product of the library is as fast, and the
+norm is a smaller part of the time (estimated).
 """
 
 
 class SmallBatchDecoder:
-    """Layers with plain weights; built by `build_small_batch_decoder`."""
+    """Decoder layers whose weights are not quantized. `build_small_batch_decoder` builds them."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> None:
         self._layers, self._heads, self._eps = tuple(layers), heads, eps
@@ -37,7 +40,9 @@ class SmallBatchDecoder:
         addresses: Tensor,
         attention: AttentionMetadata,
     ) -> Tensor:
-        """Run all layers, without adapters; for the arguments see FusedDecoder. Returns `hidden`, written in place."""
+        """Run all layers, without adapters. `FusedDecoder` describes the arguments. The result is `hidden`, which is
+        changed in place.
+        """
         heads, eps = self._heads, self._eps
         for layer, cache in zip(self._layers, caches, strict=True):
             qkv = rms_norm_linear(hidden, layer.attention_norm, eps, layer.qkv.weight, layer.qkv.bias)
@@ -55,9 +60,12 @@ class SmallBatchDecoder:
 def build_small_batch_decoder(
     layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
 ) -> SmallBatchDecoder | None:
-    """Return the layers; None if their kernel is not selected for the device, or if a weight is not plain bfloat16 or
-    float32. float16 is not supported, because its range is too small for inputs that are multiplied before they are
-    normalised."""
+    """Return the layers, or None if they cannot or must not be used.
+
+    They are used if QUIRE_KERNELS selects their kernel for the device, and if all weights are plain bfloat16 or
+    float32. float16 is not supported: the inputs are multiplied before they are normalised, and float16 does not have
+    enough range for that.
+    """
     weights = [product.weight for layer in layers for product in layer.linears()]
     is_plain = all(
         isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float32)

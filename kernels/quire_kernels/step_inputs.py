@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a step, computed from the sequences' state on the device: the host sends only new block numbers.
+"""Computation of a step's inputs on the device, from the state of the sequences. The host sends only new block numbers.
 
-A sequence keeps one row of the state while it runs. The host passes the rows of the step's spans.
+While a sequence runs, it keeps one row of the state. For each step, the host passes the rows that its spans use.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,15 @@ class SequenceState:
     """State of running sequences on the device."""
 
     lengths: Tensor
-    """[num_rows] int32: number of computed tokens, whose keys and values are in the cache."""
+    """[num_rows] int32: the number of tokens whose keys and values are in the cache."""
     tables: Tensor
-    """[num_rows, max_blocks] int64: KV blocks; undefined beyond the blocks of the computed and scheduled tokens."""
+    """[num_rows, max_blocks] int64: the KV blocks. A row is undefined after the blocks of the computed and scheduled
+    tokens.
+    """
 
     @classmethod
     def empty(cls, num_rows: int, max_blocks: int, device: torch.device) -> Self:
-        """Allocate the state; every row is unused."""
+        """Allocate the state. At first, no sequence uses any row."""
         return cls(
             torch.zeros(num_rows, dtype=torch.int32, device=device),
             torch.zeros(num_rows, max_blocks, dtype=torch.int64, device=device),
@@ -33,7 +35,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of the model and of `paged_attention`, in buffers that every step overwrites."""
+    """Inputs of the model and of `paged_attention`, in buffers that the next step overwrites."""
 
     positions: Tensor
     """[num_tokens] int64."""
@@ -42,8 +44,8 @@ class StepInputs:
     context_lengths: Tensor
     """[num_spans] int32."""
     block_tables: Tensor
-    """[num_spans, max_blocks] int64; columns after the blocks of a context are not written, because most columns are
-    unused in nearly every step.
+    """[num_spans, max_blocks] int64. The columns after the blocks of a context are not written, because in nearly every
+    step, most columns are unused.
     """
 
     @classmethod
@@ -58,7 +60,7 @@ class StepInputs:
         )
 
     def first(self, num_tokens: int, num_spans: int) -> Self:
-        """Return the buffers cut to the sizes that a step with these numbers needs."""
+        """Return views of the buffers, shortened to the given numbers of tokens and spans."""
         return type(self)(
             self.positions[:num_tokens],
             self.addresses[:num_tokens],
@@ -69,7 +71,7 @@ class StepInputs:
 
 @Op
 def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
-    """Fill `out` for spans of sequences.
+    """Fill `out` with the inputs of the spans.
 
     Args:
         rows: [num_spans] int64, the state row of each span.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write of new keys and values to the paged KV cache, alone and fused with the rotation of keys and queries."""
+"""Kernels that write new keys and values to the paged KV cache.
+
+One kernel only writes them. The other kernel also rotates the queries and keys first.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +11,7 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
-"""Heads of a token per program: 8 heads of 128 are 2 KiB in bfloat16."""
+"""Number of heads of a token that one program processes. With a head size of 128, these are 2 KiB in bfloat16."""
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> None:
@@ -26,8 +29,8 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> 
 def rope_and_cache(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, addresses: Tensor, num_heads: int) -> Tensor:
     """See rope.rope_and_cache. Rotates queries in place.
 
-    Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements (each is read once and written
-    once), and reads the angles.
+    Moves 2 * num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements, because each element is read once and
+    written once. It also reads the angles.
     """
     num_tokens, all_heads, head_dim = qkv.shape
     dim = cos.shape[1]
@@ -100,7 +103,7 @@ def _rope_and_cache(
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Queries, keys and values share one code path: elements that are not rotated have the angle 0."""
+    """Queries, keys and values share one code path. The elements that are not rotated use the angle 0."""
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, HALF_BLOCK)[None, :]

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA deltas in two launches per linear, for all its slices: shrink into partial sums, expand into the base output.
+"""LoRA deltas on a GPU, which take two kernel launches for each linear and all its slices.
 
-A program processes a tile of `TokenRouting`: up to 16 tokens of one adapter, anywhere in the batch. The inputs of a
-linear are split between programs (split-K); each program writes its own plane of A x, and the expand kernel adds the
-planes in order. No buffer is cleared, no atomics are used, and the result is deterministic. Grids and constants depend
-only on the sizes of the step and of the slots, so a captured step stays valid when the adapters in the slots change:
-programs read an adapter's LoRA rank on the device.
+The first kernel shrinks the inputs to partial sums of A x. The second kernel expands them and adds the result to the
+base output.
 
-On devices with programmatic dependent launch (pdl.py), the expand kernel is launched while the shrink kernel runs.
+A program processes one tile of `TokenRouting`, which has up to 16 tokens of the same adapter. These tokens can be
+anywhere in the batch. Several programs share the input features of a linear (split-K). Each of them writes its partial
+sums to a plane of its own, and the expand kernel adds the planes in a fixed order. Therefore, no buffer has to be
+cleared, no atomics are needed, and the result is deterministic. Grids and constants depend only on the sizes of the
+step and of the slots. The programs read the LoRA rank of an adapter on the device, so a captured step stays valid when
+the adapters in the slots change.
+
+On devices that support programmatic dependent launch (see pdl.py), the expand kernel is launched while the shrink
+kernel is still running.
 """
 
 import functools
@@ -26,34 +31,44 @@ from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
 from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
 
 _MIN_RANKS = 16
-"""LoRA ranks per iteration for adapters of low rank: the minimum that a matrix instruction multiplies."""
+"""Number of LoRA ranks that an iteration processes for an adapter of low rank. A matrix instruction cannot multiply
+fewer.
+"""
 _MAX_RANKS = 64
-"""LoRA ranks per iteration for adapters of higher rank, at most the maximum rank of the slots: inputs are read once for
-all these ranks.
+"""Number of LoRA ranks that an iteration processes for an adapter of higher rank. It is smaller if the maximum rank of
+the slots is smaller. The inputs are read once for all ranks of an iteration.
 """
 _MIN_INPUTS_PER_PROGRAM = 512
-"""Minimum number of input features that one program of the shrink kernel reads; fewer features are not split."""
+"""Minimum number of input features that one program of the shrink kernel reads. If a linear has fewer, its inputs are
+not split.
+"""
 _MAX_BLOCKS_PER_PROGRAM = 16
 """Maximum number of column blocks that one program of the expand kernel computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRATiles:
-    """Tile sizes of both launches; tests/bench/gpu.py measures the best sizes for a GPU."""
+    """Tile sizes of both launches.
+
+    tests/bench/gpu.py measures which sizes are best for a GPU.
+    """
 
     inputs: int = 128
-    """Inputs per iteration of the shrink kernel."""
+    """Number of input features that the shrink kernel reads in one iteration."""
     columns: int = 128
-    """Columns of a block of the expand kernel."""
+    """Number of columns in a block of the expand kernel."""
     min_shrink_programs: int = 264
-    """Target number of shrink programs: two for each of 132 multiprocessors. Inputs are not split beyond this target,
-    because each program of the expand kernel reads all planes.
+    """Number of shrink programs that the launch tries to reach: two for each of 132 multiprocessors. The inputs are not
+    split further than that, because each program of the expand kernel must read all planes.
     """
     max_expand_programs: int = 1056
-    """Number of expand programs above which a program processes several blocks of columns, so that it reads its planes
-    once for all of them."""
+    """If a launch of the expand kernel needs more programs than this number, each program processes several blocks of
+    columns. It then reads its planes only once for all these blocks.
+    """
     shrink_num_stages: int = 4
-    """Stages of the compiler's pipeline: 3 tiles of x and A are loaded while one tile is multiplied."""
+    """Number of stages of the compiler's pipeline. With 4 stages, 3 tiles of x and A are loaded while one tile is
+    multiplied.
+    """
     expand_num_stages: int = 3
 
 
@@ -63,8 +78,9 @@ TILES = LoRATiles()
 def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
     """See lora.add_lora.
 
-    Reads an adapter's matrices once for each tile of its tokens; only the first read is from memory. The planes,
-    float32 [num_splits, num_tokens, num_slices, rank], are written once and read once by each program of expand.
+    The matrices of an adapter are read once for each tile of its tokens. Only the first of these reads is from memory.
+    The planes are a float32 tensor [num_splits, num_tokens, num_slices, rank]. They are written once, and each program
+    of the expand kernel reads them once.
     """
     _launch_shrink_and_expand(out, x, adapters, batch, supports_pdl(x.device))
 
@@ -72,8 +88,8 @@ def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) ->
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
 ) -> Tensor:
-    """See lora.adapted_linear. In a captured step, the shrink kernel runs on a side branch of the graph, parallel to
-    the base GEMM; the expand kernel follows both.
+    """See lora.adapted_linear. While a step is captured, the shrink kernel goes to a side branch of the graph, where it
+    runs in parallel to the base GEMM. The expand kernel waits for both.
     """
     if not torch.cuda.is_current_stream_capturing():
         out = linear(x, weight, bias, residual)
@@ -114,8 +130,9 @@ def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tens
 
 
 def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """Launch the shrink kernel. If `early`, the next kernel may start before this one has ended, and calls
-    `gdc_wait`."""
+    """Launch the shrink kernel. If `early` is true, the next kernel may start before this one has ended. That kernel
+    calls `gdc_wait`.
+    """
     in_features, routing = x.shape[1], _get_routing(batch)
     num_splits, _, num_slices, ld_planes = planes.shape
     assert x.stride(1) == 1 and num_slices <= 3
@@ -143,8 +160,8 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRA
 
 
 def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """Launch the expand kernel. If `early`, the previous kernel in the stream is the shrink kernel of these planes, and
-    it may still run.
+    """Launch the expand kernel. If `early` is true, the shrink kernel that writes these planes comes directly before it
+    in the stream and may still be running.
     """
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)
@@ -152,8 +169,9 @@ def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, ba
 
 
 def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    """See lora.add_lora_embedding. This takes one launch, which reads a row of A for each token, and B once for each
-    tile."""
+    """See lora.add_lora_embedding. One launch does this. It reads a row of A for each token, and it reads B once for
+    each tile.
+    """
     assert out.stride(1) == 1
     _launch_expand(out, token_ids, 0, 0, 1, adapters, _get_routing(batch), is_embedding=True, early=False)
 
@@ -169,8 +187,9 @@ def _constants(adapters: ModuleSlots) -> dict[str, int]:
 
 
 def _inputs_per_program(in_features: int, num_programs: int) -> int:
-    """Return the number of input features per program of the shrink kernel; `num_programs` is the number of programs if
-    inputs are not split.
+    """Return how many input features each program of the shrink kernel reads.
+
+    `num_programs` is the number of programs that the launch has if the inputs are not split.
     """
     num_splits = min(cdiv(in_features, _MIN_INPUTS_PER_PROGRAM), cdiv(TILES.min_shrink_programs, num_programs))
     return cdiv(cdiv(in_features, num_splits), TILES.inputs) * TILES.inputs
@@ -187,7 +206,7 @@ def _launch_expand(
     is_embedding: bool,
     early: bool,
 ) -> None:
-    """Launch the expand kernel on `source`: planes, or token ids that select rows of A."""
+    """Launch the expand kernel on `source`, which contains either the planes, or token ids that select rows of A."""
     first, second, third = (*adapters.target.widths, 0, 0)[:3]
     num_tiles = len(routing.tile_slots)
     num_blocks = sum(cdiv(width, TILES.columns) for width in adapters.target.widths)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of tokens to adapters in two launches a step: count each slot's tokens, then write its tiles.
+"""Kernels that route tokens to adapters, in two launches for each step.
 
-This is a counting sort with one program per slot. Each program reads the slots of all tokens, and selects the tokens of
-its slot in order. There are no atomics, and the tiles are deterministic.
+The first launch counts the tokens of each slot. The second launch writes the tiles of each slot.
+
+Together they are a counting sort that uses one program for each slot. Each program reads the slots of all tokens, and
+selects the tokens of its own slot in order. The kernels use no atomics, and the tiles are deterministic.
 """
 
 import triton
@@ -12,13 +14,18 @@ from torch import Tensor
 from quire_kernels.lora_routing import TokenRouting
 
 _TOKENS_PER_ROUND = 1024
-"""Tokens that a program reads per iteration: a decoding step is one iteration, a prompt of 8,192 tokens eight."""
+"""Number of tokens that a program reads in one iteration. A decoding step takes one iteration, and a prompt of 8,192
+tokens takes eight.
+"""
 _SLOTS_PER_ROUND = 64
 
 
 def route_tokens(slots: Tensor, out: TokenRouting) -> None:
-    """See lora_routing.route_tokens. The program of each slot reads 16 bytes per token; all programs except the first
-    read them from the L2 cache. For 32 slots and 8,192 tokens, these reads are 4 MB."""
+    """See lora_routing.route_tokens.
+
+    The program of each slot reads 16 bytes for each token. Only the first program reads them from memory; the others
+    read them from the L2 cache. With 32 slots and 8,192 tokens, the programs read 4 MB in total.
+    """
     num_slots, num_tokens = len(out.slot_counts), len(slots)
     _count_tokens[(num_slots,)](slots, out.slot_counts, num_tokens, TOKENS=_TOKENS_PER_ROUND, num_warps=4)
     # One more program marks the unused tiles.

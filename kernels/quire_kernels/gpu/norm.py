@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation in one pass, alone and fused with the residual addition."""
+"""RMS normalisation in one pass, with or without the addition of the residual before it."""
 
 import triton
 import triton.language as tl
@@ -8,19 +8,22 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _MIN_ELEMENTS_PER_PROGRAM = 2048
-"""Minimum number of elements of a program. Several short rows, such as heads, share one program."""
+"""Minimum number of elements that a program processes. Short rows, such as heads, are combined until a program has this
+many elements.
+"""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See norm.rms_norm. Moves 2 * num_rows * size elements: each row is read and written once."""
+    """See norm.rms_norm. Moves 2 * num_rows * size elements, because it reads and writes each row once."""
     out = x.new_empty(x.shape)
     _launch(x, x, out, weight, eps, add_residual=False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See norm.add_rms_norm. Moves 4 * num_rows * size elements: it reads x and residual, and writes residual and
-    norm."""
+    """See norm.add_rms_norm. Moves 4 * num_rows * size elements, because it reads x and the residual, and writes the
+    residual and the normalised sum.
+    """
     out = x.new_empty(x.shape)
     _launch(x, residual, out, weight, eps, add_residual=True)
     return out

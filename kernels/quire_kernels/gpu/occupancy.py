@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident programs per multiprocessor of a compiled Triton kernel, from its registers, shared memory and threads.
+"""Calculation of how many programs of a compiled Triton kernel a multiprocessor can run at the same time.
 
-Source: the occupancy rules of the CUDA C++ programming guide, and the granules of NVIDIA's occupancy calculator for
-compute capability 8.0 and later.
+The number depends on the registers, the shared memory and the threads of the kernel.
+
+The rules are those of the CUDA C++ programming guide. The allocation units are those of NVIDIA's occupancy calculator
+for compute capability 8.0 and later.
 """
 
 from typing import Any

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers whose weight has 4 or 8 bits.
 
-`_linear_codes` dequantizes a tile of the weight in registers and multiplies it with the tensor cores in the dtype of
-the activations. The kernel reads in_features * out_features * bits / 8 bytes and the scales; up to about 64 tokens,
-these reads determine the time. `_linear_codes` is used for 4 bits and for integers of 8 bits. fp8 uses
-torch._scaled_mm, which multiplies in 8 bits, if the device has instructions for it and torch accepts the shape.
+`_linear_codes` dequantizes a tile of the weight in registers. The tensor cores then multiply it in the dtype of the
+activations. The kernel reads in_features * out_features * bits / 8 bytes of codes, and the scales. With up to about 64
+tokens, these reads determine how long it takes. The kernel is used for 4-bit codes and for 8-bit integers. For fp8,
+torch._scaled_mm is used, which multiplies in 8 bits, if the device has instructions for fp8 and torch accepts the
+shape.
 
-The inputs of w8a8 are not quantized here, so the result is nearer to that of the unquantized model than the reference
-is.
+The scheme w8a8 also quantizes the inputs, but this implementation does not. Its result is therefore closer to the
+unquantized model than the result of the reference is.
 """
 
 from typing import Any
@@ -23,10 +24,11 @@ from quire_kernels.quantized_linear import QuantizedWeight, converts_fp8
 from quire_kernels.quantized_linear import quantized_linear as reference_op
 
 _SMALL_TOKENS = 16
-"""Maximum number of tokens for which a program has 16 rows and few columns, so that there is one program for each
-multiprocessor."""
+"""Up to this number of tokens, a program computes 16 rows and only a few columns, so that every multiprocessor has a
+program to run.
+"""
 BYTES = 64
-"""Bytes of each row of the weight that an iteration reads."""
+"""Number of bytes that an iteration of the kernel's loop reads from each row of the weight."""
 _SCALED_MM_MULTIPLE = 16
 
 
@@ -53,8 +55,11 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, re
 
 
 def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return the tensors that kernels read (codes, scales, and zero points or None) and the constants of the kernels.
-    An iteration has GROUPS runs of inputs with one scale each."""
+    """Return the tensors that the kernels read, and the kernels' constants.
+
+    The tensors are the codes, the scales, and the zero points or None. The constant GROUPS is the number of groups of
+    inputs in an iteration; each group has its own scale.
+    """
     assert weight.scales is not None
     # The interpreter cannot load 8-bit floating point where a mask is false.
     values = weight.values.view(torch.uint8) if weight.scheme == "fp8" else weight.values
@@ -72,7 +77,10 @@ def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], di
 
 
 def _supports_scaled_mm(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether torch can multiply in 8 bits. torch's operation with one scale per row returns only bfloat16."""
+    """Return whether torch can multiply this weight in 8 bits.
+
+    torch's operation for one scale per row returns only bfloat16.
+    """
     out_features, in_features = weight.shape
     return (
         x.is_cuda
@@ -83,7 +91,7 @@ def _supports_scaled_mm(x: Tensor, weight: QuantizedWeight) -> bool:
 
 
 def _scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """Quantize each token to 8 bits, and multiply."""
+    """Quantize the inputs of each token to 8 bits, and multiply them by the weight."""
     assert weight.scales is not None
     scales = x.abs().amax(1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
     rows = (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8)
@@ -163,7 +171,7 @@ def load_groups(
     BYTES: tl.constexpr,
     PER_BYTE: tl.constexpr,
 ):
-    """Return the scales or zero points [GROUPS, columns] of an iteration.
+    """Return the scales or the zero points that an iteration needs: [GROUPS, columns].
 
     Args:
         table: values of all groups of the weight: float32 scales, uint8 zero points, or uint8 exponents of 2 (E8M0).
@@ -178,7 +186,7 @@ def load_groups(
 
 @triton.jit
 def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, CODES: tl.constexpr):
-    """Return float32 weights of a tile.
+    """Return the weights of a tile in float32.
 
     Args:
         codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3.

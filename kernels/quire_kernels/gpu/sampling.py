@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token sampling without a sort and without the host: thresholds by bisection, samples by inverse transform.
+"""Token sampling that needs no sort and does not wait for the host.
 
-A program processes one row of logits in several passes. 256 rows of 128,256 in bfloat16 are 66 MB, most of which stays
-in the L2 cache of a large GPU between two passes.
+It finds the thresholds of the filters by bisection, and draws tokens by inverse transform sampling.
+
+A program processes one row of logits in several passes. In bfloat16, 256 rows with a vocabulary of 128,256 take 66 MB.
+Most of this stays in the L2 cache of a large GPU between two passes.
 """
 
 import torch
@@ -36,10 +38,10 @@ def sample(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """See sampling.sample. The most likely token is computed for every row, whether it is greedy or not.
+    """See sampling.sample. The most likely token is computed for all rows, even for those that are not greedy.
 
-    Reads a greedy row once and other rows three times; top-k adds 13 passes, and top-p adds 13. Each of these passes
-    narrows the range of the 30-bit threshold to a fifth.
+    A greedy row is read once, and any other row three times. The top-k filter adds 13 passes, and the top-p filter adds
+    13. Each of these passes narrows the range of the 30-bit threshold to a fifth.
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -80,9 +82,12 @@ def apply_penalties(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """See sampling.apply_penalties. Reads 5 bytes for each row and token of the vocabulary, which is 164 MB for 256
-    rows of 128,256, and changes the logits of tokens that have occurred. This function allocates nothing, even for long
-    sequences."""
+    """See sampling.apply_penalties.
+
+    This reads 5 bytes for each row and each token of the vocabulary, which is 164 MB for 256 rows and 128,256 tokens.
+    It changes only the logits of tokens that have occurred. The function never allocates memory, even for long
+    sequences.
+    """
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and in_prompt.is_contiguous() and counts.is_contiguous()
     block = _block(vocab_size)
@@ -103,7 +108,9 @@ def apply_penalties(
 
 
 def apply_token_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
-    """See sampling.apply_token_bitmask. Reads one bit for each row and token, and writes only the forbidden logits."""
+    """See sampling.apply_token_bitmask. This reads one bit for each row and each token of the vocabulary, and it writes
+    only the logits of forbidden tokens.
+    """
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and bits.stride(1) == 1
     block = _block(vocab_size)
@@ -164,7 +171,9 @@ def _argmax_first(logits, out, stride, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.constexpr):
-    """Return the weights of a block of a row: e^((logit - maximum) / temperature), 1 for the most likely token."""
+    """Return the weights of a block of a row: e^((logit - maximum) / temperature). The most likely token has the weight
+    1.
+    """
     columns = first + tl.arange(0, BLOCK)
     x = tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.exp((x - row_max) / temperature)
@@ -172,9 +181,12 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 
 @triton.jit
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the smallest weight that is at least `low` and for which all larger weights sum to less than `target`;
-    return its float32 bits. If COUNTS, not the sum but the number of larger weights must be less than `target`. The
-    result is a token's weight or `low`."""
+    """Find the threshold of a filter, and return its float32 bits.
+
+    The threshold is the smallest weight, but at least `low`, for which the sum of all larger weights is less than
+    `target`. If COUNTS is true, the number of larger weights is compared with `target` instead of their sum. The result
+    is either the weight of a token or `low`.
+    """
     # The bits of 1.0, the weight of the most likely token: no weight is larger.
     high = 0x3F800000
     while low < high:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of a few tokens; the same kernel also computes the norm before them and the epilogue after them.
+"""Matrix products for a small number of tokens.
 
-With 1 to 8 tokens, reading the weights determines the time. A program reads all inputs of 16 outputs. Each program
-requests its first weights before it waits for the previous kernel, so that the memory is busy while that kernel ends
-(see pdl.py). All programs wait before they read inputs or write outputs.
+The same kernel also computes the norm before the product and the epilogue after it.
 
-The norm needs no separate pass: x * g is multiplied instead of x / rms * g, and the result is divided by rms. Sums are
-computed in a fixed order, so a batch gives the same bits each time.
+With 1 to 8 tokens, the time depends on how fast the weights are read. A program computes 16 outputs and reads all their
+inputs. Each program requests its first weights before it waits for the previous kernel. While that kernel ends, the
+memory is therefore already busy (see pdl.py). Every program waits for the previous kernel before it reads inputs or
+writes outputs.
+
+The norm needs no separate pass. The kernel multiplies the weights by x * g instead of x / rms * g, and divides the
+result by rms at the end. The sums are computed in a fixed order, so the same batch always gives the same bits.
 """
 
 import triton
@@ -20,20 +23,21 @@ from quire_kernels.linear import linear as linear_op
 from quire_kernels.norm_linear import rms_norm_linear as rms_norm_linear_op
 
 MAX_TOKENS = 16
-"""Rows of a tile, the minimum of a GPU's matrix instructions."""
+"""Number of rows in a tile. The matrix instructions of a GPU need at least this many rows."""
 _COLUMNS = 16
 _DEPTH = 256
 _STAGES = 4
 _WARPS = 4
 _PREFETCHED = 1024
-"""Number of inputs per output whose weights are requested before the wait. These weights are 32 KB per program; with
-6,144 outputs, they are 12 MB per launch, a quarter of the L2 cache.
+"""For each of its outputs, a program requests the weights of this many inputs before it waits. These weights are 32 KB
+for each program. With 6,144 outputs, they are 12 MB for the launch, which is a quarter of the L2 cache.
 """
 
 
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """See linear.linear. Reads each weight once; more than 16 tokens are left to PyTorch, and quantized weights to
-    their kernels."""
+    """See linear.linear. Each weight is read once. If there are more than 16 tokens, PyTorch computes the product.
+    Quantized weights have their own kernels.
+    """
     if len(x) > MAX_TOKENS or not isinstance(weight, Tensor):
         return linear_op.get("cuda", "torch")(x, weight, bias, residual)
     out = x.new_empty(len(x), len(weight)) if residual is None else residual
@@ -45,7 +49,9 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tenso
 def rms_norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """See norm_linear.rms_norm_linear. Reads each weight once; more than 16 tokens are left to PyTorch."""
+    """See norm_linear.rms_norm_linear. Each weight is read once. If there are more than 16 tokens, PyTorch computes the
+    product.
+    """
     if len(x) > MAX_TOKENS:
         return rms_norm_linear_op.get("cuda", "torch")(x, norm_weight, eps, weight, bias, gated)
     out = x.new_empty(len(x), len(weight) // (2 if gated else 1))
@@ -94,7 +100,7 @@ def _launch(
 
 @triton.jit
 def _prefetch(weight_rows, NUM_INPUTS: tl.constexpr, PREFETCHED: tl.constexpr):
-    """Request the first cache lines of each row of weights."""
+    """Request the first cache lines of each row of the weight."""
     LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
     inputs = tl.arange(0, PREFETCHED // LINE) * LINE
     # Behind the end of a short row, its last cache line is requested again.

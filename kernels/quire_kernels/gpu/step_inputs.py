@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a step from the sequences' state on the device, computed by one launch before the step."""
+"""Computation of a step's inputs from the state of the sequences on the device, in one launch before the step."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,8 @@ from quire_kernels.step_inputs import SequenceState, StepInputs
 def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, block_size: int, out: StepInputs) -> None:
     """See step_inputs.prepare_inputs.
 
-    Moves 16 bytes for each block of a context and for each token. There is one program per span. This is efficient for
-    decoding; a prompt of 2,048 tokens takes 16 iterations.
+    Moves 16 bytes for each KV block of a context, and 16 bytes for each token. The launch has one program for each
+    span. This is efficient for decoding, but a prompt of 2,048 tokens takes its program 16 iterations.
     """
     width = out.block_tables.shape[1]
     assert width <= state.tables.shape[1]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CEL validation: evaluates every x-kubernetes-validations rule of the CRD, like an API server.
+"""CEL validation, which evaluates every x-kubernetes-validations rule of the CRD in the same way as an API server.
 
-Pure: takes a schema and a value with defaults, and yields problems. Called by crd.py. The rules use only CEL that the
-library and every current API server support: no optional syntax (`.?`), and quantity() as the only Kubernetes
-extension. This module implements quantity(). Rules with oldSelf are evaluated only on an update.
+The module is pure: it takes a schema and a value with defaults, and yields problems. Called by crd.py. The rules use
+only those features of CEL that both the library and every current API server support. They do not use the optional
+syntax (`.?`). The only Kubernetes extension that they use is quantity(). This module implements quantity(). A rule that
+uses oldSelf is evaluated only on an update.
 """
 
 import functools
@@ -33,9 +34,11 @@ class CelRule:
 
     expression: str
     requirement: str
-    """The requirement: the part of the rule's message before `; `. Its first word is normally the invalid field."""
+    """What the rule requires. This is the part of the rule's message before `; `. Normally, its first word is the name
+    of the invalid field.
+    """
     fix: str
-    """The fix: the part of the rule's message after `; `."""
+    """How to fix the value. This is the part of the rule's message after `; `."""
 
     @classmethod
     def from_crd(cls, entry: Mapping[str, str]) -> "CelRule":
@@ -45,12 +48,15 @@ class CelRule:
 
     @property
     def fields(self) -> list[FieldPath]:
-        """Paths of the fields that the rule reads, relative to its schema, in the order of the expression."""
+        """Paths of the fields that the rule reads.
+
+        The paths are relative to the rule's schema, and have the order of the expression.
+        """
         return [tuple(match.group(1)[1:].split(".")) for match in _FIELD_REFERENCE.finditer(self.expression)]
 
     @property
     def subject(self) -> FieldPath:
-        """Path of the invalid field, relative to the rule's schema; empty if the whole value is invalid."""
+        """Path of the invalid field, relative to the rule's schema. It is empty if the value as a whole is invalid."""
         first = tuple(self.requirement.partition(" ")[0].split("."))
         return first if first in self.fields else ()
 
@@ -58,10 +64,13 @@ class CelRule:
 def iter_problems(
     schema: Schema, value: Any, old: Any = ABSENT, known_problems: Collection[Problem] = (), path: FieldPath = ()
 ) -> Iterator[Problem]:
-    """Yield a problem for each rule that the value violates at any depth; defaults have been added to the value.
+    """Yield a problem for each rule that the value violates.
 
-    `old` is the value before an update. `known_problems` are the problems that openapi_schema.py found. A rule that
-    reads a field with such a problem is skipped, so that one mistake is reported once.
+    Values at any depth are checked. The defaults must already have been added to the value.
+
+    `old` is the value that was stored before the update. `known_problems` are the problems that openapi_schema.py
+    found. If a rule reads a field that has such a problem, the rule is skipped, so that the same mistake is not
+    reported twice.
 
     Raises:
         Internal: the value is valid for openapi_schema.py, but a rule cannot be evaluated, so the rule is wrong.
@@ -128,8 +137,8 @@ def _build_context(value: Any, old: Any) -> Any:
 def _load_cel() -> ModuleType:
     """Load the compiled module of the package `cel`.
 
-    The package's __init__ is not imported, because it imports a command line (typer, rich). This import takes 0.2 s,
-    which would be half of the time of `quire validate`.
+    The package's own __init__ is not imported, because it imports a command line (typer, rich). That would take 0.2 s,
+    which is half of the time that `quire validate` needs.
     """
     package = importlib.util.find_spec("cel")
     spec = package and importlib.machinery.PathFinder.find_spec("cel.cel", package.submodule_search_locations)

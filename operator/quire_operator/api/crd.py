@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation against the CRD: loads crds/llmservices.yaml and checks documents against it, like an API server.
+"""Validation of documents against the CRD in crds/llmservices.yaml, in the same way as an API server.
 
-All problems are reported at once. openapi_schema.py and cel_rules.py contain the checks; the commands and the
+A validation reports all problems at once. openapi_schema.py and cel_rules.py contain the checks. The commands and the
 controller call `validate` or `require_valid`.
 """
 
@@ -48,13 +48,15 @@ class ValidationResult:
     """Result of a validation."""
 
     body: Any
-    """The document with nulls removed and defaults filled in."""
+    """The document after nulls were removed and defaults were added."""
     problems: tuple[Problem, ...]
-    """Problems sorted by path; empty if the document is valid."""
+    """The problems, sorted by path. Empty if the document is valid."""
 
 
 def find_crd_file() -> Path:
-    """Return the path of the CRD, which is in the package of an installed wheel, or in crds/ of a source tree.
+    """Return the path of the file that contains the CRD.
+
+    An installed wheel contains the file in its package. A source tree contains it in crds/.
 
     Raises:
         Internal: the CRD is neither in the package nor in crds/.
@@ -69,7 +71,7 @@ def find_crd_file() -> Path:
 
 @functools.cache
 def load_schema() -> Mapping[str, Any]:
-    """Return the schema of an LLMService from the CRD, with the fields of metadata added."""
+    """Return the schema of an LLMService from the CRD. The fields of metadata are added to it."""
     crd = yaml.load(find_crd_file().read_text(), yaml.CSafeLoader)
     version = next(v for v in crd["spec"]["versions"] if v["name"] == constants.API_VERSION)
     root: dict[str, Any] = version["schema"]["openAPIV3Schema"]
@@ -83,10 +85,10 @@ def load_schema() -> Mapping[str, Any]:
 
 
 def validate(body: object, old: object = ABSENT) -> ValidationResult:
-    """Return all problems of a document, and the document as an API server would store it.
+    """Check a document. Return its problems, and the document as an API server would store it.
 
-    `old` is the stored object that the document replaces. Without `old`, rules about changes are skipped. Like an API
-    server, this function ignores the status.
+    `old` is the stored object that the document replaces. If `old` is not given, rules about changes are skipped. The
+    function ignores the status, as an API server does.
     """
     if isinstance(body, Mapping):
         body = {key: item for key, item in body.items() if key != "status"}
@@ -106,7 +108,7 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
 
 
 def is_service(body: object) -> bool:
-    """Return whether a document has the API group or the kind of an LLMService."""
+    """Return whether a document is meant to be an LLMService, because it has the API group or the kind of one."""
     if not isinstance(body, Mapping):
         return False
     group = str(body.get("apiVersion", "")).partition("/")[0]
@@ -114,7 +116,7 @@ def is_service(body: object) -> bool:
 
 
 def single_service(file: str) -> Manifest:
-    """Return the only LLMService in a file, without validating it.
+    """Return the only LLMService in a file. The document is not validated.
 
     Raises:
         ManifestError: the file cannot be read, or is not YAML.
@@ -127,7 +129,7 @@ def single_service(file: str) -> Manifest:
 
 
 def require_valid(manifest: Manifest) -> Any:
-    """Return the body of a manifest with defaults filled in.
+    """Validate a manifest, and return its body with the defaults added.
 
     Raises:
         InvalidService: the manifest is invalid; the message contains every problem with its line.

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLMService as frozen dataclasses, created from a document that crd.py has validated.
+"""The classes of an LLMService, which are frozen dataclasses.
 
-Fields have the same names as in the custom resource. crds/llmservices.yaml documents each field, and a test compares
-its fields with these classes. Values that are copied into Kubernetes objects remain dictionaries.
-Called by the controller, render, plan and the commands.
+They are created from a document that crd.py has validated.
+
+The fields have the same names as in the custom resource. crds/llmservices.yaml documents each field, and a test checks
+that both have the same fields. Values that are only copied into Kubernetes objects stay dictionaries. Called by the
+controller, render, plan and the commands.
 """
 
 from collections.abc import Mapping
