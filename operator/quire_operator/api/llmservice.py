@@ -31,7 +31,7 @@ DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "sour
 
 
 class Device(StrEnum):
-    """Device that the model runs on."""
+    """The kind of device on which the model runs."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -79,7 +79,7 @@ class SpeculativeConfigSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """spec.engine; the planner chooses the value of each field that is None."""
+    """spec.engine. If a field is None, the planner chooses its value."""
 
     prefixCaching: bool
     minConcurrency: int
@@ -118,7 +118,7 @@ class ConfigMapKeyRef:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateSpec:
-    """spec.openai.chatTemplate; exactly one field is set."""
+    """spec.openai.chatTemplate. Exactly one of the fields is set."""
 
     text: str | None = None
     configMapKeyRef: ConfigMapKeyRef | None = None
@@ -198,20 +198,20 @@ class PortsSpec:
 
     @property
     def by_name(self) -> dict[str, int]:
-        """Port numbers by port name."""
+        """The number of each port, by the port's name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsSpec:
-    """spec.runtime.models; exactly one field is set."""
+    """spec.runtime.models. Exactly one of the fields is set."""
 
     pvc: PvcSource | None = None
     path: str | None = None
 
     @property
     def source(self) -> Source:
-        """The folder of other Triton models, as a Source."""
+        """The folder that contains other Triton models, as a Source."""
         return Source(pvc=self.pvc, path=self.path)
 
 
@@ -302,7 +302,7 @@ class SecuritySpec:
 
 @dataclass(frozen=True, slots=True)
 class LLMServiceSpec:
-    """spec, with the CRD's defaults filled in."""
+    """spec, to which the CRD's defaults have been added."""
 
     device: Device
     model: ModelSpec
@@ -326,13 +326,13 @@ class LLMServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class LLMService:
-    """An LLMService: name and spec."""
+    """The name and the spec of an LLMService."""
 
     name: str
     spec: LLMServiceSpec
     namespace: str | None = None
     generation: int = 0
-    """metadata.generation; 0 for a document from a file."""
+    """metadata.generation. It is 0 for a document that was read from a file."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -347,7 +347,7 @@ class LLMService:
 
     @property
     def served_name(self) -> str:
-        """Model name that clients use for the base model."""
+        """The name by which clients request the base model."""
         return self.spec.model.servedName or self.name
 
     @property
@@ -361,7 +361,7 @@ class LLMService:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Numbers of all ports on which a pod accepts connections from other pods, by port name."""
+        """The ports on which a pod accepts connections from other pods: their numbers, by port name."""
         openai_port, runtime = self.openai_port, self.spec.runtime
         hidden = set(constants.SERVER_PROTOCOLS) - set(runtime.expose)
         ports = {name: port for name, port in runtime.ports.by_name.items() if name not in hidden}
@@ -369,14 +369,16 @@ class LLMService:
 
     @property
     def expose_option(self) -> str | None:
-        """Value of the supervisor's option --expose; None for its default value. With None, pods do not get the option,
-        so an upgrade of the operator does not change the pod template."""
+        """Value of the supervisor's option --expose, or None if the option has its default value.
+
+        In this case, pods do not get the option, so that an upgrade of the operator does not change their template.
+        """
         expose = [name for name in constants.SERVER_PROTOCOLS if name in self.spec.runtime.expose]
         return None if len(expose) == len(constants.SERVER_PROTOCOLS) else ",".join(expose) or "none"
 
     @property
     def grpc_uses_tls(self) -> bool:
-        """Whether the gRPC port speaks TLS."""
+        """Whether clients must use TLS on the gRPC port."""
         return "grpc-use-ssl=true" in self.spec.runtime.serverArgs
 
     def without_openai(self) -> Self:
@@ -384,13 +386,17 @@ class LLMService:
         return replace(self, spec=replace(self.spec, openai=replace(self.spec.openai, enabled=False)))
 
     def build_catalog(self) -> AdapterCatalog:
-        """Return the adapter catalog for pods. Hub adapters without a tokenSecretRef get the model's tokenSecretRef."""
+        """Return the adapter catalog for pods. If an adapter from the hub has no tokenSecretRef, it gets the
+        tokenSecretRef of the model.
+        """
         adapters = (replace(adapter, source=self._with_model_token(adapter.source)) for adapter in self.spec.adapters)
         return AdapterCatalog(self.generation, tuple(adapters))
 
     @property
     def draft_source(self) -> Source | None:
-        """Source of the draft model or of its heads. A hub source without a token gets the token of the model."""
+        """Source of the draft model, or of the model's draft heads. If the source is on the hub and has no token, it
+        gets the token of the model.
+        """
         speculative = self.spec.engine.speculativeConfig
         if speculative is None or speculative.model is None:
             return None
@@ -398,7 +404,7 @@ class LLMService:
 
     @property
     def model_sources(self) -> dict[FieldPath, Source]:
-        """Sources of the weights that pods load before they serve, by the field path of each source."""
+        """The sources of all weights that pods must load before they serve, by the field path of each source."""
         draft = self.draft_source
         sources: dict[FieldPath, Source] = {MODEL_SOURCE: self.spec.model.source}
         return sources if draft is None else {**sources, DRAFT_SOURCE: draft}

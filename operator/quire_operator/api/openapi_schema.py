@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAPI validation: removes nulls and adds defaults like an API server, then checks a value against the schema.
+"""OpenAPI validation.
 
-Pure: takes a schema and a value, and returns a value or yields problems. Called by crd.py; cel_rules.py contains the
-CEL rules. An unknown field is a problem, as for kubectl. An API server can drop such a field silently.
+It removes nulls and adds defaults in the same way as an API server, and then checks the value against the schema.
+
+The module is pure: it takes a schema and a value, and returns a value or yields problems. Called by crd.py;
+cel_rules.py contains the CEL rules. As in kubectl, an unknown field is a problem. An API server may drop such a field
+without reporting it.
 """
 
 import json
@@ -22,7 +25,10 @@ _PRESERVE_UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 
 
 def with_defaults(schema: Schema, value: Any) -> Any:
-    """Return a copy of the value as an API server would store it: without null in known fields, and with defaults."""
+    """Return a copy of the value as an API server would store it.
+
+    Known fields that are null are removed, and defaults are added.
+    """
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         present = {key: item for key, item in value.items() if item is not None or key not in fields}
@@ -39,7 +45,9 @@ def with_defaults(schema: Schema, value: Any) -> Any:
 
 
 def without_defaults(schema: Schema, value: Any) -> Any:
-    """Return a copy of the value without fields that equal their default. This is the inverse of `with_defaults`."""
+    """Return a copy of the value without the fields that are equal to their default. This is the inverse of
+    `with_defaults`.
+    """
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         pruned = {
@@ -55,7 +63,10 @@ def without_defaults(schema: Schema, value: Any) -> Any:
 
 
 def without_unknown_fields(schema: Schema, value: Any) -> Any:
-    """Return a copy of the value without fields that the schema lacks, as an API server would store the value."""
+    """Return a copy of the value without the fields that the schema does not have.
+
+    An API server stores the value in this form.
+    """
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         preserves_unknown = schema.get(_PRESERVE_UNKNOWN) or "properties" not in schema
@@ -70,8 +81,10 @@ def without_unknown_fields(schema: Schema, value: Any) -> Any:
 
 
 def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
-    """Yield a problem for each violation of `schema`; defaults have been added to the value. `path` is the path of the
-    value in the document."""
+    """Yield a problem for each violation of `schema`.
+
+    The defaults must already have been added to the value. `path` is the path of the value in the document.
+    """
     paths_by_name: dict[str, list[FieldPath]] = {}
     for field_path in field_paths(schema, path):
         paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
@@ -97,8 +110,10 @@ def _has_wrong_type(schema: Any, value: object) -> bool:
 
 
 def _strict_schema(schema: Schema) -> dict[str, Any]:
-    """Return a copy of the schema in which every object that lists its fields rejects other fields
-    (additionalProperties)."""
+    """Return a copy of the schema that rejects unknown fields.
+
+    In the copy, additionalProperties is false for every object that lists its fields.
+    """
     strict = dict(schema)
     if "properties" in schema:
         strict["properties"] = {name: _strict_schema(field) for name, field in schema["properties"].items()}
@@ -118,7 +133,10 @@ def _check_pattern(validator: Any, pattern: str, value: object, schema: Schema) 
 
 
 def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
-    """Yield a problem for each duplicate entry in a list whose x-kubernetes-list-type is map or set."""
+    """Yield a problem for each duplicate entry in a list.
+
+    Only lists whose x-kubernetes-list-type is map or set must not contain duplicates.
+    """
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, item in value.items():

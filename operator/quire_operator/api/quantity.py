@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes quantities as numbers: 4Gi, 512Mi, 1.5G. Called by cel_rules.py (CEL's quantity), plan and controller."""
+"""Conversion of Kubernetes quantities, such as 4Gi, 512Mi or 1.5G, to numbers. Called by cel_rules.py for CEL's
+function quantity(), by the planner and by the controller.
+"""
 
 import math
 import re
@@ -14,7 +16,7 @@ _QUANTITY = re.compile(r"([+-]?[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)(m|u|n|[kMGT
 
 
 def to_bytes(text: str) -> int:
-    """Return the bytes of a quantity, rounded up as Kubernetes does.
+    """Return the number of bytes of a quantity. It is rounded up, as in Kubernetes.
 
     Raises:
         ValueError: the text is not a quantity.
@@ -25,7 +27,7 @@ def to_bytes(text: str) -> int:
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """Return the exact number of a quantity such as 500m, 2, 1Gi or 1e3; None if the text is not a quantity."""
+    """Return the exact number of a quantity such as 500m, 2, 1Gi or 1e3, or None if the text is not a quantity."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages for schema violations: converts a violated OpenAPI keyword to a problem with a rule and a fix.
+"""Messages for violations of the schema.
+
+If a value violates a keyword of OpenAPI, this module creates a problem that contains a rule and a fix.
 
 Called by openapi_schema.py for each violation. A test checks that every pattern in the CRD has a message here.
 """
@@ -32,7 +34,7 @@ _BOUND_MESSAGES = {
 
 
 PathsByName = Mapping[str, Sequence[FieldPath]]
-"""Paths of fields by their normalized name (`normalize_name`)."""
+"""The paths of all fields that have the same normalized name (see `normalize_name`), by that name."""
 
 _VLLM_ALIASES = {
     "maxloras": "maxloaded",
@@ -40,16 +42,19 @@ _VLLM_ALIASES = {
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
 }
-"""Fields that correspond to vLLM's engine arguments: normalized name of the field, by normalized name of the
-argument."""
+"""Fields that correspond to engine arguments of vLLM. The key is the normalized name of the argument, and the value is
+the normalized name of the field.
+"""
 
 _MAX_SUGGESTED_PATHS = 3
-"""A field name that occurs at more paths than this is too common, and is not suggested."""
+"""If a field name occurs at more paths than this, it is too common to be suggested."""
 _MAX_UNKNOWN_FIELDS = 50
-"""Maximum number of unknown fields of one object that get a problem of their own. Each suggestion takes 0.1 ms."""
+"""For each object, at most this many unknown fields get a problem of their own. Searching for a suggestion takes 0.1 ms
+for each field.
+"""
 
 QUANTITY_RULE = "must be a number with a unit"
-"""Rule for sizes; it requires a unit, because Kubernetes reads a number without a unit as bytes."""
+"""Rule for sizes. It requires a unit, because Kubernetes would read a number without a unit as bytes."""
 _NAME_RULE = "must contain only a-z, 0-9, '-' and '.', and begin and end with a letter or digit"
 _CIDR_RULE = "must be an IP range"
 
@@ -106,7 +111,10 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
 def explain_error(
     keyword: str, limit: Any, value: Any, schema: Schema, path: FieldPath, paths_by_name: PathsByName
 ) -> Iterator[Problem]:
-    """Yield the problems of `value` at `path`, which violates `keyword` of `schema`; `limit` is the keyword's value."""
+    """Yield the problems of `value`, which violates `keyword` of `schema`.
+
+    `path` is the path of the value, and `limit` is the value of the keyword.
+    """
     if keyword == "additionalProperties":
         yield from _unknown_fields(value, schema, path, paths_by_name)
     elif keyword in ("minLength", "minItems") and limit == 1:
@@ -121,21 +129,23 @@ def explain_error(
 
 
 def closest_match(name: str, candidates: Sequence[str]) -> str | None:
-    """Return the candidate that is most similar to the name; None if no candidate is similar."""
+    """Return the candidate that is most similar to the name, or None if no candidate is similar enough."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
 
 
 def field_paths(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
-    """Yield the path of every field of the schema at `path`, except fields of list entries."""
+    """Yield the path of every field in the schema, which is the schema at `path`. Fields of list entries are
+    omitted.
+    """
     for name, field in schema.get("properties", {}).items():
         yield (*path, name)
         yield from field_paths(field, (*path, name))
 
 
 def normalize_name(name: str) -> str:
-    """Return the name in lower case without underscores, so that gpu_memory and gpuMemory become equal."""
+    """Return the name in lower case and without underscores. For example, gpu_memory and gpuMemory become equal."""
     return name.replace("_", "").lower()
 
 
@@ -195,7 +205,9 @@ def _type_fix(limit: str, value: Any, schema: Schema) -> str:
 
 
 def _writable_fields(schema: Schema) -> list[str]:
-    """Return the fields that a user can write. Fields with an empty schema are written only by an API server."""
+    """Return the fields that a user can write. A field whose schema is empty is omitted, because only an API server
+    writes it.
+    """
     return sorted(name for name, field in schema.get("properties", {}).items() if field)
 
 

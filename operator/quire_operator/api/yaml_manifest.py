@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML manifests with the line number of each field.
+"""Reader of YAML manifests, which remembers the line number of each field.
 
-Like kubectl and unlike PyYAML, the reader rejects duplicate keys and reads dates and keys as strings. Independent of
-LLMService. Called by the commands and crd.py.
+The reader rejects duplicate keys, and it reads dates and keys as strings. kubectl does this too, but PyYAML does not.
+Independent of LLMService. Called by the commands and crd.py.
 """
 
 import math
@@ -20,12 +20,14 @@ from quire_spec.errors import ConfigError
 _NodesByKey = dict[str, tuple[yaml.Node, yaml.Node]]
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a document, ten times as many as the largest LLMService contains. Without this limit,
-YAML aliases could expand a small file without bound."""
+"""Maximum number of values in a document. The largest LLMService contains a tenth of this number. Without this limit, a
+small file could use YAML aliases to expand to any size.
+"""
 
 MAX_DEPTH = 100
-"""Maximum nesting of objects and lists, three times as deep as in a pod template. The limit exists because validation
-is recursive."""
+"""Maximum nesting of objects and lists. A pod template has a third of this depth. The limit is needed because
+validation is recursive.
+"""
 
 
 _FIXES: dict[str | None, str] = {
@@ -38,11 +40,11 @@ _FIXES: dict[str | None, str] = {
     # The parser of PyYAML 6.0.4 counts brackets before _check_depth does.
     "exceeded maximum nesting depth": "nest at most 100 objects and lists",
 }
-"""Fix for each of the most common errors, by the message of the YAML parser."""
+"""How to fix the most common errors. The keys are the messages of the YAML parser."""
 
 
 class ManifestError(ConfigError):
-    """A file cannot be read, or is not YAML. The message begins with file:line:column, as far as known."""
+    """A file cannot be read, or is not YAML. If the position is known, the message begins with file:line:column."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -50,7 +52,7 @@ _MERGE = f"{_TAG}merge"
 
 
 class _Loader(yaml.CSafeLoader):
-    """PyYAML's safe loader, which here reads dates (2026-01-01) and the value type (=) as strings."""
+    """PyYAML's safe loader, changed so that it reads dates (2026-01-01) and the value type (=) as strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -64,20 +66,23 @@ class Manifest:
     """One YAML document of a file."""
 
     file: str
-    """File name as given by the user; `-` for standard input."""
+    """File name that the user gave; `-` for standard input."""
     body: Any
-    """The document, as JSON types."""
+    """The content of the document, which consists of JSON types."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
-    """Line number, starting at 1, of each key and list entry, by path. The empty path maps to the first line of the
-    document."""
+    """The line number of each key and of each list entry, by its path. Line numbers start at 1. The empty path has the
+    number of the document's first line.
+    """
 
     @property
     def folder(self) -> Path:
-        """Base folder of relative paths in the document."""
+        """Folder to which relative paths in the document refer."""
         return Path.cwd() if self.file == "-" else Path(self.file).resolve().parent
 
     def location(self, path: FieldPath) -> str:
-        """Return file:line of the field, or of its nearest parent if the file does not contain the field."""
+        """Return file:line of the field. If the file does not contain the field, return the line of its nearest
+        parent.
+        """
         while path not in self.lines and path:
             path = path[:-1]
         return f"{self.file}:{self.lines.get(path, 1)}"
@@ -132,8 +137,8 @@ def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
 def _check_depth(text: str, file: str) -> None:
     """Reject documents that are nested too deeply.
 
-    The check reads parser events, because the loader recurses in C: a deep document would overflow the stack and crash
-    the process.
+    This check only reads the events of the parser. The loader is recursive C code: if it loaded a document that is too
+    deep, the stack would overflow and the process would crash.
     """
     loader = _Loader(text)
     depth = 0
@@ -159,7 +164,7 @@ def _manifest_error(file: str, mark: Any, reason: str) -> ManifestError:
 
 
 class _NodeBuilder:
-    """Converts the nodes of one document to values and records their lines."""
+    """Converts the nodes of one document to values, and records the line of each."""
 
     def __init__(self, loader: _Loader, lines: dict[FieldPath, int], file: str) -> None:
         self.loader, self.lines, self.file = loader, lines, file
@@ -213,9 +218,12 @@ class _NodeBuilder:
         return value
 
     def _resolve_fields(self, node: yaml.MappingNode) -> _NodesByKey:
-        """Return the key node and the value node of each field by name, including fields of merged objects (<<).
+        """Return the key node and the value node of each field, by the field's name.
 
-        PyYAML's own merge copies merged fields repeatedly: a few lines of nested merges would exhaust the memory.
+        The result includes the fields of objects that are merged into this one (<<).
+
+        PyYAML's own merge is not used, because it copies merged fields again and again. A few lines of nested merges
+        could then use up the memory.
         """
         if id(node) in self.resolved_fields:
             return self.resolved_fields[id(node)]
@@ -226,7 +234,9 @@ class _NodeBuilder:
         merged_fields: _NodesByKey = {}
         for key, value_node in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise self._error(key, "a key is not a string; quote the key, or render the template if it has {{ }}")
+                raise self._error(
+                    key, "a key is not a string; quote the key, or if it contains {{ }}, render the template first"
+                )
             if key.value in own_fields:
                 line = own_fields[key.value][0].start_mark.line + 1
                 raise self._error(key, f"key {key.value!r} already exists in line {line}; remove one of the two")
@@ -237,7 +247,8 @@ class _NodeBuilder:
             for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
                 if not isinstance(source, yaml.MappingNode):
                     raise self._error(
-                        source, "<< requires an object or a list of objects; for a key with the name <<, quote it"
+                        source,
+                        "<< must be followed by an object or a list of objects; if << is the name of a key, quote it",
                     )
                 fields = self._resolve_fields(source)
                 self._count_values(source, len(fields))

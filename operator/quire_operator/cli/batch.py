@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire batch`: runs a file of requests with the model of an LLMService on this machine, or on a server.
+"""`quire batch`: runs a file of requests, either with the model of an LLMService on this machine or on a server.
 
-The command prepares the model like `quire serve`, then replaces its process by `python -m quire_server.batch`. Called
-by main.py.
+If the model runs on this machine, the command prepares it in the same way as `quire serve`. In both cases, the command
+then replaces its own process with `python -m quire_server.batch`. Called by main.py.
 """
 
 import argparse
@@ -20,7 +20,9 @@ _LOCAL_OPTIONS = ("volumes", "secrets_dir", "run_dir", "cache_dir")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by `python -m quire_server.batch`; return only if the command line is wrong."""
+    """Replace this process with `python -m quire_server.batch`. The function returns only if the command line is
+    wrong.
+    """
     common = list(_common_flags(args))
     if args.url is not None:
         _reject(args, _LOCAL_OPTIONS, "-f")
@@ -69,7 +71,7 @@ def _value(args: argparse.Namespace, name: str) -> str | None:
 
 
 def _reject(args: argparse.Namespace, names: tuple[str, ...], required: str) -> None:
-    """End the command with a usage error if one of these options is set."""
+    """If one of these options is set, end the command with a usage error."""
     for name in names:
         if getattr(args, name) not in (None, []):
             option = {"volumes": "volume"}.get(name, name).replace("_", "-")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model and adapter sources on the local machine: maps paths and claims to folders and checks that they are readable.
+"""Model and adapter sources on the local machine.
 
-Reads the file system and writes nothing. Called by serve.py, plan.py and render.py, which print the problems.
+The module maps paths and claims to folders, and checks that this machine can read them.
+
+It reads the file system and writes nothing. Called by serve.py, plan.py and render.py, which print the problems.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +20,20 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class LocalSources:
-    """Local folders for relative paths, claims and Secrets."""
+    """The local folders that stand for relative paths, claims and Secrets."""
 
     base_dir: Path
-    """Base of relative paths: the folder of the LLMService file."""
+    """Folder to which relative paths refer. It is the folder of the LLMService file."""
     volumes: Mapping[str, Path]
-    """Local folder by claim name, from --volume."""
+    """The local folder of each claim, by claim name. They come from --volume."""
     secrets_dir: Path | None = None
-    """Folder from --secrets-dir; it contains one folder for each Secret."""
+    """The folder that was given with --secrets-dir. It contains one folder for each Secret."""
 
     def resolve(self, source: Source) -> Path | None:
-        """Return the local folder of a path or pvc source, or None for other sources and unknown claims."""
+        """Return the local folder of a source that is a path or a pvc.
+
+        Return None for other sources, and for claims that --volume does not list.
+        """
         if source.path is not None:
             return (self.base_dir / Path(source.path).expanduser()).resolve()
         if source.pvc is not None and source.pvc.claimName in self.volumes:
@@ -36,10 +41,11 @@ class LocalSources:
         return None
 
     def localize(self, source: Source) -> Source:
-        """Return the source for the server's catalog, with absolute paths. Without --secrets-dir, the source has no
-        Secret.
+        """Return the source in the form that the server's catalog needs, with absolute paths.
 
-        The hub token then comes from the login of this machine's user (HF_TOKEN, `hf auth login`).
+        If --secrets-dir was not given, the Secret is removed from the source.
+
+        The token of the hub then comes from the login of the local user (HF_TOKEN, `hf auth login`).
         """
         if source.path is not None:
             return replace(source, path=str(self.resolve(source)))
@@ -48,8 +54,9 @@ class LocalSources:
         return source
 
     def iter_problems(self, source: Source, source_path: FieldPath, files: Sequence[str]) -> Iterator[Problem]:
-        """Yield the problems that prevent this machine from reading the source. The folder of the source must contain
-        `files`."""
+        """Yield the problems that prevent this machine from reading the source. `files` are the names of files that the
+        folder of the source must contain.
+        """
         yield from self._iter_secret_problems(source, source_path)
         if source.pvc is not None and source.pvc.claimName not in self.volumes:
             yield Problem(
@@ -90,7 +97,7 @@ class LocalSources:
             ) from error
 
     def secret_problems(self, ref: SecretRef, ref_path: FieldPath) -> Iterator[Problem]:
-        """Yield a problem if the folder of the Secret does not exist."""
+        """If the folder of the Secret does not exist, yield a problem."""
         field = (*ref_path, "name")
         if self.secrets_dir is None:
             yield Problem(field, ref.name, "Secrets are not available on this machine", _SECRETS_FIX.format(ref.name))
@@ -109,7 +116,7 @@ _SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} contains one file for each 
 
 
 def unsupported_sources(source: Source, source_path: FieldPath) -> Iterator[Problem]:
-    """Yield a problem if `quire serve` cannot download the model source."""
+    """If `quire serve` cannot download the model source, yield a problem."""
     for kind in ("s3", "http"):
         if getattr(source, kind) is not None:
             yield Problem(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `quire` command: parses arguments, runs the function of the subcommand and sets the exit status.
 
-Functions import the modules that they need, so that `quire --version` does not load YAML and `quire validate` does not
-load the server.
+Each function imports the modules that it needs. Therefore, `quire --version` does not load YAML, and `quire validate`
+does not load the server.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from quire_operator.cli import options
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
-"""Runs a subcommand and returns the exit status."""
+"""A function that runs a subcommand and returns its exit status."""
 
 _DESCRIPTION = """\
 Serve large language models with many LoRA adapters. One resource, LLMService, describes a model and its adapters.
@@ -66,7 +66,10 @@ Changes to the adapters in the file take effect at the next start."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 0 success, 1 failure, 2 wrong usage (from argparse)."""
+    """Run a command and return its exit status.
+
+    The status is 0 for success, 1 for a failure and 2 for a command line that is wrong (from argparse).
+    """
     args = _build_parser().parse_args(arguments)
     try:
         status = int(args.run(args))
@@ -130,10 +133,13 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--vllm-repository",
         type=Path,
         metavar="DIR",
-        help="instead of -f: folder of an NVIDIA vllm_backend model (1/model.json), whose name is the model name",
+        help="use this instead of -f to serve a model of NVIDIA's vllm_backend: the model's folder, which contains "
+        "1/model.json and has the name of the model",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="device for --vllm-repository if model.json sets none (default: cuda)"
+        "--device",
+        choices=("cuda", "cpu"),
+        help="device for --vllm-repository, if model.json does not set one (default: cuda)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     for name, purpose in (
@@ -165,7 +171,9 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _VersionAction(argparse.Action):
-    """Read the version of the installed distribution only for --version, because this is slow."""
+    """Prints the version of the installed distribution. The version is read only for --version, because reading it is
+    slow.
+    """
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the `quire` commands, with their help texts. This module imports no slow modules, because `quire --help`
-must be fast.
+"""Options of the `quire` commands, with their help texts.
+
+The module does not import any slow modules, because `quire --help` must be fast.
 
 Called by main.py.
 """
@@ -96,7 +97,9 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire batch`."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("-f", "--file", help="the LLMService to run here; paths in it are relative to its folder")
-    where.add_argument("--url", help="instead of -f: a server with the OpenAI API, such as http://localhost:8004")
+    where.add_argument(
+        "--url", help="use this instead of -f: URL of a server with the OpenAI API, such as http://localhost:8004"
+    )
     parser.add_argument(
         "-i", "--input", type=Path, required=True, metavar="FILE", help="file with one request on each line"
     )
@@ -107,32 +110,35 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--error-file",
         type=Path,
         metavar="FILE",
-        help="file for failed lines (default: OUTPUT with .errors.jsonl in place of its suffix)",
+        help="file to which failed lines are written (default: the output file, with the suffix .errors.jsonl instead "
+        "of its own)",
     )
     parser.add_argument(
         "--max-inflight",
         type=_parse_count,
         metavar="N",
-        help="maximum number of open requests (default: 64 with --url, else twice spec.engine.maxNumSeqs)",
+        help="maximum number of requests that run at the same time (default: 64 with --url, otherwise twice "
+        "spec.engine.maxNumSeqs)",
     )
     parser.add_argument(
         "--retry-timeout",
         type=_parse_seconds,
         metavar="SECONDS",
-        help="seconds without a successful request after which the run stops (default: 600)",
+        help="stop the run if no request has succeeded for this many seconds (default: 600)",
     )
     server = parser.add_argument_group("with --url")
     server.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: OPENAI_API_KEY)"
+        "--api-key-env", metavar="NAME", help="environment variable that contains the API key (default: OPENAI_API_KEY)"
     )
     server.add_argument(
         "--priority",
         type=int,
         metavar="N",
-        help="priority of requests that set none; lower runs first (default: 100; 0: no priority is sent)",
+        help="priority of requests that do not set one; a lower number runs first; with 0, no priority is sent "
+        "(default: 100)",
     )
     server.add_argument(
-        "--timeout", type=_parse_seconds, metavar="SECONDS", help="time limit of one request (default: 3600)"
+        "--timeout", type=_parse_seconds, metavar="SECONDS", help="time limit of each request (default: 3600)"
     )
     local = parser.add_argument_group("with -f")
     add_folder_options(local)
@@ -143,7 +149,10 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--cache-dir", type=Path, metavar="DIR", help="folder for downloaded adapters (default: ~/.cache/quire)"
     )
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also print repeated requests and the engine's log"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print which requests are repeated, and print the engine's log",
     )
 
 
@@ -156,7 +165,7 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAMESPACE",
-        help="namespace to watch; repeatable (default: all)",
+        help="namespace to watch; can be repeated (default: all namespaces)",
     )
     parser.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig file (default: as described below)")
     parser.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current context)")
@@ -172,30 +181,30 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         type=_parse_count,
         default=8,
         metavar="N",
-        help="number of services that are reconciled concurrently (default: 8)",
+        help="number of services that are reconciled at the same time (default: 8)",
     )
     parser.add_argument(
         "--resync",
         type=_parse_seconds,
         default=600.0,
         metavar="SECONDS",
-        help="longest time between two reconciliations of a service (default: 600)",
+        help="reconcile each service again after at most this many seconds (default: 600)",
     )
     parser.add_argument(
-        "--host", default=ANY_ADDRESS, help="listen address for health and metrics (default: all addresses)"
+        "--host", default=ANY_ADDRESS, help="address on which health and metrics are served (default: all addresses)"
     )
     parser.add_argument(
         "--port",
         type=parse_port_or_zero,
         default=8080,
-        help="port for health and metrics; 0: any free port (default: 8080)",
+        help="port on which health and metrics are served; 0 selects any free port (default: 8080)",
     )
     parser.add_argument(
         "--liveness-port",
         type=parse_port_or_zero,
         default=8081,
         metavar="PORT",
-        help="port of kopf's liveness endpoint, /health/live; 0: not served (default: 8081)",
+        help="port of kopf's liveness endpoint, /health/live; with 0, it is not served (default: 8081)",
     )
     # Accepted and ignored for one release: charts before 0.2 pass it.
     parser.add_argument("--lease", metavar="NAME", help=argparse.SUPPRESS)
@@ -204,7 +213,7 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="lowest level that is logged (default: info)",
+        help="lowest level of the messages that are logged (default: info)",
     )
 
 
@@ -234,10 +243,10 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `quire plan` and `quire render` that define the model and the GPU."""
+    """Add the options of `quire plan` and `quire render` that specify the model and the GPU."""
     parser.add_argument("--gpu", metavar="PRODUCT", help="GPU product; overrides spec.gpu.product")
     parser.add_argument(
-        "--count", type=int, choices=(1, 2, 4, 8), help="number of GPUs of a replica; overrides spec.gpu.count"
+        "--count", type=int, choices=(1, 2, 4, 8), help="number of GPUs for each replica; overrides spec.gpu.count"
     )
     parser.add_argument(
         "--nodes", metavar="FILE", help="file with the output of kubectl get nodes -o json; - for standard input"
@@ -246,13 +255,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model-config",
         type=Path,
         metavar="PATH",
-        help="folder of the model, or its config.json, instead of spec.model.source",
+        help="folder of the model, or its config.json; it is read instead of spec.model.source",
     )
     add_folder_options(parser)
 
 
 def add_folder_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options for the local folders of claims and Secrets."""
+    """Add the options that specify local folders for claims and Secrets."""
     parser.add_argument(
         "--volume",
         dest="volumes",
@@ -260,13 +269,14 @@ def add_folder_options(parser: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="CLAIM=FOLDER",
-        help="local folder of a PersistentVolumeClaim; repeatable",
+        help="local folder that replaces a PersistentVolumeClaim; can be repeated",
     )
     parser.add_argument(
         "--secrets-dir",
         type=Path,
         metavar="DIR",
-        help="folder with Secrets as files DIR/SECRET/KEY (default: no Secrets, only HF_TOKEN)",
+        help="folder that contains the Secrets as files DIR/SECRET/KEY (default: no Secrets are read, and only "
+        "HF_TOKEN is used)",
     )
 
 
@@ -294,14 +304,14 @@ def _parse_seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
     return seconds
 
 
 def _parse_volume(text: str) -> tuple[str, Path]:
     claim, separator, folder = text.partition("=")
     if not (claim and separator and folder):
-        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=FOLDER, such as models=/srv/models")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form CLAIM=FOLDER, such as models=/srv/models")
     return claim, _parse_folder(folder)
 
 
@@ -318,23 +328,24 @@ def _parse_file(text: str) -> Path:
 
 
 def add_expose_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of the server's protocols."""
+    """Add the option that selects the protocols of the server."""
     parser.add_argument(
         "--expose",
         choices=("http", "grpc", "http,grpc", "none"),
         metavar="PROTOCOLS",
-        help="protocols that clients can use: http, grpc, both as http,grpc, or none; the ports of other protocols "
-        "listen on loopback (default: spec.runtime.expose, else both)",
+        help="protocols that clients can use: http, grpc, http,grpc (both), or none; the server accepts other "
+        "protocols only on loopback (default: spec.runtime.expose, otherwise both)",
     )
 
 
 def add_model_repository_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of further models and of the server's own arguments."""
+    """Add the options for other Triton models and for the server's own arguments."""
     parser.add_argument(
         "--model-repository",
         type=Path,
         metavar="DIR",
-        help="folder of other Triton models to serve; their code runs as your user (default: spec.runtime.models)",
+        help="folder with other Triton models that are served too; their code runs as your user (default: "
+        "spec.runtime.models)",
     )
     parser.add_argument(
         "--server-arg",
@@ -359,8 +370,8 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "--openai-api-keys-dir",
         type=_parse_folder,
         metavar="DIR",
-        help="folder with an API key in each file; metrics show the names of the files (default: the Secret of "
-        "spec.openai.apiKeysSecretRef, else no key is needed)",
+        help="folder in which each file contains an API key; metrics show the names of the files (default: the Secret "
+        "of spec.openai.apiKeysSecretRef; without it, no key is needed)",
     )
     for option, text in (
         ("certfile", "certificate chain of the OpenAI API, which is then served over TLS"),
@@ -371,20 +382,21 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "--openai-api-server-count",
         type=_parse_count,
         metavar="N",
-        help="processes that serve the OpenAI API on one port (default: spec.openai.apiServerCount, else 1)",
+        help="number of processes that serve the OpenAI API on the same port (default: spec.openai.apiServerCount, "
+        "otherwise 1)",
     )
     parser.add_argument("--openai-enable-log-requests", action="store_true", help="log each request of the OpenAI API")
     parser.add_argument(
         "--admin-key-file",
         type=_parse_file,
         metavar="FILE",
-        help="file with the key that clients must send to read the status and to change adapters (default: no key, and "
-        "only clients on this machine are accepted)",
+        help="file with the key that clients must send to read the status and to change adapters (default: no key is "
+        "needed, but only clients on this machine are accepted)",
     )
     parser.add_argument(
         "--allow-runtime-lora-updating",
         action="store_true",
-        help="allow clients of the OpenAI API that have the admin key to load and unload adapters",
+        help="allow clients that have the admin key to load and unload adapters through the OpenAI API",
     )
     parser.add_argument(
         "--allowed-local-lora-path",
@@ -392,14 +404,15 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="local folder whose adapters the OpenAI API can load; repeatable (default: none, only hub, HTTP and S3)",
+        help="local folder from which the OpenAI API can load adapters; can be repeated (default: none; adapters can "
+        "be loaded only from the hub, HTTP and S3)",
     )
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of chat templates and parsers."""
+    """Add the options for chat templates and parsers."""
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="chat template to use instead of the checkpoint's"
+        "--chat-template", type=Path, metavar="FILE", help="chat template to use instead of the one in the checkpoint"
     )
     for kind, purpose, names in (
         ("tool-call", "tool calls", capabilities.TOOL_CALL_PARSERS),

@@ -181,14 +181,16 @@ def write_run_dir(launch_plan: LaunchPlan) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"run folder {folder}: belongs to another user or is a link; give another with --run-dir")
+            raise ConfigError(
+                f"run folder {folder}: belongs to another user or is a link; give another folder with --run-dir"
+            )
         with _locked_run_dir(folder):
             (folder / constants.ENGINE_FILE).write_text(json.dumps(launch_plan.engine.to_json(), indent=2))
             (folder / constants.CATALOG_FILE).write_text(json.dumps(launch_plan.catalog.to_json(), indent=2))
             if launch_plan.chat_template is not None:
                 (folder / CHAT_TEMPLATE_FILE).write_text(launch_plan.chat_template)
     except OSError as error:
-        raise ConfigError(f"run folder {folder}: {error.strerror}; give another with --run-dir") from error
+        raise ConfigError(f"run folder {folder}: {error.strerror}; give another folder with --run-dir") from error
 
 
 def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -388,6 +390,8 @@ def _locked_run_dir(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise ConfigError(f"run folder {folder}: another server runs in it; stop it, or give --run-dir") from error
+        raise ConfigError(
+            f"run folder {folder}: another server runs in it; stop it, or give another folder with --run-dir"
+        ) from error
     finally:
         os.close(descriptor)

@@ -42,8 +42,8 @@ async def serve_health(controller: Controller, host: str, port: int) -> AsyncIte
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise ConfigError(
-                f"--port {port}: cannot listen on {host} ({error.strerror or error}); stop the program there, or "
-                "give another port"
+                f"--port {port}: cannot listen on {host} ({error.strerror or error}); stop the program "
+                "that uses the port, or give another port"
             ) from error
         yield runner.addresses[0][1]
     finally:

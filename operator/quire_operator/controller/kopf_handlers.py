@@ -154,7 +154,7 @@ class NoDiffStorage(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        raise AssertionError("no handler here stores anything")
+        raise AssertionError("kopf must not store anything, because no handler of this module does")
 
 
 class EndlessBackoffs:

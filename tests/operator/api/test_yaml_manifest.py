@@ -68,7 +68,10 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("a: &a {b: *a}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
         (BOMB, "f.yaml:1:"),
         ("[a]: 1\n", "f.yaml:1:1: a key is not a string"),
-        ("a: {{ .b }}\n", "f.yaml:1:5: a key is not a string; quote the key, or render the template if it has {{ }}"),
+        (
+            "a: {{ .b }}\n",
+            "f.yaml:1:5: a key is not a string; quote the key, or if it contains {{ }}, render the template first",
+        ),
         ("a:\n\tb: 1\n", "f.yaml:2:1: not YAML: found character that cannot start any token; indent with spaces"),
         ("a: 1\nb:2\nc: 3\n", "f.yaml:2:1: not YAML: could not find expected ':'; write key: value"),
         ("a: b: c\n", "f.yaml:1:5: not YAML: mapping values are not allowed in this context; correct the indentation"),
@@ -80,7 +83,7 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("a: &a {<<: *a, b: 1}\n", "f.yaml:1:4: more than 100000 values, or a recursive alias"),
         (
             "a: {<<: 1}\n",
-            "f.yaml:1:9: << requires an object or a list of objects; for a key with the name <<, quote it",
+            "f.yaml:1:9: << must be followed by an object or a list of objects; if << is the name of a key, quote it",
         ),
         ("a: !!timestamp b\n", 'f.yaml:1:4: "b" is not a valid timestamp; put it in quotes'),
         ("a: " + 5000 * "9" + "\n", 'f.yaml:1:4: "9999'),

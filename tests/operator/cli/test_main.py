@@ -117,7 +117,7 @@ def test_version_and_help():
         (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device requires --vllm-repository; for an"),
         (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume cannot be used with --vllm-repository"),
         (("operate", "--workers", "0"), "'0' is not an integer of at least 1"),
-        (("operate", "--resync", "0"), "'0' is not a number of seconds above 0"),
+        (("operate", "--resync", "0"), "'0' is not a number of seconds greater than 0"),
     ],
 )
 def test_wrong_usage_has_exit_status_2(arguments, message):

@@ -378,7 +378,9 @@ def test_engine_errors_name_the_field_of_the_spec(folder, monkeypatch):
 
 def test_rejects_a_run_folder_that_is_a_link(folder):
     (folder / "run").symlink_to(folder / "models")
-    with pytest.raises(ConfigError, match=r"run: belongs to another user or is a link; give another with --run-dir"):
+    with pytest.raises(
+        ConfigError, match=r"run: belongs to another user or is a link; give another folder with --run-dir"
+    ):
         write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
 
 
@@ -391,7 +393,9 @@ def test_does_not_overwrite_the_run_folder_of_a_running_supervisor(folder):
         [sys.executable, "-u", "-c", lock, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match="another server runs in it; stop it, or give --run-dir"):
+        with pytest.raises(
+            ConfigError, match="another server runs in it; stop it, or give another folder with --run-dir"
+        ):
             write_run_dir(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
         running.communicate("\n", timeout=10)
     assert (run / "engine.json").read_text() == before

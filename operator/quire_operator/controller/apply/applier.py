@@ -216,7 +216,7 @@ class Applier:
             if entry is not None and entry.key == desired.key and entry.controller_uid in (desired.uid, ""):
                 if entry.deleting:
                     object_text = f"{resource.kind} {namespace}/{name}"
-                    raise PendingDeletion(f"{object_text} is being deleted; the operator creates it again afterwards")
+                    raise PendingDeletion(f"{object_text} is being deleted; afterwards, the operator creates it again")
                 return entry
             body = await self._client.get_or_none(resource, namespace, name)
         if body is not None:
@@ -242,7 +242,9 @@ class Applier:
             await self._check_newest(desired)
             await self._delete(resource, namespace, meta["name"], meta["uid"])
             object_text = f"{resource.kind} {namespace}/{meta['name']}"
-            raise PendingDeletion(f"{object_text} belongs to a deleted service; the operator deletes it first")
+            raise PendingDeletion(
+                f"{object_text} belongs to a deleted service; the operator deletes it before it creates its own"
+            )
         owner = f"belongs to {owner_names[0][0]} {owner_names[0][1]!r}" if owners else "has another owner"
         raise OwnershipConflict(
             f"{resource.kind} {meta['name']!r} in namespace {namespace!r} {owner}, so the operator does "
