@@ -117,7 +117,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--max-inflight",
         type=_parse_count,
         metavar="N",
-        help="maximum number of requests that run at the same time (default: 64 with --url, otherwise twice "
+        help="maximum number of requests that are open at the same time (default: 64 with --url, otherwise twice "
         "spec.engine.maxNumSeqs)",
     )
     parser.add_argument(

@@ -119,7 +119,7 @@ def _read_draft(
 def _read_source(
     args: argparse.Namespace, manifest: Manifest, service: LLMService, path: FieldPath, parse: Parser[T]
 ) -> T:
-    """Read the source at `path`; raises InvalidService if this machine cannot read the source."""
+    """Read the source at `path`. Raise InvalidService if this machine cannot read the source."""
     local_sources = LocalSources(manifest.folder, dict(args.volumes), args.secrets_dir)
     source = service.model_sources[path]
     if problems := list(local_sources.iter_problems(source, path, (CONFIG_FILE,))):

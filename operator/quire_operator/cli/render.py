@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_credentials(service: LLMService, local_sources: LocalSources) -> dict[str, dict[str, str]]:
-    """Return the values of the Secrets that the service's sources reference, without unused keys."""
+    """Return the values of the Secrets to which the service's sources refer. Keys that are not used are omitted."""
     secret_values: dict[str, dict[str, str]] = {}
     for ref in secret_refs(service):
         values = local_sources.read_secret(ref)
@@ -62,12 +62,12 @@ def read_credentials(service: LLMService, local_sources: LocalSources) -> dict[s
 
 
 def dump_yaml(manifests: Iterable[Mapping[str, Any]]) -> str:
-    """Return the objects as YAML documents, with multi-line strings as block scalars."""
+    """Return the objects as YAML documents. Strings with several lines become block scalars."""
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=120, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes no anchors, because anchors are unusual in manifests."""
+    """A YAML dumper that does not write anchors, because anchors are unusual in manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire serve`: runs an LLMService on this machine, with the same supervisor as in a pod.
 
-`prepare` makes the launch plan, `write_run_dir` writes engine.json and adapters.json, and `exec_supervisor` replaces
-the process by `python -m quire_server`. This module checks that quire_server and torch are installed, but does not
-import them.
+`prepare` builds the launch plan. `write_run_dir` writes engine.json and adapters.json. `exec_supervisor` replaces the
+process with `python -m quire_server`. This module checks that quire_server and torch are installed, but does not import
+them.
 """
 
 import contextlib
@@ -32,62 +32,77 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
 GPU_DEVICE_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-"""Device nodes of NVIDIA's driver, and of the Windows driver under WSL. If one exists, the machine has a GPU."""
+"""Device nodes of NVIDIA's driver on Linux, and of the Windows driver in WSL. If one of them exists, the machine has a
+GPU.
+"""
 
 REQUIRED_PACKAGES = {"torch": "engine", "tokenizers": "engine", "aiohttp": "server", "quire_server": "server"}
-"""Packages that the supervisor or the engine imports, each with the extra of quire-llm that installs it."""
+"""The packages that the supervisor or the engine imports. Each value is the extra of quire-llm that installs the
+package.
+"""
 OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai", "msgspec": "openai"}
-"""Packages that the OpenAI front imports, each with the extra of quire-llm that installs it."""
+"""The packages that the OpenAI front imports. Each value is the extra of quire-llm that installs the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of the command line."""
+    """Options of the `quire serve` command."""
 
     host: str = "127.0.0.1"
     http_port: int | None = None
     grpc_port: int | None = None
     metrics_port: int | None = None
     health_port: int | None = None
-    """Port of the health endpoints; None: the port in spec.runtime.ports."""
+    """Port of the health endpoints. If it is None, the port in spec.runtime.ports is used."""
     expose: str | None = None
-    """Protocols on which clients can reach the server: a comma-separated list, or `none`. None: spec.runtime.expose."""
+    """Protocols on which clients can reach the server. The value is a comma-separated list, or `none`. None:
+    spec.runtime.expose.
+    """
     model_repository: Path | None = None
-    """Folder of further models; None: spec.runtime.models."""
+    """Folder with other Triton models. If it is None, spec.runtime.models is used."""
     server_args: Sequence[str] = ()
-    """Arguments of the server; empty: spec.runtime.serverArgs."""
+    """Arguments of the server. If there are none, spec.runtime.serverArgs is used."""
     openai_port: int | None = None
-    """Port of the OpenAI API; 0 turns the API off; None: spec.openai.port."""
+    """Port of the OpenAI API. 0 turns the API off. If it is None, spec.openai.port is used."""
     openai_api_keys_dir: Path | None = None
-    """Folder with API keys; None: the Secret of spec.openai.apiKeysSecretRef, if it is set."""
+    """Folder that contains API keys. If it is None, the Secret of spec.openai.apiKeysSecretRef is used, if there is
+    one.
+    """
     openai_ssl_certfile: Path | None = None
-    """Certificate chain of the OpenAI API; None: the Secret of spec.openai.tlsSecretRef, if it is set."""
+    """Certificate chain of the OpenAI API. If it is None, the Secret of spec.openai.tlsSecretRef is used, if there is
+    one.
+    """
     openai_ssl_keyfile: Path | None = None
     openai_api_server_count: int | None = None
-    """Number of processes that serve the OpenAI API; None: spec.openai.apiServerCount."""
+    """Number of processes that serve the OpenAI API. If it is None, spec.openai.apiServerCount is used."""
     openai_enable_log_requests: bool = False
     admin_key_file: Path | None = None
-    """File with the key that clients need to read the status, and to change adapters on the health port or the OpenAI
-    API."""
+    """File that contains the admin key.
+
+    Clients need this key to read the status, and to change adapters through the health port or the OpenAI API.
+    """
     allow_runtime_lora_updating: bool = False
-    """Whether the OpenAI API can load and unload adapters."""
+    """Whether clients can load and unload adapters through the OpenAI API."""
     allowed_local_lora_path: Sequence[Path] = ()
     """Local folders from which the OpenAI API can load adapters."""
     chat_template: Path | None = None
-    """File with a chat template; None: the chat template of the LLMService or of the checkpoint."""
+    """File that contains a chat template. If it is None, the chat template of the LLMService or of the checkpoint is
+    used.
+    """
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    """Format of the reasoning in outputs; None: the value in the LLMService."""
+    """Format of the reasoning in outputs. If it is None, the value in the LLMService is used."""
     volumes: Sequence[tuple[str, Path]] = ()
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
     verbose: bool = False
-    """Also print the log of Triton Inference Server."""
+    """Whether the log of Triton Inference Server is printed too."""
 
     def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
-        """Yield (name, value) of the supervisor options that LLMServices and vllm_backend repositories have in common.
-        The value None means that the option has no value."""
+        """Yield the name and the value of each supervisor option that LLMServices and vllm_backend repositories both
+        have. If the value is None, the option takes no value.
+        """
         if self.model_repository is not None:
             yield "--model-repository", self.model_repository.absolute()
         for argument in self.server_args:
@@ -117,7 +132,7 @@ class LaunchPlan:
     engine: EngineConfig
     catalog: AdapterCatalog
     chat_template: str | None
-    """Text of spec.openai.chatTemplate; None if the spec contains no text."""
+    """Text of spec.openai.chatTemplate, or None if the spec does not contain the text."""
     run_dir: Path
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -130,7 +145,9 @@ def prepare(
     environment: Mapping[str, str],
     dev_dir: Path = Path("/dev"),
 ) -> LaunchPlan:
-    """Return the launch plan of the service on this machine. The launch plan's environment extends `environment`.
+    """Return a plan for launching the service on this machine.
+
+    The plan's environment contains `environment` and further variables.
 
     Raises:
         InvalidService: the service cannot run on this machine; the message has each reason with the field's line.
@@ -161,8 +178,10 @@ def prepare(
 
 
 def _with_spec_models(service: LLMService, options: ServeOptions, local_sources: LocalSources) -> ServeOptions:
-    """Add spec.runtime.models and spec.runtime.serverArgs to the options, unless the options set them; raises
-    ConfigError."""
+    """Add spec.runtime.models and spec.runtime.serverArgs to the options, unless the options already set them.
+
+    Raises ConfigError if an argument is not allowed.
+    """
     runtime = service.spec.runtime
     if options.model_repository is None and runtime.models is not None:
         options = replace(options, model_repository=local_sources.resolve(runtime.models.source))
@@ -172,7 +191,7 @@ def _with_spec_models(service: LLMService, options: ServeOptions, local_sources:
 
 
 def write_run_dir(launch_plan: LaunchPlan) -> None:
-    """Create the run folder and write the documents.
+    """Create the run folder, and write the documents of the launch plan to it.
 
     Raises:
         ConfigError: the folder belongs to another user, or another server runs in it.
@@ -194,20 +213,21 @@ def write_run_dir(launch_plan: LaunchPlan) -> None:
 
 
 def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the supervisor."""
+    """Replace this process with the supervisor."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], list(argv), dict(environment))
 
 
 def openai_port(service: LLMService, options: ServeOptions) -> int | None:
-    """Return the port of the OpenAI API; None if the API is turned off."""
+    """Return the port of the OpenAI API, or None if the API is turned off."""
     return service.openai_port if options.openai_port is None else options.openai_port or None
 
 
 def require_packages(serves_openai: bool = False) -> None:
-    """Check that the packages of the supervisor are installed; with `serves_openai`, also check the packages of the
-    OpenAI front.
+    """Check that the packages that the supervisor needs are installed.
+
+    If `serves_openai` is true, also check the packages that the OpenAI front needs.
 
     Raises:
         ConfigError: packages are missing; the message contains the command that installs them.
@@ -220,8 +240,10 @@ def require_packages(serves_openai: bool = False) -> None:
 
 
 def default_run_dir(name: str, environment: Mapping[str, str]) -> Path:
-    """Return the run folder of this user and service, in $XDG_RUNTIME_DIR or else in /tmp. A restart uses the same
-    folder."""
+    """Return the run folder of this user and service. After a restart, the service uses the same folder.
+
+    The folder is in $XDG_RUNTIME_DIR, or in /tmp if that is not available.
+    """
     runtime = environment.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / f"quire-{name}"
@@ -230,7 +252,7 @@ def default_run_dir(name: str, environment: Mapping[str, str]) -> Path:
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/quire, or else ~/.cache/quire."""
+    """Return $XDG_CACHE_HOME/quire, or ~/.cache/quire if the variable is not set."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "quire"
 
@@ -299,7 +321,7 @@ def _locate(source: Source, local_sources: LocalSources) -> ModelLocation:
 
 
 def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path) -> dict[str, Any]:
-    """Return the fields of engine.json that depend on this machine or on options of the command."""
+    """Return the fields of engine.json whose values depend on this machine or on an option of the command."""
     template = options.chat_template
     if template is not None and not template.is_file():
         raise ConfigError(f"--chat-template {template}: no such file; give a file with a chat template")
@@ -350,7 +372,10 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
 
 
 def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:
-    """Return the Secrets of spec.openai that no option of the command overrides, by field name."""
+    """Return the Secrets to which spec.openai refers, by field name.
+
+    A Secret is omitted if an option of the command replaces it.
+    """
     openai = service.spec.openai
     refs = {
         "apiKeysSecretRef": openai.apiKeysSecretRef if options.openai_api_keys_dir is None else None,
@@ -364,14 +389,19 @@ def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> str | None:
 
 
 def _hub_token_refs(service: LLMService) -> dict[FieldPath, SecretRef]:
-    """Return the Secrets with hub tokens for the model and the draft model, by the field path of the source."""
+    """Return the Secrets that contain the hub tokens of the model and of the draft model.
+
+    The keys are the field paths of the sources.
+    """
     hubs = {path: source.huggingFace for path, source in service.model_sources.items()}
     return {path: hub.tokenSecretRef for path, hub in hubs.items() if hub is not None and hub.tokenSecretRef}
 
 
 def _hub_token_env(local_sources: LocalSources, service: LLMService) -> dict[str, str]:
-    """Return the environment variable HF_TOKEN with the hub token of the model's Secret, so that arguments and files do
-    not contain the token."""
+    """Return the environment variable HF_TOKEN, which contains the hub token from the model's Secret.
+
+    Because an environment variable is used, no argument and no file contains the token.
+    """
     ref = next(iter(_hub_token_refs(service).values()), None)
     if ref is None or local_sources.secrets_dir is None:
         return {}
@@ -384,7 +414,9 @@ def _hub_token_env(local_sources: LocalSources, service: LLMService) -> dict[str
 
 @contextlib.contextmanager
 def _locked_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the run folder. A running supervisor holds this lock, so another start cannot overwrite its folder."""
+    """Lock the run folder. A supervisor holds the same lock while it runs. Therefore, another start cannot overwrite
+    the files in its folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

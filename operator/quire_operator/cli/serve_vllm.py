@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire serve --vllm-repository`: serves an unchanged model repository of NVIDIA's vllm_backend.
+"""`quire serve --vllm-repository`: serves a model repository of NVIDIA's vllm_backend without changes.
 
-Builds the supervisor's command line; the supervisor reads model.json and multi_lora.json. Called by main.py.
+The module builds the command line of the supervisor. The supervisor itself reads model.json and multi_lora.json. Called
+by main.py.
 """
 
 import sys
@@ -15,7 +16,7 @@ from quire_spec.errors import ConfigError
 
 
 def served_name(repository: Path) -> str:
-    """Return the model name that clients of vllm_backend use: the name of the model's folder.
+    """Return the name by which clients of vllm_backend request the model. It is the name of the model's folder.
 
     Raises:
         ConfigError: `repository` does not contain exactly one model, or its name is not a valid model name.
@@ -31,7 +32,7 @@ def served_name(repository: Path) -> str:
 def supervisor_argv(
     repository: Path, device: str, options: ServeOptions, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the supervisor's command line. Raises the errors of `served_name`."""
+    """Yield the arguments of the supervisor's command line. Raises the same errors as `served_name`."""
     name = served_name(repository)
     port = constants.OPENAI_PORT if options.openai_port is None else options.openai_port or None
     flags: list[tuple[str, object | None]] = [

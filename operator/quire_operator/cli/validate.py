@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire validate`: reports every problem of every document, each with its line. Called by main.py."""
+"""`quire validate`: reports every problem in every document, together with its line. Called by main.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from quire_spec import constants
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Result of checking one file."""
+    """The result of checking one file."""
 
     file: str
     services: tuple[str, ...] = ()
     """Names of the LLMServices in the file."""
     num_skipped: int = 0
-    """Number of documents of other kinds."""
+    """Number of documents that were skipped because they are of another kind."""
     findings: tuple[tuple[str, Problem], ...] = ()
-    """Pairs of a location (file:line) and a problem at this location."""
+    """The problems in the file. Each of them comes with its location (file:line)."""
     read_error: str = ""
-    """Reason why the file could not be read; empty if it was read."""
+    """Reason why the file could not be read. Empty if the file was read."""
 
     @property
     def ok(self) -> bool:
@@ -41,7 +41,7 @@ class ValidationReport:
             yield f"{self.file}: ok ({constants.KIND} {', '.join(self.services)}{skipped})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report for `-o json`."""
+        """Return the report in the form that `-o json` prints."""
         problems = [{"line": int(location.rpartition(":")[2]), **p.to_json()} for location, p in self.findings]
         return {
             "file": self.file,
@@ -54,7 +54,7 @@ class ValidationReport:
 
 
 def validate_file(file: str) -> ValidationReport:
-    """Check all LLMServices in a file. Documents of other kinds are counted but not checked."""
+    """Check all LLMServices in a file. Documents of other kinds are counted, but they are not checked."""
     try:
         documents = yaml_manifest.read_manifests(file)
     except ManifestError as error:

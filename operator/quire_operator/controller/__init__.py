@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller of LLMServices: each pass observes one service, applies missing changes and writes its status."""
+"""The controller of LLMServices.
+
+The controller works in passes. Each pass observes one service, applies the changes that are missing and writes the
+service's status.
+"""

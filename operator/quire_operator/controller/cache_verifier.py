@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic comparison of the object cache with the API server. The comparison finds watches that stopped without an
-error.
+"""Comparison of the object cache with the API server, which is repeated periodically.
 
-The comparison lists metadata only. Started by the controller. A lasting difference ends the operator. If the cache
-still contains a deleted LLMService, the verifier evicts that service, and the operator continues.
+It detects a watch that stopped without an error.
+
+For the comparison, only the metadata of objects is listed. Started by the controller. If a difference does not go away,
+the operator ends. An exception is an LLMService that was deleted but is still in the cache: it is removed from the
+cache, and the operator continues.
 """
 
 import asyncio
@@ -27,16 +29,16 @@ ObjectName = tuple[str, str]
 
 
 class _StaleObject(NamedTuple):
-    """An object whose cached version differs from the version in the list."""
+    """An object that has a different version in the cache than in the list of the API server."""
 
     name: ObjectName
     cached_version: str
-    """resourceVersion of the cached object; empty if the object is not cached."""
+    """resourceVersion of the cached object. Empty if the object is not in the cache."""
     is_listed: bool
 
 
 class CacheDiverged(Internal):
-    """The cache differs from the API server permanently; restart the operator."""
+    """The cache still differs from the API server after the grace period. The operator must be restarted."""
 
 
 class CacheVerifier:
@@ -50,19 +52,21 @@ class CacheVerifier:
         metrics: ControllerMetrics,
         namespaces: Sequence[str] = (),
     ) -> None:
-        """`namespaces` are the watched namespaces; empty: all namespaces."""
+        """`namespaces` are the namespaces that are watched. If it is empty, all namespaces are watched."""
         self._client, self._cache, self._reflectors, self._metrics = client, cache, reflectors, metrics
         self._namespaces = namespaces
 
     async def run(self, interval_s: float, grace_s: float) -> None:
-        """Compare periodically until cancellation; raises CacheDiverged."""
+        """Repeat the comparison until the task is cancelled. Raises CacheDiverged."""
         while True:
             await asyncio.sleep(interval_s)
             await self.verify(grace_s)
 
     async def verify(self, grace_s: float) -> None:
-        """Compare all kinds once, except kinds that the API server cannot list now. Differences of less than `grace_s`
-        are ignored.
+        """Compare the objects of all kinds once.
+
+        A kind that the API server cannot list at the moment is skipped. A difference is ignored if it lasts less than
+        `grace_s` seconds.
 
         Raises:
             CacheDiverged: cached objects of a kind are still missing or outdated after `grace_s`.
@@ -91,9 +95,9 @@ class CacheVerifier:
             raise CacheDiverged(f"the watch of {resource.plural} is stale: {difference}")
 
     def _evict_deleted_services(self, stale: set[_StaleObject]) -> set[_StaleObject]:
-        """Remove services that the API server no longer lists from the cache, and return them.
+        """Remove the services that the API server no longer lists from the cache, and return them.
 
-        kopf reports no DELETED event for an object that was deleted while kopf had no watch.
+        If an object is deleted while kopf has no watch, kopf does not report a DELETED event for it.
         """
         deleted = {each for each in stale if not each.is_listed}
         for each in deleted:
@@ -107,7 +111,7 @@ class CacheVerifier:
     async def _stale_objects(
         self, resource: Resource, namespace: str | None, labels: str, only: set[ObjectName] | None = None
     ) -> set[_StaleObject]:
-        """Return the objects whose cached version differs from the listed one."""
+        """Return the objects that have a different version in the cache than in the list of the API server."""
         listing = await self._client.list(resource, namespace, labels, metadata_only=True)
         listed = {(m["metadata"].get("namespace", ""), m["metadata"]["name"]): m["metadata"] for m in listing.items}
         cached = {

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON compressed with gzip and encoded in base64, because annotations and termination messages must be short."""
+"""JSON that is compressed with gzip and encoded in base64.
+
+This is used for annotations and termination messages, which must be short.
+"""
 
 import base64
 import gzip
@@ -9,13 +12,13 @@ from typing import Any
 
 
 def compress(document: Any) -> str:
-    """Compress a document; the same content gives the same text."""
+    """Compress a document. The same content always gives the same text."""
     compressed = gzip.compress(json.dumps(document, separators=(",", ":"), sort_keys=True).encode(), mtime=0)
     return base64.b64encode(compressed).decode()
 
 
 def decompress(text: str) -> Any:
-    """Return the document from the result of compress().
+    """Return the document that was passed to compress().
 
     Raises:
         ValueError: the text is invalid or was changed.

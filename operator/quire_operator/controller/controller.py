@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controller: reflectors, work queue, workers and periodic checks of one operator, and the state that health reports.
+"""Controller, which owns the tasks of one operator and the state that its health endpoints report.
 
-kopf watches LLMServices, and operator_process.py writes them to `cache`; in tests a Reflector watches them. This module
-is independent of kopf.
+The tasks are reflectors, workers with a work queue, and periodic checks. LLMServices are watched by kopf, and
+operator_process.py writes them to `cache`. In tests, a Reflector watches them. This module does not depend on kopf.
 """
 
 import asyncio
@@ -39,12 +39,17 @@ from quire_operator.plan.planner import DEFAULT_IMAGES
 logger = logging.getLogger(__name__)
 
 _OPTIONAL_SYNC_S = 10.0
-"""Maximum seconds that the workers wait for the first list of an optional kind; the API server can permanently answer
-403."""
+"""The workers wait at most this many seconds for the first list of an optional kind. The API server may always answer
+403 for such a kind.
+"""
 _OUTAGE_RETRY_S = 30.0
-"""Maximum seconds before a retry while the API server is unavailable. No event reports the end of an outage."""
+"""Maximum number of seconds until the next attempt while the API server is unavailable. The retries are necessary
+because no event reports that the outage has ended.
+"""
 _STUCK_AFTER_S = 900.0
-"""The work queue counts as stuck if a service has waited or been worked on for more than this number of seconds."""
+"""The work queue counts as stuck if a worker has not finished a service within this number of seconds after it became
+due.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +57,20 @@ class ControllerSettings:
     """Settings of a controller."""
 
     namespaces: tuple[str, ...] = ()
-    """Watched namespaces; empty: all namespaces."""
+    """The namespaces that are watched. If it is empty, all namespaces are watched."""
     workers: int = 8
     images: Mapping[str, str] = field(default_factory=lambda: DEFAULT_IMAGES)
-    """Default images of pods for GPU and CPU."""
+    """Default images of the pods, for GPU and CPU."""
     operator_peer: Mapping[str, Any] | None = None
-    """The operator as a NetworkPolicy peer; None: policies deny all access to the admin port."""
+    """The operator as a peer in NetworkPolicies. If it is None, the policies deny all access to the admin port."""
     resync_s: float = RESYNC_S
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
-    """Seconds between comparisons of the cache with the API server."""
+    """Seconds between two comparisons of the cache with the API server."""
     verify_grace_s: float = 30.0
-    """Seconds for which a difference must last before it counts, because the event of a change can arrive after the
-    list."""
+    """Seconds that a difference must last before it counts. The event that reports a change can arrive later than the
+    list that already contains it.
+    """
     watch_timeouts: WatchTimeouts = field(default_factory=WatchTimeouts)
 
 
@@ -72,7 +78,7 @@ class Controller:
     """The controller of one operator."""
 
     def __init__(self, client: ApiClient, settings: ControllerSettings) -> None:
-        """Create the controller; an event loop must be running."""
+        """Create the controller. An event loop must already be running."""
         self.client, self.settings, self.metrics = client, settings, ControllerMetrics()
         self.queue: WorkQueue[ServiceKey] = WorkQueue()
         self.cache = ObjectCache(self.queue.add)
@@ -101,15 +107,17 @@ class Controller:
         self.reconciler = Reconciler(deps)
         self.reflectors: list[Reflector] = []
         self.heartbeats: list[WatchHeartbeat] = []
-        """Heartbeats, one for each watch; the watcher of LLMServices adds its heartbeat."""
+        """One heartbeat for each watch. The code that watches LLMServices adds its own heartbeat."""
         self._tasks: list[asyncio.Task[None]] = []
         self.started = asyncio.Event()
-        """Event that is set when the workers start, after the first lists."""
+        """Event that is set when the workers start. Before that, the first lists are read."""
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[asyncio.Future[None]]:
-        """Run the controller until the context ends; the yielded future gets the error of a task that failed
-        permanently."""
+        """Run the controller until the context ends.
+
+        The context yields a future. If a task fails permanently, the future gets its error.
+        """
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_task_done(task: asyncio.Task[None]) -> None:
@@ -169,7 +177,7 @@ class Controller:
                 await asyncio.gather(*(reflector.synced.wait() for reflector in optional))
 
     async def _watch_new_kinds(self, watched: set[Resource]) -> None:
-        """Watch optional kinds that are installed later."""
+        """Start to watch optional kinds that are installed later."""
         while True:
             await asyncio.sleep(discovery.REFRESH_INTERVAL_S)
             try:
@@ -226,19 +234,23 @@ class Controller:
 
     @property
     def ready(self) -> bool:
-        """Whether the workers run and the cache has all LLMServices and all objects of required kinds."""
+        """Whether the workers are running and the cache is filled.
+
+        The cache must contain all LLMServices and all objects of the required kinds.
+        """
         required = [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in OPTIONAL_RESOURCES]
         return self.started.is_set() and all(heartbeat.ever_beat for heartbeat in required)
 
     def unhealthy_reason(self) -> str:
-        """Return the reason why this process must be restarted; empty if it is healthy."""
+        """Return the reason why this process must be restarted. The text is empty if the process is healthy."""
         return self.stale_watch() or self.stuck_service()
 
     def stale_watch(self) -> str:
-        """Return a text with the name of a stale watch and the seconds since its last response; empty if no watch is
-        stale.
+        """If a watch is stale, return a text with its name and the seconds since its last response.
 
-        An error is also a response: the watch is retried, and a restart would not help.
+        Otherwise, return an empty text.
+
+        An error counts as a response too. In this case, the watch is retried, and a restart would not help.
         """
         if not self.started.is_set():
             return ""
@@ -249,12 +261,14 @@ class Controller:
         return ""
 
     def stuck_service(self) -> str:
-        """Return a message if a service has waited or been worked on for too long; else an empty text."""
+        """Return a message if a worker takes too long to start or to finish a service. Otherwise, return an empty
+        text.
+        """
         age_s = self.queue.oldest_age_s
         return f"the work queue is stuck: a service waits since {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""
 
     def update_gauges(self) -> None:
-        """Set the gauges to their current values."""
+        """Set the gauges to the values that they have now."""
         self.metrics.queue_depth.set(self.queue.depth)
         self.metrics.queue_age.set(self.queue.oldest_age_s)
         self.metrics.services.set(len(self.cache.objects_of_kind(resources.LLM_SERVICE)))

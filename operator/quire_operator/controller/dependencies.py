@@ -18,7 +18,7 @@ from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.resources import Resource
 
 RESYNC_S = 600.0
-"""Seconds between passes over an unchanged service, plus or minus 20 % at random."""
+"""Seconds between two passes over a service that does not change. The actual time differs at random by up to 20 %."""
 
 
 @dataclass(slots=True)
@@ -37,5 +37,5 @@ class ReconcilerDeps:
     status_writer: StatusWriter
     record_write: Callable[[Resource, str], None]
     operator_peer: Mapping[str, Any] | None = None
-    """The operator as a NetworkPolicy peer."""
+    """The operator as a peer in NetworkPolicies."""
     resync_s: float = RESYNC_S

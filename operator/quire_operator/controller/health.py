@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP server of the operator: GET /health/ready, /metrics, and /health/live for the probes of older charts.
+"""HTTP server of the operator, which serves GET /health/ready, /health/live and /metrics.
 
-The chart's liveness probe uses kopf's endpoint instead (kopf_handlers.py), which has one path only.
+Only the probes of older charts use /health/live.
+
+The liveness probe of the current chart uses kopf's endpoint instead, which has a single path (see kopf_handlers.py).
 """
 
 from collections.abc import AsyncIterator
@@ -15,7 +17,7 @@ from quire_spec.errors import ConfigError
 
 @asynccontextmanager
 async def serve_health(controller: Controller, host: str, port: int) -> AsyncIterator[int]:
-    """Serve until the context ends; yield the port, which is a free port if `port` is 0.
+    """Serve until the context ends, and yield the port. If `port` is 0, any free port is used.
 
     Raises:
         ConfigError: the port is in use, or the address does not belong to this machine.

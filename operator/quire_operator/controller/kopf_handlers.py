@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kopf handlers: start-up, cleanup, login, liveness probes, and events of LLMServices.
+"""kopf handlers for start-up, cleanup, login, liveness probes and events of LLMServices.
 
-kopf owns the process and its only event loop. `quire operate` calls run_operator(). The module also works as
-`kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py. No other
-module raises errors that derive from kopf's errors.
+The process and its only event loop belong to kopf. `quire operate` calls run_operator(). The module can also be run
+with `kopf run -m quire_operator.controller.kopf_handlers --standalone -A`. Each handler calls operator_process.py. Only
+this module raises errors that derive from kopf's errors.
 
-kopf watches only LLMServices, through on.event. The operator adds no finalizer, so the deletion of a service never
-waits for the operator. The handlers write no annotations and have no state. Quire's own reflector watches child kinds;
-see kube/reflector.py for the reasons. Only `quire operate` imports kopf, which takes 15 MB.
+kopf watches only LLMServices, with on.event. The operator does not add finalizers. The deletion of a service therefore
+never waits for the operator. The handlers do not write annotations, and they have no state. The child kinds are watched
+by Quire's own reflector; kube/reflector.py explains why. kopf takes 15 MB, so only `quire operate` imports it.
 
-kopf calls handlers only after a change, so handlers cannot distinguish an idle watch from a dead watch. Therefore the
-login handler gives kopf an HTTP session with a trace: each response to a watch request is a heartbeat. kopf restarts a
-watch after at most _WATCH_INACTIVITY_PERIODS periods.
+kopf calls a handler only after a change. From these calls alone, an idle watch cannot be distinguished from a dead
+watch. Therefore, the login handler gives kopf an HTTP session with a trace, in which each response to a watch request
+counts as a heartbeat. kopf restarts each watch after at most _WATCH_INACTIVITY_PERIODS periods.
 """
 
 import asyncio
@@ -34,11 +34,17 @@ from quire_spec.errors import QuireError
 
 _CONNECT_S, _REQUEST_S = 10.0, 30.0
 _LOGIN_RETRY_S = 5.0
-"""Seconds before a failed login, for example of an exec plugin, is repeated; kopf's default is a minute."""
+"""Seconds until a failed login is repeated. A login can fail, for example, in an exec plugin. kopf's default is one
+minute.
+"""
 _WATCH_INACTIVITY_PERIODS = 2.0
-"""Duration of kopf's watch as a multiple of the inactivity timeout; it is less than WatchTimeouts.stale_after_s."""
+"""How long kopf keeps a watch open, as a multiple of the inactivity timeout. It must be less than
+WatchTimeouts.stale_after_s.
+"""
 _EXIT_TIMEOUT_S = 25.0
-"""Seconds after which kopf kills a process that has not ended; the chart's terminationGracePeriodSeconds is 30."""
+"""If the process has not ended after this many seconds, kopf kills it. The chart's terminationGracePeriodSeconds is
+30.
+"""
 
 
 async def run_operator(
@@ -48,7 +54,7 @@ async def run_operator(
     stop_flag: asyncio.Event | None = None,
     memo: kopf.Memo | None = None,
 ) -> None:
-    """Run the operator until SIGTERM, SIGINT or `stop_flag`.
+    """Run the operator until it receives SIGTERM or SIGINT, or until `stop_flag` is set.
 
     After the start, `memo.operator` is the OperatorProcess.
 
@@ -96,9 +102,9 @@ async def close_operator(memo: kopf.Memo, **_: Any) -> None:
 
 @kopf.on.login(backoff=_LOGIN_RETRY_S)
 async def log_in(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Wait until the API server serves LLMServices, and return an HTTP session for kopf.
+    """Wait until the API server serves LLMServices. Then return an HTTP session for kopf.
 
-    kopf calls this handler again if the API server rejects the credentials: the token of a pod changes every hour.
+    If the API server rejects the credentials, kopf calls this handler again. The token of a pod changes every hour.
     """
     operator: OperatorProcess = memo.operator
     await operator.wait_for_crd()
@@ -121,7 +127,7 @@ async def on_service_event(type: str | None, body: kopf.Body, memo: kopf.Memo, *
 
 @kopf.on.probe(id="controller", errors=kopf.ErrorsMode.PERMANENT)
 async def check_controller(memo: kopf.Memo, **_: Any) -> str:
-    """Fail the liveness probe if a part of the controller has ended."""
+    """Fail the liveness probe if a task of the controller has ended."""
     if memo.operator.failure is not None:
         raise kopf.PermanentError(str(memo.operator.failure))
     return "running"
@@ -137,15 +143,16 @@ async def check_watches(memo: kopf.Memo, **_: Any) -> str:
 
 @kopf.on.probe(id="work_queue", errors=kopf.ErrorsMode.PERMANENT)
 async def check_work_queue(memo: kopf.Memo, **_: Any) -> str:
-    """Fail the liveness probe if a service has waited in the work queue for too long."""
+    """Fail the liveness probe if a service has been in the work queue for too long."""
     if reason := memo.operator.controller.stuck_service():
         raise kopf.PermanentError(reason)
     return "moving"
 
 
 class NoDiffStorage(kopf.DiffBaseStorage):
-    """Storage without diffs. Event handlers get no diffs, because computing diffs would take a third of kopf's CPU
-    time."""
+    """Storage without diffs. Event handlers do not need diffs, and computing them would take a third of kopf's CPU
+    time.
+    """
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -158,9 +165,9 @@ class NoDiffStorage(kopf.DiffBaseStorage):
 
 
 class EndlessBackoffs:
-    """Endless sequence of the delays in seconds between two attempts of a kopf request, from 1 to a maximum.
+    """An endless sequence of delays between the attempts of a kopf request. The delays grow from 1 second to a maximum.
 
-    By default, kopf gives up after 54 s, and the operator exits. A restart of an API server can take longer.
+    By default, kopf gives up after 54 s, and the operator exits. An API server can take longer to restart.
     """
 
     def __init__(self, max_s: float) -> None:
@@ -172,7 +179,9 @@ class EndlessBackoffs:
 
 
 def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> None:
-    """Set kopf's settings: bounded waits, unlimited attempts, and no writes."""
+    """Change kopf's settings. Waits get a time limit, requests are repeated without limit, and kopf must not write
+    anything.
+    """
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffStorage()
@@ -193,7 +202,7 @@ def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> 
 
 
 def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
-    """Return a trace for kopf's session that updates the heartbeats of LLMServices."""
+    """Return a trace for kopf's session. It updates the heartbeats of the watches of LLMServices."""
     paths = {heartbeat.resource.path(heartbeat.namespace): heartbeat for heartbeat in heartbeats}
 
     async def on_request_end(
@@ -215,7 +224,7 @@ def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
 def create_session(
     config: ClusterConfig, auth_headers: dict[str, str], heartbeats: Sequence[WatchHeartbeat]
 ) -> aiohttp.ClientSession:
-    """Return kopf's HTTP session for the API server."""
+    """Return the HTTP session with which kopf sends requests to the API server."""
 
     async def set_server_name(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -234,5 +243,5 @@ def create_session(
 
 
 def _stop_process() -> None:
-    """End `kopf run` with a signal; kopf has no function that stops it."""
+    """End `kopf run` by sending a signal. kopf has no function for that."""
     signal.raise_signal(signal.SIGTERM)

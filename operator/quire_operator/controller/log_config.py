@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging of the operator: one JSON object on each line, or text."""
+"""Logging of the operator. Each line is a JSON object or text."""
 
 import json
 import logging
@@ -7,11 +7,14 @@ import sys
 from datetime import UTC, datetime
 
 _QUIET_LOGGERS = ("aiohttp.access", "kopf.objects", "kopf.activities")
-"""Loggers that are limited to warnings, because they log each request or each event of each object."""
+"""Loggers that only log warnings and errors. Otherwise, they would log each request, or each event of each object."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object with ts, level, logger, message, and error if the record has a traceback."""
+    """Formats a record as a JSON object.
+
+    The object contains ts, level, logger and message. If the record has a traceback, it also contains error.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
@@ -27,7 +30,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Send all logs to standard error; `log_format` is json or text."""
+    """Send all logs to standard error. `log_format` is json or text."""
     handler = logging.StreamHandler(sys.stderr)
     text_formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text_formatter)
@@ -38,5 +41,8 @@ def configure(log_format: str, level: str) -> None:
 
 
 def _is_failed_probe(record: logging.LogRecord) -> bool:
-    """Whether the record is aiohttp's traceback of a failed liveness probe. kopf logs the reason in one line."""
+    """Whether the record is aiohttp's traceback of a failed liveness probe.
+
+    kopf already logs the reason in one line.
+    """
     return record.name == "aiohttp.server" and "ActivityError" in str(record.exc_info)

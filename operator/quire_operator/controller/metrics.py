@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the operator, in a registry of their own; served by health.py at /metrics."""
+"""Prometheus metrics of the operator. They have their own registry, and health.py serves them at /metrics."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 
 
 class ControllerMetrics:
-    """The counters, gauges and histograms."""
+    """The counters, gauges and histograms of the operator."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -67,6 +67,6 @@ class ControllerMetrics:
         self.pod_visit_seconds.observe(seconds)
 
     def generate_text(self, update_gauges: Callable[[], None]) -> bytes:
-        """Return all metrics in Prometheus' text format; `update_gauges` is called first."""
+        """Call `update_gauges`, and return all metrics in Prometheus' text format."""
         update_gauges()
         return generate_latest(self.registry)

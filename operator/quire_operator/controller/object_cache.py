@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object cache: the last known state of all LLMServices and of all objects with the operator's label.
+"""Object cache, which contains all LLMServices and all objects with the operator's label, as far as they are known.
 
-Reflectors, kopf's events and responses to writes fill the cache. The cache stores an object as compact JSON and parses
-it on use, because the children of 1,000 services would take 60 MB as Python objects. Fields that no pass reads are
-dropped. The largest of these fields is metadata.managedFields, which takes half of the bytes of most objects.
+It is filled by reflectors, by kopf's events and from responses to writes. Each object is stored as compact JSON, and is
+parsed when it is used. As Python objects, the children of 1,000 services would take 60 MB. Fields that are never read
+in a pass are removed before an object is stored. The largest of them is metadata.managedFields, which makes up half of
+the bytes of most objects.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ _VOLATILE_METADATA = (
     "creationTimestamp", "deletionGracePeriodSeconds", "generation", "managedFields", "resourceVersion", "selfLink",
 )  # fmt: skip
 _DEPLOYMENT_CONTROLLER_PREFIX = "deployment.kubernetes.io/"
-"""Prefix of the annotations of the Deployment controller, such as the revision of the rollout."""
+"""Prefix of annotations that the Deployment controller writes, such as the revision of the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +39,26 @@ class CachedObject:
     uid: str
     resource_version: str
     controller_uid: str
-    """uid of the owner that controls the object; empty if there is none."""
+    """uid of the owner that controls the object. Empty if the object has no such owner."""
     service_name: str
-    """Name of the LLMService, from the object's label."""
+    """Name of the LLMService to which the object belongs. It comes from the object's label."""
     spec_digest: str
-    """Digest of everything except the status and the metadata that the API server maintains."""
+    """Digest of the whole object, except its status and the metadata that the API server maintains."""
     full_digest: str
-    """Digest of spec_digest and the status."""
+    """Digest of spec_digest together with the status."""
     deleting: bool
     raw_json: bytes
 
     @property
     def key(self) -> ServiceKey:
-        """The service to which the object belongs."""
+        """Namespace and name of the service to which the object belongs."""
         return (self.namespace, self.service_name)
 
     @property
     def state(self) -> tuple[str, str, bool]:
-        """Values of the object that matter to passes: a change of the object starts a pass only if one of these values
-        changes."""
+        """The values of an object that are important for passes. If an object changes, a pass starts only if one of
+        these values has changed.
+        """
         return (self.uid, self.full_digest, self.deleting)
 
     def body(self) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class CachedObject:
 
 
 def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObject:
-    """Convert an object for the cache."""
+    """Convert an object to the form in which the cache stores it."""
     trimmed = _trim(resource, body)
     meta = body["metadata"]
     stable_metadata = {key: item for key, item in trimmed["metadata"].items() if key not in _VOLATILE_METADATA}
@@ -94,17 +96,18 @@ def to_cached_object(resource: Resource, body: Mapping[str, Any]) -> CachedObjec
 
 
 def controller_uid(body: Mapping[str, Any]) -> str:
-    """Return the uid of the owner that controls an object; empty if there is none."""
+    """Return the uid of the owner that controls an object. The text is empty if the object has no such owner."""
     owners = body["metadata"].get("ownerReferences") or ()
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 class ObjectCache:
-    """Objects by kind, namespace and name, and by service. The cache implements ObjectStore, the protocol through which
-    reflectors write."""
+    """All cached objects, which can be found by kind, namespace and name, or by service. The cache implements
+    ObjectStore, which is the protocol that reflectors use to write objects.
+    """
 
     def __init__(self, on_change: Callable[[ServiceKey], None] = lambda key: None) -> None:
-        """`on_change` is called with the key of a service after one of its objects was added, changed or removed."""
+        """When an object is added, changed or removed, `on_change` is called with the key of its service."""
         self._on_change = on_change
         self._objects: dict[tuple[str, str, str], CachedObject] = {}
         self._ids_by_service: dict[ServiceKey, set[tuple[str, str, str]]] = {}
@@ -119,7 +122,9 @@ class ObjectCache:
         return entry.body() if entry else None
 
     def children_of(self, key: ServiceKey, *only_resources: Resource) -> Iterator[CachedObject]:
-        """Yield the objects of a service in no particular order; `only_resources` limits them to these kinds."""
+        """Yield the objects of a service, in no particular order. If `only_resources` are given, yield only objects of
+        these kinds.
+        """
         kind_names = {resource.kind for resource in only_resources}
         for object_id in self._ids_by_service.get(key, ()):
             if not kind_names or object_id[0] in kind_names:
@@ -130,7 +135,7 @@ class ObjectCache:
         return [entry for object_id, entry in self._objects.items() if object_id[0] == resource.kind]
 
     def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
-        """Replace all objects of a kind in the namespace; None: in all namespaces."""
+        """Replace all objects of a kind in the namespace. If `namespace` is None, replace them in all namespaces."""
         listed = {(body["metadata"].get("namespace", ""), body["metadata"]["name"]) for body in bodies}
         for entry in self.objects_of_kind(resource):
             if namespace in (None, entry.namespace) and (entry.namespace, entry.name) not in listed:
@@ -139,8 +144,9 @@ class ObjectCache:
             self.upsert(resource, body)
 
     def upsert(self, resource: Resource, body: Mapping[str, Any]) -> CachedObject:
-        """Store an object from a watch or a response to a write, unless the cached version is newer. Return the cached
-        object."""
+        """Store an object that comes from a watch or from the response to a write. If the cached version is newer, it
+        stays. Return the cached object.
+        """
         entry = to_cached_object(resource, body)
         object_id = (resource.kind, entry.namespace, entry.name)
         cached = self._objects.get(object_id)
@@ -172,7 +178,7 @@ class ObjectCache:
 
 
 def _trim(resource: Resource, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object without fields that passes do not use."""
+    """Return the object without the fields that are never used in a pass."""
     meta = {key: item for key, item in body["metadata"].items() if key != "managedFields"}
     trimmed = {**body, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": meta}
     # API servers before 1.24 create a token Secret for each account and add it here.

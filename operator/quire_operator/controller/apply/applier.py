@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applier: applies the manifests of a service that differ from the existing objects, and prunes obsolete objects.
+"""Applier, which applies manifests and deletes obsolete objects of a service.
 
-The applier never changes an object with another owner. If such an object has the name of a manifest, the applier writes
-nothing. Called by the reconciler; independent of plans and status.
+Only those manifests are applied that differ from the existing objects.
+
+The applier never changes an object that belongs to another owner. If such an object has the same name as a manifest,
+the applier does not write anything. It is called by the reconciler, and does not depend on plans or on the status.
 """
 
 import asyncio
@@ -26,16 +28,21 @@ from quire_operator.render.manifests import Manifest
 from quire_spec import constants as spec_names
 
 ExistingObject = Mapping[str, Any] | CachedObject | None
-"""Existing object with the kind and name of a manifest: a cached object or the body of a Secret; None if it does not
-exist."""
+"""The existing object that has the kind and the name of a manifest.
+
+It is a cached object or the body of a Secret. None if no such object exists.
+"""
 
 FreshnessCheck = Callable[[ParsedService], Awaitable[None]]
-"""Function that raises StaleService if the service has a later generation at the API server, or does not exist
-there."""
+"""A function that raises StaleService if the service is out of date.
+
+This is the case if the API server has a later generation of the service, or no longer has the service.
+"""
 
 APPLIED_DIGEST_ANNOTATION = f"{spec_names.API_GROUP}/applied"
-"""Annotation with the digest of the applied manifest. A later release compares this digest to detect that it renders
-fewer fields."""
+"""The annotation that contains the digest of the applied manifest. From this digest, a later release can detect that it
+renders fewer fields than before.
+"""
 
 _ORDERED_KINDS = (
     (
@@ -45,16 +52,25 @@ _ORDERED_KINDS = (
     (resources.JOB,),
     (resources.DEPLOYMENT,),
 )  # fmt: skip
-"""Groups of kinds in the order in which they are written; all other kinds are written last. After a rejection, later
-groups are not written, because pods of a new Deployment would wait for a missing object."""
+"""The kinds in the order in which they are written, in groups.
+
+All other kinds are written last. If the API server rejects an object, the groups after it are not written. Otherwise,
+the pods of a new Deployment would wait for an object that is missing.
+"""
 
 
 class OwnershipConflict(Exception):
-    """An existing object has the name of a manifest but another owner; the message contains object, owner and fix."""
+    """An existing object has the same name as a manifest, but another owner.
+
+    The message contains the object, its owner and a fix.
+    """
 
 
 class PendingDeletion(Exception):
-    """An object with the name of a manifest is being deleted; the message names the object. A later pass creates it."""
+    """An object that has the same name as a manifest is being deleted. The message contains its name.
+
+    A later pass creates the object again.
+    """
 
 
 @dataclass(slots=True)
@@ -62,14 +78,18 @@ class ApplyResult:
     """The result of applying manifests."""
 
     rejections: list[str] = field(default_factory=list)
-    """Errors of the manifests that the API server rejected."""
+    """Errors for the manifests that the API server rejected."""
     forbidden: bool = False
-    """True if a missing permission or a quota caused a rejection, so that a later retry can succeed."""
+    """True if a manifest was rejected because of a missing permission or a quota. In this case, a later attempt can
+    succeed.
+    """
     conflict: str = ""
     pending_deletion: str = ""
-    """Name of an object whose deletion must end before manifests are applied; empty: there is no such object."""
+    """Name of an object that must first be deleted completely, before manifests can be applied. Empty if there is
+    none.
+    """
     written_objects: list[CachedObject] = field(default_factory=list)
-    """The objects that were written, except Secrets."""
+    """The objects that were written. Secrets are not included."""
     _required_rejected: bool = False
 
     def add_rejection(self, error: InvalidObject | Forbidden, resource: Resource) -> None:
@@ -80,17 +100,21 @@ class ApplyResult:
 
     @property
     def required_complete(self) -> bool:
-        """Whether all objects of required kinds exist as rendered. Objects of optional kinds can be missing."""
+        """Whether all objects of the required kinds exist as they were rendered. Objects of optional kinds may be
+        missing.
+        """
         return not (self.conflict or self.pending_deletion or self._required_rejected)
 
     @property
     def complete(self) -> bool:
-        """Whether all objects exist as rendered."""
+        """Whether all objects exist as they were rendered."""
         return not (self.conflict or self.rejections or self.pending_deletion)
 
 
 _AppliedVersion = tuple[str, str, str]
-"""State of an object after an apply: digest of its manifest, uid, CachedObject.spec_digest."""
+"""The state of an object after it was applied. It consists of the digest of the manifest, the uid, and
+CachedObject.spec_digest.
+"""
 
 
 class Applier:
@@ -104,8 +128,9 @@ class Applier:
         check_newest: FreshnessCheck,
         record_write: Callable[[Resource, str], None],
     ) -> None:
-        """`check_newest` is awaited before the first write; `record_write` is called with resource and verb of each
-        write."""
+        """`check_newest` is awaited before the first write. After each write, `record_write` is called with the
+        resource and the verb.
+        """
         self._client, self._cache, self._secrets = client, cache, secrets
         self._check_newest, self._record_write = check_newest, record_write
         self._applied: dict[ServiceKey, dict[tuple[str, str], _AppliedVersion]] = {}
@@ -145,9 +170,11 @@ class Applier:
         return result
 
     async def prune(self, desired: ParsedService, retained: Set[tuple[str, str]]) -> None:
-        """Delete the objects of a service except `retained` (kind and name). Raises the same errors as `apply`.
+        """Delete all objects of a service except those in `retained`, which contains their kinds and names.
 
-        ConfigMaps that a ReplicaSet or a pod mounts are kept, because an old pod needs its ConfigMap for a restart.
+        Raises the same errors as `apply`.
+
+        A ConfigMap is kept if a ReplicaSet or a pod mounts it. An old pod would not restart without its ConfigMap.
         """
         mounted: set[str] = set()
         for entry in self._cache.children_of(desired.key, resources.POD, resources.REPLICA_SET):
@@ -169,23 +196,24 @@ class Applier:
         await self._prune_credentials(desired, retained)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Return the number of up-to-date objects of a service. If the number has increased, the pass made progress."""
+        """Return how many objects of a service are up to date. If this number has grown, the pass made progress."""
         return len(self._applied.get(key, ()))
 
     def forget_service(self, key: ServiceKey) -> None:
-        """Drop all state of a deleted service."""
+        """Discard everything that is stored about a deleted service."""
         self._applied.pop(key, None)
 
     async def _lookup_all(
         self, desired: ParsedService, manifests: Iterable[Manifest], result: ApplyResult
     ) -> list[tuple[Manifest, ExistingObject]]:
-        """Return each manifest with its existing object.
+        """Return each manifest together with its existing object.
 
-        If the operator is not allowed to read an optional kind, a manifest of this kind is added to the rejections of
-        `result`.
+        If the operator is not allowed to read an optional kind, the manifests of this kind are added to the rejections
+        in `result`.
 
-        Raises the errors of `_lookup`, but only after all lookups, so that one pass removes all objects of a deleted
-        service. If the first error ended the lookups, each pass would remove one object, with growing delays.
+        Errors of `_lookup` are raised only after all lookups have ended. In this way, a single pass removes all objects
+        of a deleted service. If the first error ended the lookups, each pass would remove only one object, and the
+        delay between passes would grow.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
         pairs, errors = [], []
@@ -202,7 +230,7 @@ class Applier:
         return pairs
 
     async def _lookup(self, desired: ParsedService, manifest: Manifest) -> ExistingObject:
-        """Return the object of a manifest, if it exists.
+        """Return the existing object that has the kind and the name of a manifest, if there is one.
 
         Raises:
             OwnershipConflict: the object has another owner.
@@ -252,7 +280,7 @@ class Applier:
         )
 
     def _is_applied(self, key: ServiceKey, manifest: Manifest, existing: ExistingObject) -> bool:
-        """Whether the existing object has all values of the manifest."""
+        """Whether the existing object already has all values of the manifest."""
         if isinstance(existing, CachedObject):
             recorded = self._applied.get(key, {}).get(_kind_and_name(manifest))
             if recorded is not None:
@@ -267,7 +295,7 @@ class Applier:
     async def _apply_manifest(
         self, key: ServiceKey, manifest: Manifest, existing: ExistingObject
     ) -> CachedObject | None:
-        """Apply a manifest and return the object; None for a Secret."""
+        """Apply a manifest, and return the object. For a Secret, return None."""
         if resource_for(manifest) is resources.SECRET:
             await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
             return None
@@ -284,8 +312,9 @@ class Applier:
         return body
 
     async def _write_secret(self, key: ServiceKey, manifest: Manifest, existing: Mapping[str, Any] | None) -> None:
-        """Write a Secret. A Secret with a new admin key is created instead of applied, because the key must not replace
-        an existing key."""
+        """Write a Secret. A Secret that contains a new admin key is created, not applied. Otherwise, the new key could
+        replace an existing key.
+        """
         name = manifest["metadata"]["name"]
         is_superseded = existing is None or self._secrets.is_key_superseded(key, existing)
         is_new_key = is_superseded and name == object_names.admin_secret(key[1])
@@ -338,12 +367,17 @@ def _apply_order(pairs: Iterable[tuple[Manifest, ExistingObject]]) -> list[list[
 
 
 async def _gather(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await all requests, and return their results or errors. No request is running when this function returns."""
+    """Await all requests, and return the result or the error of each. When this function returns, all requests have
+    ended.
+    """
     return await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _with_applied_digest(manifest: Manifest) -> Manifest:
-    """Add the annotation with the digest, but not to a Secret, because a digest helps to guess the Secret's values."""
+    """Add the annotation with the digest to a manifest.
+
+    Secrets do not get a digest, because it would make it easier to guess their values.
+    """
     if manifest["kind"] == resources.SECRET.kind:
         return manifest
     text = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catalog pusher: the step of a pass that brings the adapter catalog to the pods of a service.
+"""Catalog pusher, which sends the adapter catalog to the pods of a service. This is one step of a pass.
 
-It decides whether a pod's newer catalog is replaced. The client of the admin port sends the requests. A pod's status is
-read in the same visit, because it contains the digest of the pod's catalog. Called by the reconciler.
+It also decides whether a newer catalog in a pod is replaced. The HTTP requests are sent by the client for the pods'
+admin port. On the same visit, the pod's status is read, because it contains the digest of the pod's catalog. Called by
+the reconciler.
 """
 
 import logging
@@ -27,13 +28,13 @@ class CatalogPusher:
         secrets: SecretStore,
         is_newest: Callable[[ParsedService], Awaitable[bool]],
     ) -> None:
-        """`is_newest` reads the service at the API server."""
+        """`is_newest` reads the service from the API server."""
         self._pod_admin, self._secrets, self._is_newest = pod_admin, secrets, is_newest
 
     async def push_catalog(self, desired: ParsedService, pods: ServicePods) -> ServicePods:
-        """Push the adapter catalog to pods that have another catalog; return the pods with their reports.
+        """Push the adapter catalog to each pod that has a different one. Return the pods with their reports.
 
-        The pods of a service that is paused or has an invalid spec get no catalog and only report.
+        If a service is paused or its spec is invalid, its pods do not get a catalog. Only their reports are read.
 
         Raises:
             ApiError: the API server does not respond.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child objects: selects the manifests to apply now from all rendered manifests of a service. Pure.
+"""Child objects: this module selects which of a service's rendered manifests are applied now. Pure.
 
-The selection omits kinds that the API server does not serve, and objects that wait for a download. The selected
-Deployment keeps its pod template if its pods must not restart. Called by the reconciler.
+It leaves out kinds that the API server does not serve, and objects that must wait for a download. If the pods must not
+restart, the selected Deployment keeps its pod template. Called by the reconciler.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,19 +21,21 @@ from quire_operator.render.objects import render_objects
 
 Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
-"""Path of spec.podTemplate in a Deployment."""
+"""Path at which a Deployment contains spec.podTemplate."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
-"""Kinds that every service has by default (Auto). If the cluster lacks these kinds, the status contains no warning."""
+"""Kinds that every service uses by default (Auto). If a cluster does not have one of them, the status does not contain
+a warning.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """Existing objects on which other manifests depend."""
+    """Existing objects that the manifests depend on."""
 
     deployment: Body | None = None
     claim: Body | None = None
     download_jobs: Mapping[str, Body] | None = None
-    """Jobs that download the model, by name."""
+    """The Jobs that download the model, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,20 @@ class ChildObjects:
 
     manifests: tuple[Manifest, ...]
     unavailable_kinds: tuple[str, ...]
-    """Kinds that the spec requests explicitly and the API server does not serve."""
+    """Kinds that the spec requests explicitly, but that the API server does not serve."""
     download_job_name: str | None
-    """Name of the download Job; None if no Job downloads the model."""
+    """Name of the download Job, or None if the model is not downloaded by a Job."""
     waiting_for_download: bool
-    """True while the Deployment keeps the previous model, because the download of the new model has not ended."""
+    """True if the Deployment still has the previous model, because the new model is not downloaded completely."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not support; empty before the first apply."""
+    """Fields of the spec that the API server does not support. Empty before the first apply."""
 
     @property
     def retained(self) -> frozenset[tuple[str, str]]:
-        """Kind and name of the objects that prune() keeps: all applied objects and the finished download Job."""
+        """The kinds and names of the objects that prune() must keep.
+
+        These are all applied objects, and the finished download Job.
+        """
         applied_ids = {(m["kind"], m["metadata"]["name"]) for m in self.manifests}
         return frozenset(applied_ids | ({(JOB.kind, self.download_job_name)} if self.download_job_name else set()))
 
@@ -60,8 +65,10 @@ class ChildObjects:
 def build_child_objects(
     service: LLMService, pods_digest: str, plan: Plan, context: RenderContext, live_objects: LiveObjects
 ) -> ChildObjects:
-    """Build the manifests to apply; `pods_digest` is the result of `template_revision.pods_digest`. Raises the same
-    errors as `render_objects`."""
+    """Select the manifests to apply.
+
+    `pods_digest` is the result of `template_revision.pods_digest`. Raises the same errors as `render_objects`.
+    """
     rendered = render_objects(service, plan, context)
     unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
     manifests = [m for m in rendered.manifests if m["kind"] not in unavailable]
@@ -95,8 +102,10 @@ def build_child_objects(
 
 
 def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the fields of spec.podTemplate that the API server does not support, without fields that the operator
-    adds."""
+    """Return the fields of spec.podTemplate that the API server does not support.
+
+    Fields that only the operator adds are not returned.
+    """
     pod_template = service.spec.podTemplate
     paths = [path[2:] for path in unsupported_fields if path[:2] == _POD_TEMPLATE_PATH]
     used_paths = [path for path in paths if remove_fields(pod_template, {path}) != pod_template]
@@ -104,7 +113,7 @@ def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str
 
 
 def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects) -> Manifest:
-    """Return the manifest with the values that live objects have determined."""
+    """Return the manifest with those values that the live objects determine."""
     if manifest["kind"] == "Deployment":
         return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
     if manifest["kind"] == "PersistentVolumeClaim" and live_objects.claim is not None:
@@ -113,7 +122,9 @@ def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, li
 
 
 def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: Body) -> Manifest:
-    """Return the claim with the live values of fields that the spec does not set, because most fields are immutable."""
+    """Return the claim with the live value of each field that the spec does not set. Most fields of a claim are
+    immutable.
+    """
     cache, spec = service.spec.cache, dict(manifest["spec"])
     if not cache.accessModes:
         spec["accessModes"] = live_spec["accessModes"]
@@ -125,6 +136,6 @@ def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: 
 
 
 def _finished_job(job: Manifest | None, live_objects: LiveObjects) -> str | None:
-    """Return the name of a Job that has downloaded the same model."""
+    """Return the name of a Job that has already downloaded the same model."""
     jobs = live_objects.download_jobs if job is not None and live_objects.download_jobs else {}
     return next((name for name, body in jobs.items() if job_succeeded(body, live_objects.claim)), None)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of a manifest with the live object, to skip an apply that would change nothing. Pure. Used by the applier.
+"""Comparison of a manifest with the live object.
 
-An API server adds defaults and normalizes quantities, and other clients can add entries to lists with keys; these are
-not differences. An old API server drops unknown fields. The comparison then finds a difference, and the apply that
-follows changes nothing.
+If an apply would change nothing, the applier can skip it. Pure. Used by the applier.
+
+Some changes do not count as differences: an API server adds defaults and normalizes quantities, and other clients can
+add entries to lists that have keys. An old API server drops fields that it does not know. In this case, the comparison
+finds a difference every time, although the apply changes nothing.
 """
 
 from collections.abc import Mapping
@@ -12,16 +14,16 @@ from typing import Any
 from quire_operator.api.quantity import to_decimal
 
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "uid", "type", "topologyKey", "ip")
-"""Fields that identify an entry of a list, in the order in which they are tried."""
+"""Fields that can identify the entries of a list, in the order in which they are tried."""
 _ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", "to", "rules", "triggers", "metrics")
-"""Lists that server-side apply replaces as a whole, so that they contain only entries of the manifest."""
+"""Lists that server-side apply replaces as a whole. They must contain only the entries of the manifest."""
 
 
 def is_up_to_date(desired: Any, live: Any, field: str = "", atomic: bool = False) -> bool:
     """Whether `live` contains all values of `desired`.
 
-    `field` is the name of the field with these values. If `atomic` is true, entries of a list that `desired` does not
-    contain are a difference.
+    `field` is the name of the field that contains these values. If `atomic` is true, a list must not contain any
+    entries that are missing in `desired`.
     """
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint store: facts about models that plans need, read from the hub, a bucket, a web server or a claim.
+"""Checkpoint store, which reads the facts about models that plans need.
 
-Each source is read once and cached, because a new commit of a branch must not restart pods. A Job reads claims. Called
-by the plan service.
+The facts are read from the hub, a bucket, a web server or a claim.
+
+Each source is read once and then cached, because a new commit in a branch must not restart pods. A Job reads claims.
+Called by the plan service.
 """
 
 import asyncio
@@ -34,27 +36,32 @@ from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 SecretValues = Mapping[str, Mapping[str, str]]
-"""Values of Secrets by name and key."""
+"""The values of Secrets. The keys are the name of the Secret and the key in it."""
 
 SourceKey = tuple[str, ...]
-"""Cache key: the namespace of a service, a source as JSON and, for a draft model, the settings on which its facts
-depend."""
+"""Key of the cache. It consists of the service's namespace and the source as JSON.
+
+For a draft model, it also contains the settings that its facts depend on.
+"""
 
 _MAX_CHECKPOINTS = 4096
 _MAX_CONCURRENT_READS = 4
-"""Maximum number of concurrent reads of sources; each read takes a few round trips."""
+"""Maximum number of sources that are read at the same time. Each of these reads takes a few round trips."""
 _FAILED_JOB_RETRY_S = 120.0
-"""Seconds between a Job that found no model and the next Job; a user may still copy files to the claim."""
+"""If a Job did not find a model, the next Job starts after this many seconds. A user may still be copying files to the
+claim.
+"""
 _MAX_RETRY_AFTER_S = 300.0
-"""Maximum delay in seconds that a source's Retry-After can cause, also during the download of a model; a longer delay
-is shortened to this value."""
+"""If a source sends Retry-After, the delay is limited to this many seconds. The limit also applies to the download of a
+model.
+"""
 _JOB_POLL_S = 5.0
-"""Seconds to wait until the cache contains a Job that another service started."""
+"""If a Job was started for another service, wait this many seconds until the cache contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A source of a service, and the values that are needed to read it."""
+    """One source of a service, together with the values that are needed to read it."""
 
     service: LLMService
     uid: str
