@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers whose weights have 4 or 8 bits.
 
-Schemes, with the names that vLLM uses:
+There are these schemes, which have the same names as in vLLM:
 
-- w4a16: integers of 4 bits; each group of inputs has a scale, and optionally a zero point. For weights that were
-  quantized at load, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
-- mxfp4: 4-bit floating point (E2M1); each group of inputs has a power of 2 as its scale.
-- fp8: float8_e4m3fn; a scale for each row, or for each block of 128 x 128.
-- w8a16: integers of 8 bits; a scale for each row.
-- w8a8: integers of 8 bits; a scale for each row. The inputs of a token are also quantized to 8 bits, in groups of 64.
+- w4a16: integers of 4 bits. Each group of inputs has a scale, and can have a zero point. If a weight was quantized when
+  it was loaded, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
+- mxfp4: 4-bit floating point (E2M1). Each group of inputs has a scale, which is a power of 2.
+- fp8: float8_e4m3fn. Each row has a scale, or each block of 128 x 128 has one.
+- w8a16: integers of 8 bits. Each row has a scale.
+- w8a8: integers of 8 bits. Each row has a scale. The inputs of a token are also quantized to 8 bits, in groups of 64.
 
 If a compiled CPU kernel reads a weight, the weight is stored in panels. Otherwise, it is stored row by row. The
 reference implementation reads weights that are stored row by row. It works on every device and in every dtype, so that

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an operator process other than kopf: API client, controller, and the port for health and metrics.
+"""The parts of an operator process that do not belong to kopf: the API client, the controller and an HTTP port.
 
-The module owns the order of start and stop, and does not import kopf. kopf_handlers.py starts an OperatorProcess in
-kopf's startup handler and passes LLMServices to it. The liveness probes read its state; the cleanup handler closes it.
+The module determines the order in which these parts start and stop. It does not import kopf. kopf_handlers.py starts an
+OperatorProcess in kopf's startup handler, and passes events of LLMServices to it. The liveness probes read its state,
+and the cleanup handler closes it.
 """
 
 import asyncio
@@ -28,31 +29,36 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8080
 PORT_VARIABLE = "QUIRE_OPERATOR_PORT"
-"""Environment variable with the port for readiness and metrics; `kopf run` has no option for this port."""
+"""Environment variable that contains the port for readiness and metrics. It exists because `kopf run` has no option for
+this port.
+"""
 _CRD_POLL_S, _CRD_LOG_INTERVAL_S = 2.0, 60.0
-"""Seconds between checks whether the CRD exists, and seconds between log lines while the CRD is missing."""
+"""Seconds between two checks whether the CRD exists, and seconds between two log messages that it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorOptions:
-    """Options of `quire operate`. `kopf run` uses the defaults."""
+    """Options of `quire operate`. `kopf run` uses the default values."""
 
     cluster_config: ClusterConfig | None = None
-    """Address and credentials of the API server; None: the result of ClusterConfig.from_environment."""
+    """Address and credentials of the API server. If it is None, ClusterConfig.from_environment is used."""
     settings: ControllerSettings = field(default_factory=ControllerSettings)
-    """Settings of the controller. The field operator_peer is ignored, because it is computed from the cluster
-    config."""
+    """Settings of the controller. Their field operator_peer is ignored, because it is derived from the cluster
+    config.
+    """
     host: str = ANY_ADDRESS
     port: int = field(default_factory=lambda: int(os.environ.get(PORT_VARIABLE, DEFAULT_PORT)))
-    """Port of readiness and metrics; 0: any free port."""
+    """Port on which readiness and metrics are served. 0 selects any free port."""
     make_client: Callable[[ClusterConfig], ApiClient] = ApiClient
 
 
 class OperatorProcess:
-    """API client, controller and HTTP port of one operator. It must be created in a running event loop."""
+    """The API client, the controller and the HTTP port of one operator. The object must be created while an event loop
+    is running.
+    """
 
     def __init__(self, options: OperatorOptions, stop: Callable[[], None]) -> None:
-        """`stop` is called once if a part fails permanently; the process must then end and be restarted.
+        """If a part fails permanently, `stop` is called once. The process must then end and be restarted.
 
         Raises:
             ConfigError: the cluster config does not exist or is invalid.
@@ -65,12 +71,12 @@ class OperatorProcess:
         self.service_heartbeats = [WatchHeartbeat(resources.LLM_SERVICE, namespace) for namespace in namespaces]
         self.controller.heartbeats += self.service_heartbeats
         self.failure: BaseException | None = None
-        """Error of a part that failed permanently."""
+        """Error of the part that failed permanently, if there is one."""
         self._options, self._stop = options, stop
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Start all parts, without waiting for the API server.
+        """Start all parts. This does not wait for the API server.
 
         Raises:
             ConfigError: the port is in use, or the address does not belong to this machine.
@@ -86,11 +92,13 @@ class OperatorProcess:
             self._exit_stack = stack.pop_all()
 
     async def close(self) -> None:
-        """Stop all parts, in reverse order."""
+        """Stop all parts, in the reverse order of their start."""
         await self._exit_stack.aclose()
 
     def handle_service_event(self, event_type: str | None, body: dict[str, Any]) -> None:
-        """Update the cache with one event of kopf's watch; type None means an object of kopf's first list."""
+        """Update the cache with one event of kopf's watch. If `event_type` is None, the object comes from kopf's first
+        list.
+        """
         if event_type == "DELETED":
             self.controller.cache.remove(resources.LLM_SERVICE, body)
         else:
@@ -99,8 +107,8 @@ class OperatorProcess:
     async def wait_for_crd(self) -> None:
         """Wait until the API server serves LLMServices.
 
-        kopf looks for a resource only at its start, unless it has the right to watch all CRDs of the cluster. An
-        operator that watches single namespaces lacks this right.
+        kopf looks for a resource only when it starts, unless it is allowed to watch all CRDs of the cluster. An
+        operator that watches only some namespaces is not allowed to do that.
         """
         logged_at = float("-inf")
         while True:
@@ -129,7 +137,7 @@ class OperatorProcess:
 
 
 def _network_policy_peer(cluster_config: ClusterConfig) -> Mapping[str, Any] | None:
-    """Return the operator as a peer of NetworkPolicies; None outside of a cluster."""
+    """Return the operator as a peer in NetworkPolicies, or None if it runs outside of a cluster."""
     if cluster_config.token_file is None:
         return None
     return {

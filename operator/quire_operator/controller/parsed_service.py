@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored LLMService, parsed into its desired state, or the error that prevents parsing. Pure."""
+"""The result of parsing a stored LLMService, which is its desired state or an error. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from quire_spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ParsedService:
-    """The parsed spec of one generation."""
+    """The spec of one generation, after it was parsed."""
 
     key: ServiceKey
     uid: str
@@ -24,11 +24,14 @@ class ParsedService:
     pods_digest: str
     """Result of template_revision.pods_digest."""
     spec_error: str
-    """Reason why the spec is invalid; empty if it is valid."""
+    """Reason why the spec is invalid. Empty if it is valid."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Parse and validate a stored LLMService, because an API server older than 1.25 does not check CEL rules."""
+        """Parse and validate a stored LLMService.
+
+        Validation is necessary because an API server older than 1.25 does not check CEL rules.
+        """
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         validation = crd.validate(body)
         if validation.problems:
@@ -41,12 +44,15 @@ class ParsedService:
 
     @property
     def adapter_catalog(self) -> AdapterCatalog | None:
-        """Return the catalog to push to pods; None, so that nothing is pushed, if the spec is invalid or paused."""
+        """Return the catalog that is pushed to pods.
+
+        If the spec is invalid or paused, return None, and nothing is pushed.
+        """
         if self.service is None or self.service.spec.paused:
             return None
         return self.service.build_catalog()
 
 
 def uid_and_generation(body: Mapping[str, Any]) -> tuple[str, int]:
-    """Return uid and generation of a stored LLMService."""
+    """Return the uid and the generation of a stored LLMService."""
     return body["metadata"]["uid"], body["metadata"].get("generation", 0)

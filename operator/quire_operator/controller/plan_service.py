@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan service: reads the inputs of a plan, and returns a plan or the reason why there is none. Called by the
-reconciler.
+"""Plan service, which reads the inputs of a plan and makes the plan.
 
-A plan is kept while spec, model and GPU are unchanged. The plan service then reads no source, so an unavailable hub or
-a restart of the operator does not delay a service.
+If there is no plan, it returns the reason. Called by the reconciler.
+
+As long as the spec, the model and the GPU do not change, the plan is kept and no source is read. Therefore, a service
+is not delayed if the hub is unavailable or the operator restarts.
 """
 
 import asyncio
@@ -32,14 +33,14 @@ from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 logger = logging.getLogger(__name__)
 
 _NODE_LABELS_TTL_S = 60.0
-"""Seconds for which labels of nodes are cached."""
+"""The labels of nodes are cached for this many seconds."""
 
 
 class PlanService:
     """Plans for services."""
 
     def __init__(self, client: ApiClient, checkpoints: CheckpointStore, images: Mapping[str, str]) -> None:
-        """`images` are this release's default images for GPU and CPU."""
+        """`images` are the images that this release uses by default for GPU and CPU."""
         self._client, self._checkpoints, self._images = client, checkpoints, images
         self._node_labels: list[Mapping[str, str]] = []
         self._node_labels_read_at = float("-inf")
@@ -52,7 +53,9 @@ class PlanService:
         revision: TemplateRevision | None,
         secrets: SecretValues,
     ) -> PlanningResult:
-        """Plan a service with a valid spec; `revision` is the template revision of its Deployment.
+        """Plan a service that has a valid spec.
+
+        `revision` is the template revision of the service's Deployment.
 
         Raises:
             ApiError: the API server does not respond.
@@ -94,7 +97,7 @@ class PlanService:
             return PlanningResult(previous_plan, waiting_for=str(error), read_error=read_error, needs_backoff=True)
 
     def _would_keep(self, service: LLMService, plan: Plan) -> bool:
-        """Whether this release would keep a plan whose inputs have not changed."""
+        """Whether this release would keep a plan if its inputs have not changed."""
         if not _may_replan(service):
             return True
         known_images = (service.spec.runtime.image, *self._images.values())
@@ -122,7 +125,7 @@ class PlanService:
 
 
 def stored_plan(status: Mapping[str, Any]) -> Plan | None:
-    """Return the plan of a status; None if it is missing or invalid."""
+    """Return the plan that a status contains, or None if it is missing or invalid."""
     if "plan" not in status:
         return None
     try:
@@ -133,14 +136,17 @@ def stored_plan(status: Mapping[str, Any]) -> Plan | None:
 
 
 def _fits_gpu(plan: Plan | None, gpu: GpuInfo | None) -> bool:
-    """Whether the cluster has the plan's GPU, and the smallest GPU has the memory that the plan uses."""
+    """Whether the plan can still be used on the GPUs of the cluster.
+
+    The cluster must have the GPU of the plan, and the smallest GPU must have the memory that the plan uses.
+    """
     if plan is None or plan.gpu is None or gpu is None:
         return plan is not None and plan.gpu is None and gpu is None
     return plan.gpu.product in (gpu.product, *gpu.larger_products) and plan.gpu.visibleMiB <= gpu.visible_bytes // MIB
 
 
 def _to_read_error(error: Unavailable | NotFound) -> DownloadReason:
-    """Return the DownloadReason of an error, because a download would fail with the same error."""
+    """Return the DownloadReason that corresponds to an error. A download would fail with the same error."""
     if isinstance(error, AccessDenied):
         return DownloadReason.AUTH_FAILED
     return DownloadReason.NOT_FOUND if isinstance(error, NotFound) else DownloadReason.UNREACHABLE

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reconciler: one pass over one service: read, plan, apply, prune, push the catalog, write the status.
+"""Reconciler, which runs passes over a service.
 
-Level-based: a pass starts from the current state, not from events. A pass can stop at any point, and the next pass
-continues from the state at that point. A pass writes nothing if nothing differs. The controller's workers call it.
+In a pass, it reads, plans, applies, prunes, pushes the catalog and writes the status.
+
+The reconciler is level-based, which means that a pass starts from the current state and not from events. A pass can
+stop at any point. The next pass then continues from the state that it finds. If there are no differences, a pass does
+not write anything. The workers of the controller call the reconciler.
 """
 
 import asyncio
@@ -37,35 +40,42 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _POLL_S, _MAX_POLL_S, _READY_POLL_S = 2.0, 10.0, 30.0
-"""Seconds between polls of pods: first and maximum interval while a service is not ready, and interval while it is
-ready."""
+"""Seconds between two polls of the pods.
+
+While a service is not ready, the interval starts at the first value and grows to the second value. While it is ready,
+the interval is the third value.
+"""
 _DOWNLOAD_POLL_S = 10.0
-"""Seconds between reads of the download progress; download_progress.py updates the status at most as often."""
+"""Seconds between two reads of the download progress. download_progress.py does not update the status more often."""
 _FAILED_DOWNLOAD_RETRY_S = 300.0
-"""Seconds before a failed download is retried; a corrected Secret, for example, can remove the cause."""
+"""A failed download is retried after this many seconds. The cause may be gone by then, for example because a Secret was
+corrected.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """Time of the next pass over a service."""
+    """When the next pass over a service starts."""
 
     requeue_after_s: float
     backoff: bool = False
-    """True if each further result of this kind makes the delay before the next pass longer."""
+    """If this is true several times in a row, the delay before the next pass grows each time."""
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """State of a service between passes. The loss of this state at a restart of the operator is harmless."""
+    """What the reconciler remembers about a service between two passes. If the operator restarts, this state is lost,
+    but no harm is done.
+    """
 
     desired: ParsedService | None = None
     last_inputs: Any = None
-    """Inputs and result of the last complete apply."""
+    """Inputs and result of the last apply that was complete."""
     applied_generation: int = 0
-    """Generation of the last complete apply."""
+    """Generation of the service at the last apply that was complete."""
     children: ChildObjects | None = None
     not_ready_since: float | None = None
-    """Event loop time at which the service stopped being ready; None while it is ready."""
+    """Time of the event loop at which the service stopped being ready. None while the service is ready."""
 
 
 class Reconciler:
@@ -77,7 +87,9 @@ class Reconciler:
         self._states: dict[ServiceKey, ServiceState] = {}
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult | None:
-        """Run one pass; return None if the service was deleted. The garbage collector then deletes its objects.
+        """Run one pass over a service.
+
+        Return None if the service was deleted; the garbage collector then deletes its objects.
 
         Raises:
             ApiError: the API server rejected a request or did not respond.
@@ -111,19 +123,19 @@ class Reconciler:
         return self._requeue_result(planning, apply_result, observed, new_status, state)
 
     def forget_service(self, key: ServiceKey) -> None:
-        """Drop all state of a deleted service."""
+        """Discard everything that is stored about a deleted service."""
         self._states.pop(key, None)
         self._deps.applier.forget_service(key)
         self._deps.secrets.forget_service(key)
 
     def num_applied(self, key: ServiceKey) -> int:
-        """Return the number of up-to-date objects of a service. If the number has increased, the pass made progress."""
+        """Return how many objects of a service are up to date. If this number has grown, the pass made progress."""
         return self._deps.applier.num_applied(key)
 
     async def _converge(
         self, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
     ) -> tuple[PlanningResult, ApplyResult]:
-        """Plan and apply; if planning fails, the objects stay as they are."""
+        """Make a plan and apply it. If planning fails, the objects are not changed."""
         previous_plan = stored_plan(previous)
         service = desired.service
         if service is None:
@@ -182,8 +194,10 @@ class Reconciler:
         return apply_result
 
     async def _retry_downloads(self, key: ServiceKey, live_objects: LiveObjects) -> None:
-        """Delete download Jobs that a later pass must create again: Jobs that failed some time ago, and Jobs whose
-        claim was deleted or is being deleted."""
+        """Delete the download Jobs that a later pass must create again.
+
+        These are Jobs that failed some time ago, and Jobs whose claim was deleted or is being deleted.
+        """
         for name, job in (live_objects.download_jobs or {}).items():
             is_obsolete = job_condition(job, "Complete") and predates_claim(job, live_objects.claim)
             if is_obsolete or is_terminating(live_objects.claim) or _seconds_until_retry(job) == 0:
@@ -238,7 +252,7 @@ class Reconciler:
 
 
 def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
-    """Return the seconds until a failed download is retried; None if the download did not fail."""
+    """Return the seconds until a failed download is retried, or None if the download has not failed."""
     failed_condition = job_condition(job, "Failed")
     if failed_condition is None:
         return None
@@ -247,8 +261,11 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
 
 
 def _object_versions(entries: Iterable[CachedObject]) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """Return a version for each child object. A version changes only if the change of the object can change manifests.
-    A pod's version is only its uid; a Job's version includes its status."""
+    """Return a version of each child object.
+
+    The version changes only if a change of the object can affect the manifests. For a pod, the version is only the uid.
+    For a Job, it includes the status.
+    """
     versions: dict[tuple[str, str], tuple[Any, ...]] = {}
     for entry in entries:
         if entry.resource in (resources.POD, resources.REPLICA_SET):

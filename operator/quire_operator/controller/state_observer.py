@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the observed state of a service in one pass from the cache and the pods. It reads only.
+"""State observer, which builds the observed state of a service from the cache and the pods.
 
-Between its two steps the reconciler pushes the adapter catalog, which adds the reports of the pods.
+This happens once in each pass. It reads only.
+
+The observer works in two steps. Between them, the reconciler pushes the adapter catalog, which also adds the reports of
+the pods.
 """
 
 from collections.abc import Mapping
@@ -17,13 +20,13 @@ from quire_operator.render import object_names
 
 
 class StateObserver:
-    """Builds observed states of services; writes nothing."""
+    """Builds the observed states of services. It does not write anything."""
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
 
     async def observe_pods(self, desired: ParsedService) -> ServicePods:
-        """Return the pods of a service, without reports.
+        """Return the pods of a service. They do not contain reports yet.
 
         Raises:
             ApiError: the API server does not respond.
@@ -50,7 +53,8 @@ class StateObserver:
     ) -> ObservedState:
         """Return the observed state.
 
-        `pods` and `apply_result` are from this pass, `children` and `applied_generation` from the last complete apply.
+        `pods` and `apply_result` come from this pass. `children` and `applied_generation` come from the last apply that
+        was complete.
         """
         return ObservedState(
             deployment=self._deps.cache.get_body(resources.DEPLOYMENT, *desired.key),
@@ -67,8 +71,10 @@ class StateObserver:
         )
 
     def _current_download_job(self, desired: ParsedService, claim: Body | None) -> Body | None:
-        """Return the Job that downloads the model of the spec; if there are several, a Job that succeeded, or else the
-        newest Job."""
+        """Return the Job that downloads the model of the spec.
+
+        If there are several, return one that has succeeded. If none has succeeded, return the newest one.
+        """
 
         def sort_key(job: Body) -> tuple[bool, str, str]:
             return job_succeeded(job, claim), job["metadata"]["creationTimestamp"], job["metadata"]["name"]

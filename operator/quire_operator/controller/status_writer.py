@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes status and events of LLMServices, and reads a service again if the cached service can be stale."""
+"""Status writer, which writes the status and the events of LLMServices.
+
+If the cached service could be stale, the module reads the service again.
+"""
 
 import logging
 import time
@@ -20,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class StaleService(Exception):
-    """The service has changed or was deleted since the pass read it."""
+    """Since the pass read the service, the service was changed or deleted."""
 
 
 class StatusWriter:
-    """Reads and writes LLMServices, not their children."""
+    """Reads and writes LLMServices, but not their child objects."""
 
     def __init__(self, client: ApiClient, cache: ObjectCache, record_write: Callable[[Resource, str], None]) -> None:
         self._client, self._cache, self._record_write = client, cache, record_write
@@ -32,7 +35,7 @@ class StatusWriter:
     async def write_status(
         self, desired: ParsedService, resource_version: str, previous: Mapping[str, Any], status: dict[str, Any]
     ) -> None:
-        """Replace the status, and create events for the changes.
+        """Replace the status, and create events for what has changed.
 
         Raises:
             StaleService: the service has a later version, was replaced, or was deleted.
@@ -64,11 +67,14 @@ class StatusWriter:
                 logger.warning("could not write event reason=%s error=%s", event.reason, error)
 
     async def is_newest(self, desired: ParsedService) -> bool:
-        """Whether `desired` is the latest generation at the API server; reads the service and updates the cache."""
+        """Whether `desired` is the latest generation that the API server has.
+
+        To find out, the method reads the service and updates the cache.
+        """
         return await self._fetch(desired) == (desired.uid, desired.generation)
 
     async def check_newest(self, desired: ParsedService) -> None:
-        """Check the generation before a write, because a pass over a stale service would undo newer objects.
+        """Check before a write that the service is not stale. Otherwise, the pass could undo changes that are newer.
 
         Raises:
             StaleService: at the API server, the service has a later generation, was replaced, or does not exist. The
@@ -79,7 +85,9 @@ class StatusWriter:
             raise StaleService
 
     async def _fetch(self, desired: ParsedService) -> tuple[str, int]:
-        """Read the service and update the cache. Return its uid and generation; ("", 0) if it was deleted."""
+        """Read the service from the API server, and update the cache. Return the uid and the generation, or ("", 0) if
+        the service was deleted.
+        """
         body = await self._client.list_one(resources.LLM_SERVICE, *desired.key)
         if body is None or body["metadata"]["uid"] != desired.uid:
             tombstone = {"namespace": desired.key[0], "name": desired.key[1], "uid": desired.uid}

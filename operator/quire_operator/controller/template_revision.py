@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Template revision: the pod template as it was rendered, stored with the Deployment. Pure.
+"""Template revision, which is the pod template that was rendered for a Deployment.
 
-A new release of the operator can render pods differently. The operator keeps the stored template until the spec, the
-model or the GPU changes, so that an upgrade restarts no pods. An annotation of about 2 KB contains the compressed
-template. The live template cannot be used: it contains the API server's defaults, and manual changes that the operator
-must undo.
+It is stored with the Deployment. Pure.
+
+A new release of the operator can render pods differently. To avoid that an upgrade restarts pods, the operator keeps
+the stored template until the spec, the model or the GPU changes. The compressed template is stored in an annotation of
+about 2 KB. The live template cannot be used for this. It also contains defaults of the API server, and manual changes
+that the operator must undo.
 """
 
 import hashlib
@@ -26,7 +28,7 @@ PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
 
 @dataclass(frozen=True, slots=True)
 class TemplateRevision:
-    """Inputs and result of rendering a Deployment's pods."""
+    """What the pods of a Deployment were rendered from, and the result."""
 
     pods_digest: str
     """Result of pods_digest() for the service."""
@@ -34,11 +36,11 @@ class TemplateRevision:
     """Plan.inputsHash."""
     template: Manifest
     engine_configmap: Manifest
-    """ConfigMap with engine.json, without owner and namespace."""
+    """ConfigMap that contains engine.json. Its owner and namespace are omitted."""
 
     @classmethod
     def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
-        """Build a revision from rendered manifests."""
+        """Build a revision from manifests that were rendered."""
         by_kind: dict[str, list[Manifest]] = {}
         for manifest in manifests:
             by_kind.setdefault(manifest["kind"], []).append(manifest)
@@ -51,17 +53,17 @@ class TemplateRevision:
 
     @property
     def inputs(self) -> tuple[str, str]:
-        """Return pods_digest and inputs_hash, which identify the inputs of rendering."""
+        """Return pods_digest and inputs_hash. Together, they identify what the pods were rendered from."""
         return self.pods_digest, self.inputs_hash
 
     @property
     def serves_openai(self) -> bool:
-        """Whether the pods have the port of the OpenAI API. Pods of older releases lack it."""
+        """Whether the pods have a port for the OpenAI API. Pods that an older release rendered do not have it."""
         return object_names.OPENAI_PORT_NAME in container_ports(self.template)
 
     @classmethod
     def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:
-        """Read the revision of a Deployment; None if it is missing or invalid."""
+        """Read the revision from a Deployment. Return None if the revision does not exist or is invalid."""
         text = (deployment or {}).get("metadata", {}).get("annotations", {}).get(PODS_ANNOTATION)
         if not text:
             return None
@@ -74,12 +76,12 @@ class TemplateRevision:
 
     @property
     def annotation_value(self) -> str:
-        """Return the value of the annotation; equal revisions have equal values."""
+        """Return the value of the annotation. Equal revisions always have equal values."""
         inputs = {"spec": self.pods_digest, "plan": self.inputs_hash}
         return compress({**inputs, "template": self.template, "engine": self.engine_configmap})
 
     def apply_to(self, manifests: Iterable[Manifest]) -> list[Manifest]:
-        """Return the manifests with this revision's pod template and ConfigMap."""
+        """Return the manifests, in which the pod template and the ConfigMap are replaced by those of this revision."""
         result = []
         for manifest in manifests:
             meta = manifest["metadata"]
@@ -94,9 +96,12 @@ class TemplateRevision:
 
 
 def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
-    """Return the digest of the spec fields that determine the pods; `body` has the defaults that crd.validate adds.
+    """Return the digest of those fields of the spec that affect the pods.
 
-    The digest omits values that equal the schema's default, so a new field of a later release does not change it.
+    `body` contains the defaults that crd.validate adds.
+
+    Values that are equal to the schema's default are not part of the digest. Therefore, it does not change if a later
+    release adds a field.
     """
     fields = crd.load_schema()["properties"]["spec"]
     spec = openapi_schema.without_defaults(fields, body["spec"])

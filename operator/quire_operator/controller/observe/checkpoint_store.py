@@ -67,9 +67,9 @@ class _Request:
     uid: str
     secrets: SecretValues
     image: str
-    """Image of a Job that reads a claim."""
+    """Image of the Job that reads the source if it is a claim."""
     path: FieldPath
-    """Path of the source in the resource."""
+    """Path of the source's field in the LLMService."""
 
     @property
     def source(self) -> Source:
@@ -91,17 +91,22 @@ class CheckpointStore:
         requeue: Callable[[ServiceKey, float], None],
         record_write: Callable[[Resource, str], None],
     ) -> None:
-        """`requeue` adds a service to the queue after a number of seconds; `record_write` is called for each write."""
+        """`requeue` adds a service to the queue again after a number of seconds. `record_write` is called for each
+        write.
+        """
         self._client, self._cache, self._requeue, self._record_write = client, cache, requeue, record_write
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[SourceKey, CheckpointInfo | DraftInfo] = OrderedDict()
         self._backoff: dict[SourceKey, tuple[float, ConfigError | Unavailable]] = {}
-        """For each source that is backing off: time of the next read, and error of the last read."""
+        """The sources that must wait before they are read again.
+
+        The value is the time of the next read, and the error of the last read.
+        """
         self._waiting_services: dict[SourceKey, set[ServiceKey]] = {}
         self._read_semaphore = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
     async def get(self, service: LLMService, uid: str, secrets: SecretValues, image: str) -> CheckpointInfo:
-        """Return the facts of a service's model; `image` is the image of a Job that reads a claim.
+        """Return the facts about a service's model. If its source is a claim, a Job with the image `image` reads them.
 
         Raises:
             NotReadYet: a Job reads the claim; the service is requeued when the Job ends.
@@ -116,8 +121,10 @@ class CheckpointStore:
     async def get_draft(
         self, service: LLMService, uid: str, secrets: SecretValues, image: str, model: CheckpointInfo
     ) -> DraftInfo | None:
-        """Return the facts of a service's draft model; None if it has no draft model. Arguments and errors are those of
-        `get`."""
+        """Return the facts about a service's draft model, or None if it has no draft model.
+
+        The arguments and the errors are the same as for `get`.
+        """
         speculative = service.spec.engine.speculativeConfig
         if speculative is None or speculative.model is None:
             return None
@@ -127,8 +134,10 @@ class CheckpointStore:
         return draft
 
     async def _get(self, request: _Request, variant: tuple[str, ...], parse: Parser[Any]) -> Any:
-        """Return the result of `parse` for a source; `variant` contains the other values on which the result
-        depends."""
+        """Return the result of `parse` for a source.
+
+        If the result depends on more values than the source, `variant` contains them.
+        """
         source, service = request.source, request.service
         namespace = service.namespace or ""
         source_key = (namespace, json.dumps(drop_nulls(to_json(source)), sort_keys=True), *variant)
@@ -145,7 +154,7 @@ class CheckpointStore:
         return self._checkpoints[source_key]
 
     def _raise_if_backing_off(self, source_key: SourceKey, key: ServiceKey) -> None:
-        """If a source is backing off, requeue the service for the next read, and raise the last error."""
+        """If a source must wait before it is read again, requeue the service for that time and raise the last error."""
         now = asyncio.get_running_loop().time()
         self._backoff = {other: backoff for other, backoff in self._backoff.items() if backoff[0] > now}
         if source_key in self._backoff:
@@ -212,12 +221,12 @@ class CheckpointStore:
         self._cache.upsert(resources.JOB, job)
 
     def _requeue_waiting(self, source_key: SourceKey) -> None:
-        """Requeue all services that wait for a Job."""
+        """Requeue all services that are waiting for a Job."""
         for key in self._waiting_services.pop(source_key, set()):
             self._requeue(key, 0.0)
 
     async def _termination_messages(self, entry: CachedObject, job_name: str) -> list[tuple[int, str]]:
-        """Return exit codes and termination messages of the Job's pods."""
+        """Return the exit code and the termination message of each container in the Job's pods."""
         messages, job = _termination_messages(self._job_pods(entry.key, job_name)), entry.body()
         if not messages and (job_condition(job, "Complete") or job_condition(job, "Failed")):
             # The watch of pods may lag behind that of Jobs.
@@ -226,8 +235,9 @@ class CheckpointStore:
         return messages
 
     async def _describe_pod_problem(self, waiting_service: ServiceKey, job_service: ServiceKey, job_name: str) -> str:
-        """Return the reason why the pod of a Job does not run. The Job belongs to `job_service`; the status of
-        `waiting_service` shows the reason."""
+        """Return the reason why the pod of a Job is not running. The Job belongs to `job_service`, but the reason is
+        reported in the status of `waiting_service`.
+        """
         bodies = self._job_pods(job_service, job_name)
         for body in bodies:
             for condition in body.get("status", {}).get("conditions") or ():
@@ -257,7 +267,7 @@ def _termination_messages(pods: Iterable[Mapping[str, Any]]) -> list[tuple[int, 
 def _read_result(
     job: Mapping[str, Any], messages: list[tuple[int, str]], source_field: str, parse: Parser[T]
 ) -> T | None:
-    """Return the result of a Job; None if the Job is running.
+    """Return the result of a Job, or None if the Job is still running.
 
     Raises:
         ConfigError: the Job failed.

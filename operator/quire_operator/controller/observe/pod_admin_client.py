@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the pods' admin port: reads their status, pushes the adapter catalog, and reads download progress.
+"""Client of the pods' admin port, which reads the status, pushes the adapter catalog and reads the download progress.
 
-Responses of pods are not trusted: redirects are not followed, the size is limited, and messages never contain the key.
-Called by the catalog pusher.
+The client does not trust the responses of pods. It does not follow redirects, and it limits the size of a response.
+Messages never contain the key. Called by the catalog pusher.
 """
 
 import asyncio
@@ -33,36 +33,41 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
-"""Timeout for all requests to one pod together. A new adapter must reach every responsive pod within 5 s; these 5 s
-include a wait for the previous pass."""
+"""Timeout for a visit, which can consist of several requests to one pod. A new adapter must reach every pod that
+responds within 5 s. This time includes a wait for the previous pass to end.
+"""
 UNRESPONSIVE_TIMEOUT_S = 1.0
-"""Timeout for a pod that did not respond to the last visit."""
+"""Timeout for a visit to a pod that did not respond to its last visit."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
-"""Interval after which an unresponsive pod gets TOTAL_TIMEOUT_S again, because the pod can be slow instead of dead."""
+"""Interval at which an unresponsive pod is visited again with TOTAL_TIMEOUT_S. The pod may only be slow, and not
+dead.
+"""
 MAX_RESPONSE_BYTES = 16 * 2**20
-"""Maximum size of a response. The status of 4,096 failed adapters has about 4 MB."""
+"""Maximum size of a response. If 4,096 adapters have failed, the status of a pod has about 4 MB."""
 _MAX_ERROR = 300
 _MAX_UNRESPONSIVE_VISITS = 16
-"""Maximum concurrent visits to unresponsive pods, so that these do not delay visits to other pods."""
+"""Maximum number of unresponsive pods that are visited at the same time. Otherwise, they would delay visits to other
+pods.
+"""
 
 
 class VisitResult(StrEnum):
-    """Result of a visit to a pod, for metrics."""
+    """Result of a visit to a pod. The metrics use it as a label."""
 
     ASKED = "asked"
     PUSHED = "pushed"
     AHEAD = "ahead"
-    """The pod has a newer catalog (HTTP 409)."""
+    """The pod already has a newer catalog (HTTP 409)."""
     REFUSED = "refused"
     """The pod rejected the catalog."""
     UNAUTHORIZED = "unauthorized"
-    """The pod has another key (HTTP 401)."""
+    """The pod uses a different key (HTTP 401)."""
     FAILED = "failed"
-    """The pod sent no response, or an invalid response."""
+    """The pod did not respond, or its response was invalid."""
 
 
 class PodAdminClient:
-    """Visits the pods of all services, with a limit on concurrent visits."""
+    """Visits the pods of all services. Only a limited number of pods is visited at the same time."""
 
     def __init__(
         self,
@@ -72,15 +77,17 @@ class PodAdminClient:
         unresponsive_timeout_s: float = UNRESPONSIVE_TIMEOUT_S,
         record_visit: Callable[[VisitResult, float], None] = lambda exchange, seconds: None,
     ) -> None:
-        """Create the client; an event loop must be running. `record_visit` is called with result and seconds of each
-        visit."""
+        """Create the client. An event loop must already be running. After each visit, `record_visit` is called with its
+        result and its duration in seconds.
+        """
         self._total_timeout_s, self._unresponsive_timeout_s = total_timeout_s, unresponsive_timeout_s
         self._record_visit = record_visit
         self._visit_semaphore = asyncio.Semaphore(max_pods)
         self._unresponsive_semaphore = asyncio.Semaphore(_MAX_UNRESPONSIVE_VISITS)
         self._unresponsive_since: dict[str, float] = {}
-        """For each pod that did not respond to its last visit: the time of the pod's last visit with
-        TOTAL_TIMEOUT_S."""
+        """Pods that did not respond to their last visit. The value is the time at which the pod was last visited with
+        TOTAL_TIMEOUT_S.
+        """
         # trust_env stays off: there is no proxy between the operator and its pods.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -91,13 +98,14 @@ class PodAdminClient:
     async def push_catalog(
         self, pods: Iterable[PodState], catalog: AdapterCatalog | None, admin_key: str, replace_newer: bool = False
     ) -> tuple[PodState, ...]:
-        """Push `catalog` to the pods that have another catalog, and return all pods in the same order.
+        """Push `catalog` to each pod that has a different catalog. Return all pods in the same order.
 
-        Each pod has its status (GET /status) or an error. A downloading pod has its progress (GET /progress). All pods
-        with a running container are visited concurrently. If a pod has another catalog, `catalog` is pushed to it
-        (PUT /adapters), and its status is read again. A newer catalog of a pod is replaced only if `replace_newer` is
-        true, because the caller then knows that `catalog` is the latest. None pushes no catalog. A visit takes at most
-        4 s, for unresponsive pods usually 1 s. Errors of a pod are not raised.
+        All pods that have a running container are visited at the same time. Each visit reads the status of the pod (GET
+        /status), or the progress if the pod is still downloading (GET /progress). If the pod has a different catalog,
+        `catalog` is pushed to it (PUT /adapters), and the status is read again. If a pod has a newer catalog, it is
+        replaced only if `replace_newer` is true. The caller must then know that `catalog` is the latest one. None
+        pushes no catalog. A visit takes at most 4 s. For unresponsive pods, it usually takes 1 s. If a pod causes an
+        error, the error is stored in the returned pod and not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._visit_pod(pod, push, admin_key) for pod in pods)))
@@ -123,7 +131,10 @@ class PodAdminClient:
         admin_key: str,
         send_requests: Callable[["_AdminPort"], Awaitable[tuple[T, VisitResult, str]]],
     ) -> tuple[T | None, str]:
-        """Return the pod's response, and the error if it did not respond or rejected the catalog."""
+        """Return the pod's response and an error.
+
+        The error is not empty if the pod did not respond or rejected the catalog.
+        """
         started_at = time.monotonic()
         is_unresponsive = started_at - self._unresponsive_since.get(pod.uid, -math.inf) < _FULL_TIMEOUT_INTERVAL_S
         timeout_s = self._unresponsive_timeout_s if is_unresponsive else self._total_timeout_s
@@ -161,7 +172,7 @@ class PodAdminClient:
         return answer, message
 
     def _mark_unresponsive(self, pod: PodState) -> None:
-        """Record that a pod did not respond within the full timeout."""
+        """Record that a pod did not respond, although it had the full timeout."""
         if len(self._unresponsive_since) >= 10_000:
             # Most entries are of deleted pods, which are not visited again.
             self._unresponsive_since.clear()
@@ -170,7 +181,7 @@ class PodAdminClient:
 
 @dataclass(frozen=True, slots=True)
 class CatalogPush:
-    """A serialized catalog for many pods."""
+    """An adapter catalog that is serialized once, to be sent to many pods."""
 
     version: CatalogVersion
     body: bytes
@@ -182,13 +193,15 @@ class CatalogPush:
         return cls(catalog.version, body, replace_newer)
 
     def replaced_digest(self, report: PodStatus) -> str:
-        """If the pod has a newer catalog that this catalog is allowed to replace, return the digest of the pod's
-        catalog; else an empty text."""
+        """Return the digest of the pod's catalog, if that catalog is newer and this catalog is allowed to replace it.
+
+        Otherwise, return an empty text.
+        """
         return report.catalogue if self.replace_newer and has_newer_catalog(report, self.version) else ""
 
 
 class _Rejected(Exception):
-    """The pod responded with an error or an invalid document; the message contains it."""
+    """The pod responded with an error or with an invalid document. The message describes it."""
 
     def __init__(self, result: VisitResult, message: str) -> None:
         self.result = result
@@ -203,7 +216,10 @@ class _AdminPort:
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
 
     async def visit(self, push: CatalogPush | None) -> tuple[PodStatus, VisitResult, str]:
-        """Read the status. If needed, push the catalog and read the status again. Return status, result and push error.
+        """Read the status.
+
+        If needed, push the catalog and then read the status again. Return the status, the result of the visit and the
+        error of the push.
 
         Raises:
             _Rejected: the status is invalid. TimeoutError, aiohttp.ClientError, OSError: no response.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pod warnings: problems that the kubelet reports in events only, such as a volume that cannot be mounted.
+"""Pod warnings: problems that the kubelet reports only in events. For example, a volume cannot be mounted.
 
-The operator does not watch events. It lists the events of pods whose containers have not started after some seconds.
-Called by the state observer and the checkpoint store.
+The operator does not watch events. If the containers of a pod have not started after some seconds, it lists the events
+of that pod. Called by the state observer and the checkpoint store.
 """
 
 import asyncio
@@ -19,27 +19,32 @@ from quire_operator.kube.errors import ApiError
 logger = logging.getLogger(__name__)
 
 EVENT_POLL_S = 10.0
-"""Seconds before the events of a pod are listed for the first time, and seconds between two lists. Most pods start in
-less time."""
+"""The events of a pod are listed for the first time after this many seconds, and then again at this interval. Most pods
+start in less time.
+"""
 _MAX_PODS_PER_PASS = 4
-"""Maximum pods per service for which one pass lists events. Pods of one service usually wait for the same reason."""
+"""In one pass, the events of at most this many pods of a service are listed. The pods of one service usually wait for
+the same reason.
+"""
 _MAX_CACHED_PODS = 10_000
 _SUMMARY_PREFIXES = ("Unable to attach or mount volumes",)
-"""Message prefixes of events to skip, because another event already states their cause. The kubelet sends these events
-after two minutes; the order of the parts of their messages changes."""
+"""An event is skipped if its message starts with one of these texts, because another event already reports the cause.
+The kubelet sends such an event after two minutes, and the order of the parts in its message changes.
+"""
 
 
 class PodWarnings:
-    """The latest warning of each pod, cached for some seconds."""
+    """The latest warning about each pod. Warnings are cached for some seconds."""
 
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
         self._warnings: dict[str, tuple[float, str]] = {}
-        """Time of the next list of a pod's events, and the last warning, by uid of the pod."""
+        """The next time at which a pod's events are listed, and the pod's last warning, by the pod's uid."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
-        """Return the same pods. If a pod's containers do not start, the field `waiting` of the pod contains the
-        kubelet's warning."""
+        """Return the same pods. If the containers of a pod do not start, its field `waiting` contains the warning of
+        the kubelet.
+        """
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
         warnings = {pod.uid: await self._fetch_warning(namespace, pod) for pod in creating}
@@ -62,7 +67,10 @@ class PodWarnings:
 
 
 def latest_warning(events: Iterable[dict[str, Any]]) -> str:
-    """Return reason and note of a pod's newest warning; empty if there is none, or if a normal event is newer."""
+    """Return the reason and the note of the newest warning about a pod.
+
+    The text is empty if there is no warning, or if a normal event is newer than the warning.
+    """
     relevant = sorted((event for event in events if event.get("reason") != "FailedScheduling"), key=_event_time)
     last_normal = max((_event_time(event) for event in relevant if event.get("type") != "Warning"), default="")
     # Both can have the same second, such as Scheduled and FailedMount.
@@ -80,6 +88,8 @@ def _note(event: dict[str, Any]) -> str:
 
 
 def _event_time(event: dict[str, Any]) -> str:
-    """Return the time of an event's last occurrence, RFC 3339 in seconds. Kubelets write the old event fields."""
+    """Return the time at which an event last occurred, in the form of RFC 3339 with whole seconds. The old fields are
+    read too, because kubelets still write them.
+    """
     last_observed = (event.get("series") or {}).get("lastObservedTime") or event.get("deprecatedLastTimestamp")
     return str(last_observed or event.get("eventTime") or event["metadata"].get("creationTimestamp") or "")[:19]

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secret store: the admin key of a service's pods, which is created once, and the Secrets that its sources reference.
+"""Secret store, which reads the Secrets of a service and creates its admin key.
 
-Secrets are read by name and cached for some minutes. Secrets are never listed, and never written to logs, status or
-events.
+The admin key belongs to the service's pods and is created only once. The other Secrets are those to which the service's
+sources refer.
+
+Secrets are read by name and cached for some minutes. They are never listed, and their values are never written to logs,
+status or events.
 """
 
 import asyncio
@@ -22,10 +25,13 @@ from quire_operator.render import object_names
 from quire_operator.render.configmaps import secret_refs
 
 SECRET_TTL_S = 300.0
-"""Seconds for which a Secret is cached. A changed Secret reaches the pods after at most this time plus the minute that
-the kubelet needs."""
+"""Seconds for which a Secret is cached. After a Secret has changed, its new value reaches the pods after at most this
+time, plus a minute for the kubelet.
+"""
 MISSING_SECRET_TTL_S = 15.0
-"""Seconds for which the absence of a Secret or key is cached; few, because a user often creates the Secret soon."""
+"""If a Secret or a key in it does not exist, this fact is cached for this many seconds. The time is short, because the
+user often creates the Secret soon.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,11 @@ class CachedSecret:
 
     read_at: float
     body: Mapping[str, Any] | None
-    """Body of the Secret; None if the Secret does not exist."""
+    """Body of the Secret, or None if the Secret does not exist."""
 
     @property
     def values(self) -> dict[str, str]:
-        """Text values by key; values that are not text are omitted."""
+        """The values that are text, by key. Other values are omitted."""
         decoded = {}
         for key, text in ((self.body or {}).get("data") or {}).items():
             try:
@@ -49,18 +55,21 @@ class CachedSecret:
 
 
 class SecretStore:
-    """Secrets by namespace and name."""
+    """Reads and caches Secrets, by namespace and name."""
 
     def __init__(self, client: ApiClient, ttl_s: float = SECRET_TTL_S) -> None:
         self._client, self._ttl_s = client, ttl_s
         self._cached_secrets: dict[tuple[str, str], CachedSecret] = {}
-        """Cached Secrets by namespace and name, in the order in which they were read."""
+        """Cached Secrets by namespace and name. The Secret that was read first comes first."""
         self._admin_keys: dict[ServiceKey, tuple[str, str]] = {}
         self._unwritten_keys: set[ServiceKey] = set()
-        """Services whose key in `_admin_keys` was generated and is not yet stored in a Secret."""
+        """Services for which the key in `_admin_keys` is new and has not yet been written to a Secret."""
 
     async def get(self, namespace: str, name: str, max_age_s: float = math.inf) -> CachedSecret:
-        """Return a Secret, from the cache if it is younger than `max_age_s` and the TTL; raises ApiError."""
+        """Return a Secret. Raises ApiError.
+
+        The cached Secret is returned if its age is less than `max_age_s` and less than the TTL.
+        """
         now = asyncio.get_running_loop().time()
         cached = self._cached_secrets.get((namespace, name))
         if cached is None or now - cached.read_at > min(max_age_s, self._ttl_s):
@@ -69,9 +78,11 @@ class SecretStore:
         return cached
 
     async def credentials(self, service: LLMService) -> dict[str, dict[str, str]]:
-        """Return the values of the Secrets that a service's sources reference, without unused keys; raises ApiError.
+        """Return the values of the Secrets to which the service's sources refer. Raises ApiError.
 
-        A missing Secret is omitted; the reader of the source reports it.
+        Keys that are not used are omitted.
+
+        A Secret that does not exist is omitted too. The reader of the source reports this problem.
         """
         values_by_secret: dict[str, dict[str, str]] = {}
         for ref in secret_refs(service):
@@ -83,9 +94,11 @@ class SecretStore:
         return values_by_secret
 
     async def admin_key(self, key: ServiceKey, uid: str) -> str:
-        """Return the key of the pods' admin port: the stored key, or a new key if there is none; raises ApiError.
+        """Return the key of the pods' admin port. Raises ApiError.
 
-        The key never changes, even if the Secret is deleted, because running pods keep the first key.
+        This is the key that is stored in the Secret. If there is none, a new key is generated.
+
+        The key never changes, even if its Secret is deleted, because running pods would still use the first key.
         """
         known_uid, value = self._admin_keys.get(key, ("", ""))
         if known_uid != uid or key in self._unwritten_keys:
@@ -99,26 +112,31 @@ class SecretStore:
         return value
 
     def is_key_superseded(self, key: ServiceKey, existing: Mapping[str, Any]) -> bool:
-        """Whether `existing` contains a key, so that the generated key of the service must not be used."""
+        """Whether `existing` already contains a key. If it does, the key that was generated for the service must not be
+        used.
+        """
         return key in self._unwritten_keys and object_names.ADMIN_KEY_FIELD in CachedSecret(0.0, existing).values
 
     def update(self, namespace: str, name: str, body: Mapping[str, Any] | None) -> None:
-        """Store the Secret that a write returned; `body` is None if the Secret was deleted."""
+        """Store the Secret that a write returned. If the Secret was deleted, `body` is None."""
         self._store(namespace, name, CachedSecret(asyncio.get_running_loop().time(), body))
 
     def invalidate(self, namespace: str, name: str) -> None:
-        """Drop a Secret that has changed."""
+        """Remove a Secret that has changed from the cache."""
         self._cached_secrets.pop((namespace, name), None)
 
     def forget_service(self, key: ServiceKey) -> None:
-        """Drop the keys and Secrets of a service that was deleted, or whose Secret was created concurrently."""
+        """Discard the keys and Secrets of a service.
+
+        This is done if the service was deleted, or if its Secret was created by another client at the same time.
+        """
         self._admin_keys.pop(key, None)
         self._unwritten_keys.discard(key)
         self.invalidate(key[0], object_names.admin_secret(key[1]))
         self.invalidate(key[0], object_names.credentials_secret(key[1]))
 
     def _store(self, namespace: str, name: str, cached: CachedSecret) -> None:
-        """Store a Secret, and evict expired Secrets, because these can belong to deleted services."""
+        """Store a Secret in the cache. Expired Secrets are removed, because they can belong to deleted services."""
         self.invalidate(namespace, name)
         self._cached_secrets[namespace, name] = cached
         while cached.read_at - next(iter(self._cached_secrets.values())).read_at > self._ttl_s:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters over all pods: which pods need a catalog push, status.adapters, and the condition AdaptersReady. Pure.
+"""State of the adapters on all pods of a service.
 
-The operator keeps no record of pushes: the status of a pod contains generation and digest of its adapter catalog. A
-restarted container reports the catalog that it mounted; a restarted engine core reports its adapters as loading.
+The module decides which pods need a push of the catalog, and evaluates status.adapters and the condition AdaptersReady.
+Pure.
+
+The operator does not record its pushes, because the status of each pod contains the generation and the digest of the
+pod's adapter catalog. A container that has restarted reports the catalog that it mounted. If the engine core has
+restarted, its adapters are reported as loading.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,36 +20,40 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
-"""Maximum number of adapters whose errors are in the condition's message; its counts include all adapters."""
+"""The message of the condition contains the errors of at most this many adapters. Its counts include all adapters."""
 _MAX_ERROR = 512
 _MAX_MODELS = 1025
 _MAX_DIGEST = 71
 _STATES_LEAST_READY_FIRST = ("Failed", "Pending", "Fetching", "Loading", "Ready")
-"""States of an adapter in order of progress, least progress first."""
+"""The states of an adapter, in the order of their progress."""
 
 
 def needs_push(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether the catalog `version` must be pushed to a pod: the pod has a different catalog that is not newer."""
+    """Whether the catalog `version` must be pushed to a pod.
+
+    This is the case if the pod has a different catalog that is not newer.
+    """
     return not has_catalog(report, version) and not has_newer_catalog(report, version)
 
 
 def has_newer_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod has a newer catalog than `version`, which means that the cached service is stale."""
+    """Whether the catalog of a pod is newer than `version`. If it is, the cached service is stale."""
     return report.generation > version.generation and not has_catalog(report, version)
 
 
 def has_catalog(report: PodStatus, version: CatalogVersion) -> bool:
-    """Whether a pod has exactly the adapters of the catalog `version`.
+    """Whether a pod has exactly the adapters that are in the catalog `version`.
 
-    Generations can differ, because most edits of a service do not change its adapters. A push would make the pod check
-    every source again. If a pod reports no digest, generations are compared.
+    The generations may differ, because most edits of a service do not change its adapters. A push would then be
+    wasteful, because the pod would check every source again. If the pod does not report a digest, the generations are
+    compared instead.
     """
     return report.catalogue == version.digest if report.catalogue else report.generation == version.generation
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptersState:
-    """Part of a service's status that describes its adapters."""
+    """The part of a service's status that describes its adapters."""
 
     entries: list[dict[str, Any]]
     """status.adapters"""
@@ -57,7 +65,7 @@ class AdaptersState:
 def evaluate_adapters(
     catalog: AdapterCatalog, pods: Sequence[PodState], ready_pods: Sequence[PodState]
 ) -> AdaptersState:
-    """Evaluate the adapters; `ready_pods` are the pods of `pods` that receive requests."""
+    """Evaluate the adapters. `ready_pods` are those pods in `pods` that receive requests."""
     version = catalog.version
     by_name = {pod.uid: _adapters_by_name(pod, version) for pod in pods}
     reporting_pods = list(ready_pods) or [pod for pod in pods if pod.report]
@@ -81,7 +89,10 @@ def evaluate_adapters(
 
 
 def common_model_names(ready_pods: Sequence[PodState]) -> list[str]:
-    """Return the model names that all ready pods serve; an empty list while a ready pod reports no status."""
+    """Return the model names that all ready pods serve.
+
+    If a ready pod does not report its status, the list is empty.
+    """
     if not ready_pods or any(pod.report is None for pod in ready_pods):
         return []
     first, *remaining = [pod.report.models for pod in ready_pods if pod.report]
@@ -126,7 +137,7 @@ def _condition(
 
 
 def _describe_unreachable(unreachable: Sequence[PodState]) -> str:
-    """Return the message about ready pods that do not report their status."""
+    """Return a message about the ready pods that do not report their status."""
     more = f" (and {len(unreachable) - 1} more)" if len(unreachable) > 1 else ""
     error = unreachable[0].report_error or "not read yet"
     return f"pod {unreachable[0].name} does not report its status: {error}{more}"
@@ -146,8 +157,10 @@ def _describe_stale_pods(stale: Sequence[PodState], version: CatalogVersion) -> 
 
 
 def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, AdapterStatus]:
-    """Return the status of each adapter on a pod; empty if the pod has another catalog, because names in another
-    catalog can mean other adapters."""
+    """Return the status of each adapter on a pod.
+
+    If the pod has a different catalog, the result is empty, because a name can then mean another adapter.
+    """
     if pod.report is None or not has_catalog(pod.report, version):
         return {}
     return {status.name: status for status in pod.report.adapters}
@@ -156,7 +169,10 @@ def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, Adapt
 def _least_ready_state(
     name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]
 ) -> tuple[str, str, str]:
-    """Return state, pod name and error of the pod with the least progress on an adapter."""
+    """Return the state of an adapter on the pod where it has made the least progress.
+
+    The result also contains the name of the pod and the error.
+    """
     states = [_adapter_state(name, pod, by_name) for pod in pods]
     return min(
         states, key=lambda item: (_STATES_LEAST_READY_FIRST.index(item[0]), item[1]), default=("Pending", "", "")
@@ -169,7 +185,7 @@ def _adapter_state(name: str, pod: PodState, by_name: dict[str, dict[str, Adapte
 
 
 def _common_digest(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> dict[str, str]:
-    """Return the adapter's digest if all pods that report a digest report the same one."""
+    """Return the digest of the adapter, if all pods that report a digest report the same one."""
     digests = set(_known_digests(name, pods, by_name))
     return {"digest": digests.pop()} if len(digests) == 1 else {}
 

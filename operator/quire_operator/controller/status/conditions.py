@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of a service: types, reasons, and conversion to .status.conditions. Pure.
+"""The conditions of a service: their types, their reasons, and their conversion to .status.conditions.
 
-rollout.py, model_cache.py, adapters.py and status.py evaluate conditions. A test checks that docs/troubleshooting.md
-explains each reason.
+Pure. rollout.py, model_cache.py, adapters.py and status.py evaluate the conditions. A test checks that
+docs/troubleshooting.md explains each reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,15 @@ from enum import StrEnum
 from typing import Any
 
 MAX_MESSAGE = 1024
-"""Maximum characters of a condition's message; the schema allows more."""
+"""Maximum number of characters in the message of a condition. The schema would allow more."""
 MAX_MULTILINE_MESSAGE = 4096
-"""Maximum characters of a message with several lines: problems of a spec, or candidates of planning."""
+"""Maximum number of characters in a message that has several lines. Such a message lists problems of a spec, or
+candidates of the planner.
+"""
 
 
 class ConditionType(StrEnum):
-    """Condition types, in the order of the status."""
+    """The types of conditions, in the order in which the status contains them."""
 
     READY = "Ready"
     CONFIG_VALID = "ConfigValid"
@@ -30,7 +32,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reasons of conditions. The condition Planned also uses the reasons of the package plan."""
+    """Reasons of conditions. The condition Planned can also have a reason from the package plan."""
 
     # Ready
     READY = "Ready"
@@ -79,25 +81,27 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition without its times."""
+    """A condition of a service, without the time of its last transition."""
 
     type: ConditionType
     is_true: bool | None
-    """Status of the condition; None means Unknown."""
+    """Whether the status of the condition is True. None means Unknown."""
     reason: str
-    """A Reason, or a reason of the package plan."""
+    """A Reason, or a reason from the package plan."""
     message: str
 
     @property
     def status(self) -> str:
-        """Return the status as the API server stores it: True, False or Unknown."""
+        """Return the status in the form that the API server stores: True, False or Unknown."""
         return "Unknown" if self.is_true is None else str(self.is_true)
 
 
 def to_conditions(
     conditions: Iterable[Condition], generation: int, previous: Mapping[str, Any], now: datetime
 ) -> list[dict[str, Any]]:
-    """Return .status.conditions; lastTransitionTime is kept while the status is unchanged."""
+    """Return .status.conditions. As long as the status of a condition does not change, its lastTransitionTime does not
+    change either.
+    """
     previous_by_type = {entry.get("type"): entry for entry in previous.get("conditions") or ()}
     type_order = list(ConditionType)
     return [
@@ -114,14 +118,16 @@ def to_conditions(
 
 
 def to_single_line(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Join the lines of `text` to one line of at most `limit` characters; indented lines, such as lines of a table, are
-    omitted."""
+    """Join the lines of `text` to one line of at most `limit` characters.
+
+    Indented lines, such as the lines of a table, are omitted.
+    """
     first, *remaining = text.strip().splitlines() or [""]
     return _truncate("; ".join([first, *(line for line in remaining if line.strip() and not line[0].isspace())]), limit)
 
 
 def format_timestamp(moment: datetime) -> str:
-    """Return RFC 3339 in whole seconds of UTC."""
+    """Return the time in the form of RFC 3339, in UTC with whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download progress as fields of status.cache and as text. The fields are updated rarely, because each update writes
-the status.
+"""The progress of a download, converted to fields of status.cache and to text.
 
-Pure: the clock is an argument. Called by model_cache.py.
+The fields are not updated often, because the status must be written for each update.
+
+The module is pure: the current time is an argument. Called by model_cache.py.
 """
 
 from collections.abc import Mapping
@@ -13,13 +14,13 @@ from quire_operator.controller.status.conditions import format_timestamp
 from quire_spec.documents.download_progress import DownloadProgress, format_bytes
 
 MIN_INTERVAL_S = 10.0
-"""Minimum time between two updates."""
+"""Minimum number of seconds between two updates of the fields."""
 MAX_INTERVAL_S = 30.0
-"""Seconds after which the fields are updated even if the progress is small."""
+"""After this many seconds, the fields are updated even if there was little progress."""
 MIN_PERCENT_STEP = 5
-"""Progress in percentage points since the last update that causes an earlier update."""
+"""If the progress since the last update is at least this many percentage points, the fields are updated earlier."""
 STALE_S = 120.0
-"""Seconds without a response from the pod after which the fields are removed."""
+"""If the pod has not responded for this many seconds, the fields are removed."""
 
 _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 
@@ -27,9 +28,9 @@ _FIELDS = ("bytes", "totalBytes", "progress", "bytesPerSecond", "at")
 def to_fields(
     progress: DownloadProgress | None, planned_bytes: int | None, previous: Mapping[str, Any], now: datetime
 ) -> dict[str, Any]:
-    """Return the fields of status.cache for a running download; empty while the progress is unknown.
+    """Return the fields of status.cache for a running download. They are empty if the progress is not known.
 
-    `progress` is None if the pod did not respond. `planned_bytes` is used for sources that report no size.
+    If the pod did not respond, `progress` is None. `planned_bytes` is used if the source does not report a size.
     """
     unchanged = (
         {name: previous[name] for name in _FIELDS if name in previous} if previous.get("state") == "Downloading" else {}
@@ -53,7 +54,7 @@ def to_fields(
 
 
 def describe(cache: Mapping[str, Any]) -> str:
-    """Return the fields of status.cache as text; empty if they contain no numbers."""
+    """Return the fields of status.cache as text. The text is empty if the fields do not contain numbers."""
     if "at" not in cache:
         return ""
     size, total, rate = (_parse_number(cache.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond"))
@@ -93,8 +94,9 @@ def _status_fields(progress: DownloadProgress, now: datetime) -> dict[str, Any]:
 
 
 def _percent(cache: Mapping[str, Any]) -> int:
-    """Return the percentage in the status. If the status contains no percentage, return a low number, so that the first
-    percentage is written."""
+    """Return the percentage in the status. If the status does not contain a percentage, return a number so low that the
+    first percentage is always written.
+    """
     percent = _parse_number(str(cache.get("progress", "")).removesuffix("%"))
     return -MIN_PERCENT_STEP if percent is None else percent
 
@@ -104,7 +106,7 @@ def _parse_number(text: Any) -> int | None:
 
 
 def _age_s(cache: Mapping[str, Any], now: datetime) -> float | None:
-    """Return the age of the fields; None if unknown."""
+    """Return the age of the fields, or None if it is not known."""
     try:
         at = datetime.fromisoformat(str(cache.get("at", "")))
     except ValueError:

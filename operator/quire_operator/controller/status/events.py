@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes events of a service, one for each transition of its status. Pure. Called by the status writer.
+"""Kubernetes events of a service.
 
-A transition is a change of a condition's status or reason, of an adapter's state, or of the plan. A change of only the
-message creates no event.
+There is one event for each transition of its status. Pure. Called by the status writer.
+
+It is a transition if the status or the reason of a condition changes, if the state of an adapter changes, or if the
+plan changes. If only the message of a condition changes, no event is created.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +16,11 @@ from quire_operator.controller.status.conditions import ConditionType, Reason, t
 from quire_operator.controller.status.status import MAX_KV_TOKEN_DRIFT, kv_token_drift
 
 MAX_MESSAGE = 1024
-"""Maximum characters of an event's note; the API server rejects longer notes."""
+"""Maximum number of characters in the note of an event. The API server rejects longer notes."""
 _MAX_ADAPTERS = 10
-"""Maximum number of events about adapters in one status change; a catalog has up to 1,024 adapters."""
+"""When a status changes, at most this many events about adapters are created. A catalog can contain up to 1,024
+adapters.
+"""
 _SILENT_REASONS = frozenset(
     {
         Reason.ACCEPTED,
@@ -27,14 +31,14 @@ _SILENT_REASONS = frozenset(
         Reason.NO_READY_PODS,
     }
 )
-"""Reasons that create no event, because another event reports the cause or the result."""
+"""No event is created for these reasons, because another event already reports the cause or the result."""
 _SILENT_INITIAL_REASONS = frozenset({Reason.UPDATING})
-"""Reasons that create no event for a new service, because the Deployment's own events report its pods."""
+"""No event is created for these reasons if the service is new. The Deployment's own events report its pods."""
 _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, ConditionType.MODEL_CACHED)
 
 
 class EventReason(StrEnum):
-    """Reasons of events that are not also reasons of conditions."""
+    """Reasons that only events have. The other reasons of events are reasons of conditions."""
 
     REPLANNED = "Replanned"
     PLAN_DIFFERS = "PlanDiffers"
@@ -50,13 +54,13 @@ class ServiceEvent:
     type: str
     """Normal or Warning."""
     reason: str
-    """Reason of the event: one word, at most 128 characters."""
+    """Reason of the event, which is a single word of at most 128 characters."""
     message: str
     """At most 1,024 characters."""
 
 
 def build_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> list[ServiceEvent]:
-    """Return the events for the transitions between two statuses."""
+    """Return an event for each transition from the previous to the new status."""
     condition_events = _condition_events(_conditions_by_type(previous), _conditions_by_type(status))
     return [*condition_events, *_plan_events(previous, status), *_adapter_events(previous, status)]
 
@@ -75,7 +79,10 @@ def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> It
 
 
 def _is_reported_elsewhere(kind: ConditionType, new: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether another condition's event reports the cause; Ready and Progressing repeat reasons of other conditions."""
+    """Whether the event of another condition already reports the cause.
+
+    Ready and Progressing repeat the reasons of other conditions.
+    """
     if kind is ConditionType.READY:
         # Adapters have events of their own.
         return bool(new["status"] != "True" and new["reason"] != Reason.PODS_UNREACHABLE)

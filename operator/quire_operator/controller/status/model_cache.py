@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The condition ModelCached and status.cache: whether the model's files are downloaded. Pure. Called by status.py."""
+"""The condition ModelCached and status.cache, which report whether the model's files are downloaded. Pure. Called by
+status.py.
+"""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -20,7 +22,7 @@ from quire_spec.documents.download_result import PERMANENT_REASONS, DownloadReas
 def evaluate_model_cache(
     service: LLMService, planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any], now: datetime
 ) -> tuple[Condition, dict[str, Any]]:
-    """Return the condition ModelCached and status.cache; `previous` is the previous status."""
+    """Return the condition ModelCached and the value of status.cache. `previous` is the status before this pass."""
     planned_bytes = planning.plan.modelBytes if planning.plan else None
     previous_cache = previous.get("cache") or {}
     if planning.read_error is not None:
@@ -59,19 +61,25 @@ def evaluate_model_cache(
 
 
 def download_jobs(jobs: Iterable[CachedObject], service: LLMService) -> dict[str, Body]:
-    """Return the Jobs that download the service's model and are not being deleted, by name."""
+    """Return the Jobs that download the service's model, by name. Jobs that are being deleted are omitted."""
     label = (object_names.DOWNLOAD_TARGET_LABEL, download_job.download_target(service))
     bodies = {entry.name: entry.body() for entry in jobs if not entry.deleting}
     return {name: body for name, body in bodies.items() if label in body["metadata"].get("labels", {}).items()}
 
 
 def job_succeeded(job: Body | None, claim: Body | None) -> bool:
-    """Whether a download Job has completed for the existing claim, and the claim is not being deleted."""
+    """Whether a download Job has completed.
+
+    The Job must have written to the claim that exists now. If this claim is being deleted, the result is False.
+    """
     return job_condition(job, "Complete") is not None and not predates_claim(job, claim) and not is_terminating(claim)
 
 
 def predates_claim(job: Body | None, claim: Body | None) -> bool:
-    """Whether a Job is older than the claim. Such a Job downloaded to a deleted claim of the same name."""
+    """Whether a Job is older than the claim.
+
+    Such a Job wrote to an earlier claim of the same name, which was deleted.
+    """
     if job is None or claim is None:
         return False
     job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
@@ -79,15 +87,16 @@ def predates_claim(job: Body | None, claim: Body | None) -> bool:
 
 
 def is_terminating(claim: Body | None) -> bool:
-    """Whether a claim is being deleted. Such a claim exists until the last pod with it is deleted; new pods cannot
-    mount it."""
+    """Whether a claim is being deleted. The claim still exists until the last pod that uses it is deleted, but new pods
+    cannot mount it.
+    """
     return claim is not None and "deletionTimestamp" in claim["metadata"]
 
 
 def _evaluate_job_download(
     service: LLMService, observed: ObservedState, previous_cache: Mapping[str, Any], progress_fields: dict[str, Any]
 ) -> tuple[Condition, dict[str, Any]]:
-    """Evaluate the Job that downloads the model to the claim that all pods mount."""
+    """Evaluate the download if a Job downloads the model to a claim, which all pods then mount."""
     pods = sorted(observed.job_pods, key=lambda pod: (pod.created_at, pod.name))
     results = [outcome for pod in pods if (outcome := _download_result(pod))]
     last_result = results[-1] if results else None
@@ -147,7 +156,7 @@ def _evaluate_pod_downloads(
 
 
 def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
-    """Return the progress of the download; with several pods, that of the first pod by name."""
+    """Return the progress of the download. If several pods download, use the pod whose name comes first."""
     reporting_pods = [pod for pod in pods if pod.alive and pod.downloading and pod.progress is not None]
     return min(reporting_pods, key=lambda pod: pod.name).progress if reporting_pods else None
 
@@ -155,7 +164,10 @@ def _current_progress(pods: Iterable[PodState]) -> DownloadProgress | None:
 def _explain_failure(
     service: LLMService, pods: list[PodState], last_result: DownloadResult | None
 ) -> tuple[Reason, str]:
-    """Return reason and message of a failed download; for denied access the message names the Secret."""
+    """Return the reason and the message of a failed download.
+
+    If access was denied, the message contains the name of the Secret.
+    """
     if last_result is None:
         terminated = pods[-1].terminated if pods else None
         details = (
@@ -176,7 +188,7 @@ def _explain_result(service: LLMService, result: DownloadReason, message: str) -
 
 
 def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result: DownloadResult | None) -> str:
-    """Return the reason why a download has not started."""
+    """Return the reason why a download has not started yet."""
     if observed.claim and is_terminating(observed.claim):
         return (
             f"claim {observed.claim['metadata']['name']} is being deleted, and exists until its last pod ends; then "
@@ -232,7 +244,10 @@ def _describe_source(source: Source) -> str:
 
 
 def _secret_hint(path: FieldPath, source: Source) -> str:
-    """Return a fix that names the Secret; if the source has no Secret, the fix names the field for it."""
+    """Return a fix that contains the name of the Secret.
+
+    If the source has no Secret, the fix contains the name of the field for it.
+    """
     for source_field, secret_field in (
         ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
     ):  # fmt: skip
@@ -246,7 +261,7 @@ def _secret_hint(path: FieldPath, source: Source) -> str:
 
 
 def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | None:
-    """Return the Job's condition of a type if its status is True, else None."""
+    """Return the condition of the given type, or None if the Job does not have it with the status True."""
     conditions = ((job or {}).get("status") or {}).get("conditions") or ()
     return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
 

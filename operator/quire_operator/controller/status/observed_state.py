@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observed state of one service in one pass: the values of its objects that the status depends on. Pure.
+"""Observed state of one service in one pass.
 
-state_observer.py builds it, and catalog_pusher.py adds the reports of the pods; status.py evaluates it.
+It contains everything about the service's objects that the status depends on. Pure. state_observer.py builds it,
+catalog_pusher.py adds the reports of the pods, and status.py evaluates it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from quire_spec.documents.download_result import DownloadReason
 from quire_spec.documents.pod_status import PodStatus
 
 Body = Mapping[str, Any]
-"""A Kubernetes object as the API server returns it."""
+"""A Kubernetes object in the form that the API server returns."""
 
 TEMPLATE_HASH = "pod-template-hash"
 HEALTH_PORT = "health"
@@ -24,14 +25,14 @@ HEALTH_PORT = "health"
 
 @dataclass(frozen=True, slots=True)
 class TerminatedContainer:
-    """The last termination of a container."""
+    """Describes how a container last ended."""
 
     container: str
     exit_code: int
     reason: str
-    """Reason from the kubelet, such as OOMKilled, Error or Completed."""
+    """Reason that the kubelet reports, such as OOMKilled, Error or Completed."""
     message: str
-    """Termination message of the container, or the end of its log."""
+    """Message that the container wrote when it terminated, or the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,110 +42,129 @@ class PodState:
     name: str
     uid: str
     ip: str
-    """IP address; empty until the pod has one."""
+    """IP address. Empty until the pod gets one."""
     phase: str
     ready: bool
-    """Whether the kubelet's condition Ready is True."""
+    """Whether the condition Ready, which the kubelet sets, is True."""
     deleting: bool
     started_at: str
-    """Start time of the main container, RFC 3339; empty while the container does not run."""
+    """Start time of the main container in the form of RFC 3339. Empty while the container is not running."""
     restarts: int
-    """Number of restarts of the main container."""
+    """How often the main container was restarted."""
     template_hash: str
-    """Label pod-template-hash, which identifies the ReplicaSet."""
+    """Value of the label pod-template-hash, which identifies the ReplicaSet."""
     health_port: int | None
-    """Number of the container port `health`, which serves the admin API; None if the pod has no such port."""
+    """Number of the container port with the name `health`, which serves the admin API. None if the pod does not have
+    this port.
+    """
     created_at: str = ""
     """metadata.creationTimestamp"""
     unschedulable: str = ""
-    """Message of the scheduler about a pod without a node; empty if the pod has a node."""
+    """Message of the scheduler if it could not find a node for the pod. Empty if the pod has a node."""
     waiting: str = ""
-    """Reason and message of a waiting container. Containers that wait for an earlier container are ignored."""
+    """Reason and message of a container that is waiting. A container that only waits for an earlier container is
+    ignored.
+    """
     creating: bool = False
-    """True if the pod has a node, but no container has started: volumes, network or images are not ready."""
+    """True if the pod has a node, but none of its containers has started, because volumes, network or images are not
+    ready.
+    """
     terminated: TerminatedContainer | None = None
-    """Last failed termination of a container, or the successful termination of the download container."""
+    """The last failed termination of a container. If no container has failed, this is the successful termination of the
+    download container.
+    """
     report: PodStatus | None = None
-    """Response to GET /status; None if it was not read or the pod did not respond."""
+    """Response to GET /status. None if it was not requested, or if the pod did not respond."""
     report_error: str = ""
-    """Why there is no report, or why the pod rejected the catalog; never contains the key."""
+    """The reason why there is no report, or why the pod rejected the catalog. It never contains the key."""
     download_folders: tuple[str, ...] = ()
-    """Folders to which a container downloads weights before the pod serves; their names depend on the sources."""
+    """Folders to which the pod's download container writes weights before the pod serves. Their names depend on the
+    sources.
+    """
     downloading: bool = False
-    """Whether the download container of the pod is running."""
+    """Whether the download container of the pod is running now."""
     progress: DownloadProgress | None = None
-    """Response to GET /progress during a download; None if it was not read or the pod did not respond."""
+    """Response to GET /progress while the pod downloads. None if it was not requested, or if the pod did not
+    respond.
+    """
 
     @property
     def core_started_at(self) -> str | None:
-        """Start time of the pod's engine core. A restart of only the engine core loses its adapters."""
+        """Time at which the pod's engine core started. If only the engine core restarts, the pod loses its adapters."""
         return self.report.core_started_at if self.report else None
 
     @property
     def alive(self) -> bool:
-        """Whether the pod is neither being deleted nor terminated."""
+        """Whether the pod has not terminated and is not being deleted."""
         return not self.deleting and self.phase in ("Pending", "Running")
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePods:
-    """The pods of a service in one pass."""
+    """The pods of a service, as they were observed in one pass."""
 
     server_pods: tuple[PodState, ...] = ()
-    """Pods of the Deployment, sorted by name."""
+    """The pods of the Deployment, sorted by name."""
     job: Body | None = None
-    """Job that downloads the model of the spec."""
+    """The Job that downloads the model of the spec."""
     job_pods: tuple[PodState, ...] = ()
-    """Pods of `job`, sorted by name."""
+    """The pods of `job`, sorted by name."""
     claim: Body | None = None
-    """PersistentVolumeClaim with the model, from which `job` was chosen."""
+    """The PersistentVolumeClaim that stores the model. `job` was selected for this claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """All observations of a service in one pass."""
+    """Everything that was observed about a service in one pass."""
 
     deployment: Body | None = None
-    """Deployment of the service, from the response to this pass's apply or from a later event. With an older version of
-    the Deployment, the status would report a rollout as complete before its start."""
+    """Deployment of the service. It comes from the response to the apply in this pass, or from a later event. An older
+    version must not be used. Otherwise, the status could report a rollout as complete before the rollout has started.
+    """
     pods: tuple[PodState, ...] = ()
-    """Server pods of the service."""
+    """The server pods of the service."""
     job: Body | None = None
-    """Job that downloads the model of the spec."""
+    """The Job that downloads the model of the spec."""
     job_pods: tuple[PodState, ...] = ()
-    """Pods of the download Job."""
+    """The pods of the download Job."""
     claim: Body | None = None
     """PersistentVolumeClaim with the model."""
     applied_generation: int = 0
-    """Last generation whose objects were all applied. If it is less than the generation of the spec, the apply is
-    incomplete."""
+    """The last generation of which all objects were applied. If it is less than the generation of the spec, some
+    objects are not applied yet.
+    """
     unavailable_kinds: tuple[str, ...] = ()
-    """Kinds of objects that the spec requests but the API server does not serve."""
+    """Kinds that the spec requests, but that the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that the API server does not support."""
     apply_error: str = ""
-    """Errors of applies that the API server rejected; empty if there is none."""
+    """The errors of objects that the API server rejected. Empty if there are none."""
     conflict: str = ""
-    """Message about an existing object that has the name of a manifest but another owner; empty if there is none."""
+    """Message about an existing object that has the same name as a manifest, but another owner. Empty if there is
+    none.
+    """
     pending_deletion: str = ""
-    """Name of an object whose deletion must end before manifests are applied; empty if there is none."""
+    """Name of an object that must first be deleted completely, before manifests can be applied. Empty if there is
+    none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningResult:
-    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set; `plan` is then the
-    previous valid plan, which stays deployed."""
+    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set. In this case, `plan` is
+    the previous valid plan, which stays deployed.
+    """
 
     plan: Plan | None = None
     spec_error: str = ""
-    """Reasons why the spec is invalid, one line for each problem; empty if the spec is valid."""
+    """Reasons why the spec is invalid, with one line for each problem. Empty if the spec is valid."""
     unplannable: Unplannable | None = None
     waiting_for: str = ""
-    """Event or result for which planning waits, as text; empty if planning does not wait."""
+    """Text that describes what planning is waiting for. Empty if planning is not waiting."""
     read_error: DownloadReason | None = None
-    """Reason why the model could not be read; None if it was read or no read was tried."""
+    """Reason why the model could not be read. None if it was read, or if nothing tried to read it."""
     needs_backoff: bool = False
-    """True if no event reports the end of the wait, so that planning must be retried with backoff."""
+    """True if no event reports when the wait is over. Planning must then be repeated, with delays that grow."""
 
 
 def parse_pod(body: Body) -> PodState:
@@ -188,7 +208,7 @@ def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 _CREATING_REASONS = ("ContainerCreating", "PodInitializing")
-"""Waiting reasons of containers that wait for volumes, the network or an earlier container."""
+"""Reasons of containers that are waiting for volumes, for the network or for an earlier container."""
 
 
 def _container_statuses(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -209,7 +229,7 @@ def _is_creating(state: Mapping[str, Any]) -> bool:
 
 
 def _terminated_containers(state: Mapping[str, Any]) -> Iterator[TerminatedContainer]:
-    """Return an iterator over the terminations of containers, failed ones first."""
+    """Return an iterator over the terminations of containers. Failed containers come first."""
     terminated = [
         TerminatedContainer(c["name"], end.get("exitCode", 0), end.get("reason", ""), end.get("message", ""))
         for c in _container_statuses(state)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions Available and Progressing, from the Deployment and its pods. Pure. Called by status.py."""
+"""The conditions Available and Progressing, which are evaluated from the Deployment and its pods. Pure. Called by
+status.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +11,16 @@ from quire_operator.controller.status.conditions import Condition, ConditionType
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 
 _MAX_POD_MESSAGE = 400
-"""Maximum characters of one pod's message."""
+"""Maximum number of characters in the message about one pod."""
 _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
-"""Waiting reasons whose message is omitted, because it contains a changing duration instead of the cause."""
+"""If a container waits for one of these reasons, its message is omitted. It contains a duration that changes, and not
+the cause.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PodProblem:
-    """Reason why a pod is not ready."""
+    """The reason why a pod is not ready."""
 
     reason: Reason
     message: str
@@ -24,17 +28,17 @@ class PodProblem:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Progress of the Deployment for one generation of the service."""
+    """How far the Deployment has progressed to one generation of the service."""
 
     desired_replicas: int
     """Number of desired pods."""
     is_complete: bool
-    """True if all desired pods have this generation and are ready, and no other pods exist."""
+    """True if all desired pods have this generation and are ready, and if there are no other pods."""
     reason: Reason
-    """Reason why the rollout is not complete; RolloutComplete if it is complete."""
+    """Reason why the rollout is not complete. If it is complete, this is RolloutComplete."""
     message: str
     in_progress: bool
-    """True if the rollout can complete without a change by a user."""
+    """True if the rollout can still complete without any change by a user."""
 
     def progressing_condition(self) -> Condition:
         """Return the condition Progressing."""
@@ -44,13 +48,17 @@ class RolloutState:
 
 
 def ready_pods(observed: ObservedState) -> tuple[PodState, ...]:
-    """Return the pods that are ready according to the kubelet and, if known, according to their own status."""
+    """Return the pods that are ready according to the kubelet.
+
+    If a pod's own status is known, the pod must also be ready according to this status.
+    """
     return tuple(pod for pod in observed.pods if _is_ready(pod))
 
 
 def available_condition(observed: ObservedState, desired_replicas: int | None) -> Condition:
-    """Return the condition Available: True if pods of any generation serve. `desired_replicas` is None for an invalid
-    spec."""
+    """Return the condition Available, which is True if pods of any generation can serve. If the spec is invalid,
+    `desired_replicas` is None.
+    """
     num_ready = len(ready_pods(observed))
     if num_ready:
         desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
@@ -65,7 +73,10 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
 def evaluate_rollout(
     observed: ObservedState, generation: int, desired_replicas: int, gpu_resource: str | None
 ) -> RolloutState:
-    """Evaluate the rollout of `generation`; `gpu_resource` is the resource name of the pods' GPUs, None on a CPU."""
+    """Evaluate the rollout of `generation`.
+
+    `gpu_resource` is the resource name of the GPUs that the pods use. On a CPU, it is None.
+    """
     deployment = observed.deployment
     if observed.applied_generation != generation or deployment is None:
         pending_text = f"; {observed.pending_deletion}" if observed.pending_deletion else ""
@@ -94,7 +105,7 @@ def evaluate_rollout(
 
 
 def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
-    """Return the problem of a pod that is not ready; None if the pod is starting normally."""
+    """Return the problem of a pod that is not ready. If the pod is starting as expected, return None."""
     if pod.unschedulable:
         is_gpu_shortage = gpu_resource is not None and f"Insufficient {gpu_resource}" in pod.unschedulable
         return PodProblem(Reason.INSUFFICIENT_GPU if is_gpu_shortage else Reason.UNSCHEDULABLE, pod.unschedulable)
@@ -116,10 +127,10 @@ def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaCounts:
-    """Numbers of replicas, from the status of a Deployment."""
+    """The numbers of replicas in the status of a Deployment."""
 
     is_current: bool
-    """True if the status belongs to the Deployment's newest generation."""
+    """True if the status was written for the newest generation of the Deployment."""
     desired: int
     replicas: int
     updated: int
@@ -141,8 +152,9 @@ class _ReplicaCounts:
 
 
 def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
-    """Whether the pods confirm that the rollout is complete. Events of pods and events of Deployments come from
-    different watches, so they can arrive in any order."""
+    """Whether the pods confirm that the rollout is complete. This is checked because events of pods and events of
+    Deployments come from different watches and can arrive in any order.
+    """
     hashes = {pod.template_hash for pod in observed.pods if pod.alive}
     alive = sum(pod.alive for pod in observed.pods)
     return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1
@@ -151,7 +163,10 @@ def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
 def _blocking_reason(
     observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int, gpu_resource: str | None
 ) -> tuple[Reason, str]:
-    """Return reason and message of an incomplete rollout: unschedulable pods first, then other problems of pods."""
+    """Return the reason and the message of a rollout that is not complete.
+
+    Pods that cannot be scheduled come first. Other problems of pods come after them.
+    """
     problems = [
         (pod.name, cause)
         for pod in sorted(observed.pods, key=lambda pod: pod.name)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole .status of a service, from its desired and observed state. Pure: the clock is an argument.
+"""The complete .status of a service, which is built from the service's desired state and observed state.
 
-The condition Ready summarizes the other conditions. Ready is True only if every pod has this generation and every
-adapter, and is ready according to the kubelet and to its own status.
+The module is pure: the current time is an argument.
+
+The condition Ready summarizes the other conditions. It is True only if every pod has this generation and all adapters.
+Every pod must also be ready according to the kubelet and according to its own status.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +29,7 @@ from quire_operator.render import object_names
 from quire_operator.render.manifests import container_ports
 
 _PRESERVED_FIELDS = ("servedName", "selector", "address", "endpoints", "plan", "cache", "adapters", "adaptersReady")
-"""Fields that keep their values while the spec is invalid."""
+"""Fields of the status that keep their values while the spec is invalid."""
 
 
 def build_status(
@@ -38,10 +40,11 @@ def build_status(
     previous: Mapping[str, Any],
     now: datetime,
 ) -> dict[str, Any]:
-    """Build the whole .status, which replaces the previous .status if it differs.
+    """Build the complete .status. If it differs from the previous .status, it replaces that.
 
-    `service` is None if the spec cannot be parsed; planning.spec_error contains the reason. Each timestamp in the
-    status changes only when the value beside it changes, so the status of an unchanged service stays the same.
+    If the spec cannot be parsed, `service` is None and planning.spec_error contains the reason. Each timestamp changes
+    only if the value that it belongs to changes. Therefore, the status of a service that does not change stays the
+    same.
     """
     if service is None:
         evaluated = _evaluate_unreadable_spec(planning, observed, previous)
@@ -66,7 +69,7 @@ def build_status(
 
 @dataclass(frozen=True, slots=True)
 class _EvaluatedSpec:
-    """The parts of the status that differ between a valid and an invalid spec."""
+    """The parts of the status that depend on whether the spec is valid."""
 
     conditions: list[Condition]
     fields: dict[str, Any]
@@ -75,7 +78,7 @@ class _EvaluatedSpec:
 def _evaluate_unreadable_spec(
     planning: PlanningResult, observed: ObservedState, previous: Mapping[str, Any]
 ) -> _EvaluatedSpec:
-    """Evaluate an invalid spec. The objects of the previous spec stay and keep serving."""
+    """Evaluate an invalid spec. The objects of the previous spec are kept, and they continue to serve."""
     config = _config_valid(planning, observed)
     conditions = [config, available_condition(observed, None)]
     for kind in (ConditionType.PROGRESSING, ConditionType.READY):
@@ -173,7 +176,7 @@ def _summarize_plan(plan: Plan) -> str:
 
 
 def _first_blocker(service: LLMService, conditions: Iterable[Condition]) -> Condition | None:
-    """Return the condition that prevents any rollout of this generation."""
+    """Return the condition that prevents this generation from being rolled out."""
     blocker = next((condition for condition in conditions if condition.is_true is not True), None)
     if service.spec.paused and (blocker is None or blocker.reason != Reason.INVALID):
         message = "spec.paused is true: the operator writes the status, but does not change other objects"
@@ -209,8 +212,10 @@ def _ready_condition(blocker: Condition | None, rollout_state: RolloutState, ada
 
 
 def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
-    """Return the relative difference of the KV tokens, (measured - planned) / planned; None if they were not
-    measured."""
+    """Return how much the measured number of KV tokens differs from the planned number.
+
+    The result is (measured - planned) / planned. If the tokens were not measured, it is None.
+    """
     measured, planned = (plan.get("measured") or {}).get("kvTokens"), plan.get("kvTokens")
     if measured is None or not planned:
         return None
@@ -221,9 +226,11 @@ def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
 
 
 _MAX_KV_VALUE = 2**31
-"""Upper bound of plausible values; an API server rejects integers of more than 64 bits."""
+"""Larger values are not plausible and are ignored. An API server would reject integers of more than 64 bits."""
 MAX_KV_TOKEN_DRIFT = 0.10
-"""Minimum difference of measured and planned KV tokens that the condition reports, as a fraction."""
+"""The condition reports a difference between the measured and the planned number of KV tokens if it is more than this
+fraction.
+"""
 
 
 def _describe_drift(plan: Mapping[str, Any]) -> str:
@@ -240,7 +247,7 @@ def _describe_drift(plan: Mapping[str, Any]) -> str:
 def _plan_fields(
     plan: Plan | None, observed: ObservedState, rollout_state: RolloutState, previous: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return status.plan. If there is no new plan, this is the previous plan, which the running pods have."""
+    """Return status.plan. If there is no new plan, this is the previous plan, because the running pods still use it."""
     previous_plan = dict(previous.get("plan") or {})
     if plan is None:
         return previous_plan
@@ -252,7 +259,7 @@ def _plan_fields(
 
 
 def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
-    """Return the measurements of the pod with the fewest KV tokens."""
+    """Return what was measured in the pod that has the fewest KV tokens."""
     memories = [(p.report.memory, p.report.core_started_at) for p in ready_pods(observed) if p.report]
     measurements = [
         (memory.kv_tokens or memory.num_blocks * memory.block_size, memory.num_blocks, _format_time(started_at))
@@ -266,7 +273,7 @@ def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
 
 
 def _format_time(text: str | None) -> str:
-    """Return a time in the RFC 3339 form of the schema; empty if `text` is not a time."""
+    """Return a time in the RFC 3339 form that the schema requires. If `text` is not a time, the result is empty."""
     try:
         moment = datetime.fromisoformat(text or "")
     except ValueError:
@@ -275,7 +282,9 @@ def _format_time(text: str | None) -> str:
 
 
 def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
-    """Return the fields toolCallParser and reasoningParser if all ready pods report the same values."""
+    """Return the fields toolCallParser and reasoningParser. A field is omitted if the ready pods report different
+    values for it.
+    """
     reports = [pod.report for pod in ready if pod.report]
     names = {
         "toolCallParser": {report.tool_call_parser for report in reports},
@@ -285,7 +294,7 @@ def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
 
 
 def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the fields address and endpoints."""
+    """Return the fields address and endpoints of the status."""
     ports, host = service.ports, ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
     forms = {"http": f"http://{host}:{ports.get('http')}", "grpc": f"{host}:{ports.get('grpc')}"}
     endpoints = {name: url for name, url in forms.items() if name in ports}
