@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory in huge pages, for data that every step reads completely, such as weights and KV blocks.
 
-If the pages have 4 KiB, a core must look up a new page after every 64 cache lines. On a virtual machine, this costs
-more time than reading the cache lines. These times were measured on two Zen 5 cores with a 135M Llama in bf16: The
-matrix products of one token take 5.4 ms instead of 7.2 ms, and the attention of 64 sequences takes 0.48 ms a layer
+With pages of 4 KiB, a core must look up another page after every 64 cache lines. On a virtual machine, this costs more
+time than reading the cache lines. The effect of huge pages was measured on two Zen 5 cores with a 135M Llama in bf16.
+The matrix products of one token take 5.4 ms instead of 7.2 ms. The attention of 64 sequences takes 0.48 ms a layer
 instead of 0.59 ms. The module requests huge pages with madvise. If the system has none, the memory consists of small
 pages.
 """

@@ -120,8 +120,8 @@ def _embedding_cpu(token_ids: Tensor, table: Tensor) -> Tensor:
 def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     """Convert a weight [out_features, in_features] to the layout that is fastest on this processor.
 
-    If no special layout is faster, the weight is returned unchanged. Only `linear` can use the result, and `embedding`
-    can if `supports_embedding` returns True. The memory of panels comes from `arena`.
+    If no special layout is faster, the weight is returned unchanged. The result can be used by `linear`, and also by
+    `embedding` if `supports_embedding` returns True. The memory of panels comes from `arena`.
 
     The compiled kernels use panels, whose shape is [out_features / 32, in_features / 2, 32, 2]. On two Zen 5 cores, the
     product of 64 tokens with a bf16 weight of 576 x 3072 then takes 0.51 ms, which is 95 % of the peak of vdpbf16ps. If

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA deltas of the adapters in the slots.
 
-A delta shrinks the inputs to the LoRA rank, and expands the result into the output of the base linear.
+To compute a delta, the inputs are shrunk to the LoRA rank, and the result is expanded and added to the output of the
+base linear.
 
 If a linear has d inputs and D outputs, an adapter of LoRA rank r takes 2 r (d + D) operations for each token. In each
 step, r (d + D) elements of the adapter are read, even if only a few tokens use it. An example: In a 135M Llama, an
@@ -69,7 +70,7 @@ class LoRABatch:
 
     def iter_slot_tokens(self) -> Iterator[tuple[int, slice | Tensor]]:
         """Yield each slot together with the tokens that use it. This waits for the device if the slots are known only
-        there.
+        on the device.
         """
         if self.active_slots is not None:
             yield from ((s.adapter_slot, slice(s.start, s.end)) for s in self.segments)

@@ -4,8 +4,8 @@
 All slots are one tensor, which has a row for each slot.
 
 The matrices of an adapter are contiguous in its slot, and each matrix has its own LoRA rank. Therefore, an adapter is
-loaded with one copy, and no matrix is padded to the largest rank. A table contains the offset of each matrix.
-Operations receive a `ModuleSlots`, which is the view of one module on the slots and on the table.
+loaded with one copy, and no matrix is padded to the largest rank. A table contains the offset of each matrix. An
+operation gets a `ModuleSlots`, through which it reads the slots and the table for one module.
 """
 
 import ctypes

@@ -16,8 +16,8 @@ from quire_kernels.attention import paged_attention
 logger = logging.getLogger(__name__)
 
 _CUDNN_CAPABILITY = (9, 0)
-"""Compute capability of Hopper. Other GPUs lose less than Hopper if a kernel, such as the Triton kernel, does not use
-TMA and specialized warps.
+"""Compute capability of Hopper. On Hopper, the speed of a kernel depends more on TMA and specialized warps than on
+other GPUs. The Triton kernel uses neither of them.
 """
 
 
@@ -26,9 +26,9 @@ def select_prefill_attention(
 ) -> None:
     """Select cuDNN for long prompts, if it can compute all planned lengths on a device of compute capability 9.0.
 
-    A rehearsal builds cuDNN's plans first, because building the plan for a length takes tens of milliseconds. No
-    request has to wait for that. Call this function in the thread that runs the steps. The call must come before the
-    memory of a step is measured.
+    A rehearsal builds cuDNN's plans in advance, so that no request has to wait for them. Building the plan for one
+    length takes tens of milliseconds. Call this function in the thread that runs the steps. The call must come before
+    the memory of a step is measured.
 
     Args:
         shape: query heads, KV heads, head size.

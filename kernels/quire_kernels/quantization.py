@@ -102,14 +102,17 @@ def e2m1_codebook() -> Tensor:
 
 @functools.cache
 def int8_codebook() -> Tensor:
-    """Return the magnitudes of 8-bit integer codes: [128] bfloat16. The other bit of a code is the sign."""
+    """Return the magnitudes of 8-bit integer codes: [128] bfloat16. A code has 7 bits for the magnitude and a bit for
+    the sign.
+    """
     return torch.arange(128, dtype=torch.bfloat16)
 
 
 @functools.cache
 def fp8_codebook() -> Tensor:
-    """Return the magnitudes of float8_e4m3fn codes: [128] bfloat16. The other bit of a code is the sign. All magnitudes
-    are exact.
+    """Return the magnitudes of float8_e4m3fn codes: [128] bfloat16. All of them are exact.
+
+    A code has 7 bits for the magnitude and a bit for the sign.
     """
     return torch.arange(128, dtype=torch.uint8).view(FP8).to(torch.bfloat16)
 

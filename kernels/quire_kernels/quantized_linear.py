@@ -39,7 +39,7 @@ from quire_kernels.quantization import (
 Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "mxfp4", "fp8"]
 
 PANEL_COLUMNS = 32
-"""Number of output columns in a panel; it is kColumns in csrc/tile.h."""
+"""Number of output columns in a panel; csrc/tile.h calls it kColumns."""
 _INPUTS_MULTIPLE = 16
 MIN_CAPABILITY_FOR_FP8 = (8, 9)
 """Lowest compute capability (major, minor) at which a GPU has instructions for float8_e4m3fn."""

@@ -14,7 +14,9 @@ from quire_kernels.kv_cache_write import write_kv
 
 @Op
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In each head, rotate each pair of elements i and i + dim / 2 by angle i of the token's position.
+    """In each head, rotate each pair of elements i and i + dim / 2.
+
+    The angle of the rotation depends on i and on the position of the token.
 
     The elements from index `dim` on are not changed.
 

@@ -60,9 +60,9 @@ class SmallBatchDecoder:
 def build_small_batch_decoder(
     layers: Sequence[LayerWeights], heads: AttentionShape, eps: float
 ) -> SmallBatchDecoder | None:
-    """Return the layers, or None if they cannot or must not be used.
+    """Return the layers, or None if they cannot be used.
 
-    They are used if QUIRE_KERNELS selects their kernel for the device, and if all weights are plain bfloat16 or
+    They can be used if QUIRE_KERNELS selects their kernel for the device, and if all weights are plain bfloat16 or
     float32. float16 is not supported: the inputs are multiplied before they are normalised, and float16 does not have
     enough range for that.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
-"""Number of heads of a token that one program processes. With a head size of 128, these are 2 KiB in bfloat16."""
+"""A program processes this many heads of a token. With a head size of 128, 8 heads take 2 KiB in bfloat16."""
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, addresses: Tensor) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer arithmetic on the host, which computes the sizes of kernel launches.
+"""Integer arithmetic with which the host computes the sizes of kernel launches.
 
 Triton has the same functions, but since release 3.6 they belong to its compiler, and each call takes 3 us. The two
 launches of a LoRA delta call these functions eighteen times. On a Zen 5 core, the two launches take 46 us with the
-functions of this module and 88 us with Triton's functions. The launches of attention take 42 us instead of 60 us. A
-step that is not replayed from a CUDA graph makes all these launches in each layer.
+functions of this module and 88 us with Triton's functions. The attention launches take 42 us instead of 60 us. A step
+that is not replayed from a CUDA graph makes all these launches in each layer.
 """
 
 

@@ -7,9 +7,9 @@ base output.
 A program processes one tile of `TokenRouting`, which has up to 16 tokens of the same adapter. These tokens can be
 anywhere in the batch. Several programs share the input features of a linear (split-K). Each of them writes its partial
 sums to a plane of its own, and the expand kernel adds the planes in a fixed order. Therefore, no buffer has to be
-cleared, no atomics are needed, and the result is deterministic. Grids and constants depend only on the sizes of the
-step and of the slots. The programs read the LoRA rank of an adapter on the device, so a captured step stays valid when
-the adapters in the slots change.
+cleared, no atomics are needed, and the result is deterministic. The grids and constants of the kernels depend only on
+the sizes of the step and of the slots. The programs read the LoRA rank of an adapter on the device, so a captured step
+stays valid when the adapters in the slots change.
 
 On devices that support programmatic dependent launch (see pdl.py), the expand kernel is launched while the shrink
 kernel is still running.

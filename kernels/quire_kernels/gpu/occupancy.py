@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calculation of how many programs of a compiled Triton kernel a multiprocessor can run at the same time.
+"""Occupancy: how many programs of a compiled Triton kernel can run on a multiprocessor at the same time.
 
 The number depends on the registers, the shared memory and the threads of the kernel.
 

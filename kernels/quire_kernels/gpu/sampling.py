@@ -183,9 +183,9 @@ def _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK: tl.con
 def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
     """Find the threshold of a filter, and return its float32 bits.
 
-    The threshold is the smallest weight, but at least `low`, for which the sum of all larger weights is less than
-    `target`. If COUNTS is true, the number of larger weights is compared with `target` instead of their sum. The result
-    is either the weight of a token or `low`.
+    The threshold is the smallest weight for which the sum of all larger weights is less than `target`. It is never less
+    than `low`. If COUNTS is true, the number of larger weights is compared with `target` instead of their sum. The
+    result is either the weight of a token or `low`.
     """
     # The bits of 1.0, the weight of the most likely token: no weight is larger.
     high = 0x3F800000

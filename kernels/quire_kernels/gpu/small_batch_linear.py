@@ -3,10 +3,10 @@
 
 The same kernel also computes the norm before the product and the epilogue after it.
 
-With 1 to 8 tokens, the time depends on how fast the weights are read. A program computes 16 outputs and reads all their
-inputs. Each program requests its first weights before it waits for the previous kernel. While that kernel ends, the
-memory is therefore already busy (see pdl.py). Every program waits for the previous kernel before it reads inputs or
-writes outputs.
+With 1 to 8 tokens, the time depends on how fast the weights are read. A program computes 16 outputs, and reads all
+inputs for them. Each program requests its first weights before it waits for the previous kernel. While that kernel
+ends, the memory is therefore already busy (see pdl.py). Every program waits for the previous kernel before it reads
+inputs or writes outputs.
 
 The norm needs no separate pass. The kernel multiplies the weights by x * g instead of x / rms * g, and divides the
 result by rms at the end. The sums are computed in a fixed order, so the same batch always gives the same bits.
@@ -29,8 +29,10 @@ _DEPTH = 256
 _STAGES = 4
 _WARPS = 4
 _PREFETCHED = 1024
-"""For each of its outputs, a program requests the weights of this many inputs before it waits. These weights are 32 KB
-for each program. With 6,144 outputs, they are 12 MB for the launch, which is a quarter of the L2 cache.
+"""For each of its outputs, a program requests the weights of this many inputs before it waits for the previous kernel.
+
+These weights are 32 KB for each program. With 6,144 outputs, they are 12 MB for the launch, which is a quarter of the
+L2 cache.
 """
 
 

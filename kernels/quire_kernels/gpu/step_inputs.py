@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computation of a step's inputs from the state of the sequences on the device, in one launch before the step."""
+"""Kernel that computes the inputs of a step from the state of the sequences, in one launch before the step."""
 
 import triton
 import triton.language as tl

@@ -50,7 +50,7 @@ class CelRule:
     def fields(self) -> list[FieldPath]:
         """Paths of the fields that the rule reads.
 
-        The paths are relative to the rule's schema, and have the order of the expression.
+        The paths are relative to the rule's schema. They are in the order in which the expression contains them.
         """
         return [tuple(match.group(1)[1:].split(".")) for match in _FIELD_REFERENCE.finditer(self.expression)]
 

@@ -361,7 +361,7 @@ class LLMService:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports on which a pod accepts connections from other pods: their numbers, by port name."""
+        """The number of each port on which a pod accepts connections from other pods, by port name."""
         openai_port, runtime = self.openai_port, self.spec.runtime
         hidden = set(constants.SERVER_PROTOCOLS) - set(runtime.expose)
         ports = {name: port for name, port in runtime.ports.by_name.items() if name not in hidden}

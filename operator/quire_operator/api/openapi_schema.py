@@ -135,7 +135,7 @@ def _check_pattern(validator: Any, pattern: str, value: object, schema: Schema) 
 def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem]:
     """Yield a problem for each duplicate entry in a list.
 
-    Only lists whose x-kubernetes-list-type is map or set must not contain duplicates.
+    Duplicates are a problem only if the x-kubernetes-list-type of the list is map or set.
     """
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})

@@ -34,7 +34,7 @@ _BOUND_MESSAGES = {
 
 
 PathsByName = Mapping[str, Sequence[FieldPath]]
-"""The paths of all fields that have the same normalized name (see `normalize_name`), by that name."""
+"""For each normalized name (see `normalize_name`), the paths of the fields that have this name."""
 
 _VLLM_ALIASES = {
     "maxloras": "maxloaded",
@@ -136,8 +136,9 @@ def closest_match(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def field_paths(schema: Schema, path: FieldPath) -> Iterator[FieldPath]:
-    """Yield the path of every field in the schema, which is the schema at `path`. Fields of list entries are
-    omitted.
+    """Yield the path of every field in a schema. Fields of list entries are omitted.
+
+    `path` is the path of the schema itself.
     """
     for name, field in schema.get("properties", {}).items():
         yield (*path, name)

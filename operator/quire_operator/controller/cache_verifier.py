@@ -95,7 +95,7 @@ class CacheVerifier:
             raise CacheDiverged(f"the watch of {resource.plural} is stale: {difference}")
 
     def _evict_deleted_services(self, stale: set[_StaleObject]) -> set[_StaleObject]:
-        """Remove the services that the API server no longer lists from the cache, and return them.
+        """Remove from the cache the services that the API server no longer lists, and return them.
 
         If an object is deleted while kopf has no watch, kopf does not report a DELETED event for it.
         """

@@ -47,8 +47,8 @@ _OUTAGE_RETRY_S = 30.0
 because no event reports that the outage has ended.
 """
 _STUCK_AFTER_S = 900.0
-"""The work queue counts as stuck if a worker has not finished a service within this number of seconds after it became
-due.
+"""The work queue counts as stuck if a service has waited for more than this number of seconds, or if a worker has
+worked on it for longer than that.
 """
 
 
@@ -261,8 +261,9 @@ class Controller:
         return ""
 
     def stuck_service(self) -> str:
-        """Return a message if a worker takes too long to start or to finish a service. Otherwise, return an empty
-        text.
+        """Return a message if a service has waited for too long, or if a worker has worked on it for too long.
+
+        Otherwise, return an empty text.
         """
         age_s = self.queue.oldest_age_s
         return f"the work queue is stuck: a service waits since {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""

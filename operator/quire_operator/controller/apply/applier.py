@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applier, which applies manifests and deletes obsolete objects of a service.
 
-Only those manifests are applied that differ from the existing objects.
+It applies only the manifests that differ from the existing objects.
 
 The applier never changes an object that belongs to another owner. If such an object has the same name as a manifest,
 the applier does not write anything. It is called by the reconciler, and does not depend on plans or on the status.
@@ -52,10 +52,10 @@ _ORDERED_KINDS = (
     (resources.JOB,),
     (resources.DEPLOYMENT,),
 )  # fmt: skip
-"""The kinds in the order in which they are written, in groups.
+"""Groups of kinds.
 
-All other kinds are written last. If the API server rejects an object, the groups after it are not written. Otherwise,
-the pods of a new Deployment would wait for an object that is missing.
+The groups are written in this order, and all other kinds are written after them. If the API server rejects an object,
+the groups after it are not written. Otherwise, the pods of a new Deployment would wait for an object that is missing.
 """
 
 
@@ -271,7 +271,7 @@ class Applier:
             await self._delete(resource, namespace, meta["name"], meta["uid"])
             object_text = f"{resource.kind} {namespace}/{meta['name']}"
             raise PendingDeletion(
-                f"{object_text} belongs to a deleted service; the operator deletes it before it creates its own"
+                f"{object_text} belongs to a deleted service; the operator deletes it before it creates a new one"
             )
         owner = f"belongs to {owner_names[0][0]} {owner_names[0][1]!r}" if owners else "has another owner"
         raise OwnershipConflict(

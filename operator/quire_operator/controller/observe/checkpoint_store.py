@@ -136,7 +136,7 @@ class CheckpointStore:
     async def _get(self, request: _Request, variant: tuple[str, ...], parse: Parser[Any]) -> Any:
         """Return the result of `parse` for a source.
 
-        If the result depends on more values than the source, `variant` contains them.
+        If the result also depends on other values, `variant` contains them.
         """
         source, service = request.source, request.service
         namespace = service.namespace or ""

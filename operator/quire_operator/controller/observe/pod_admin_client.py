@@ -33,15 +33,13 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
-"""Timeout for a visit, which can consist of several requests to one pod. A new adapter must reach every pod that
-responds within 5 s. This time includes a wait for the previous pass to end.
+"""Timeout for a visit, which can consist of several requests to one pod. Within 5 s, a new adapter must reach every pod
+that responds. This time includes a wait for the previous pass to end.
 """
 UNRESPONSIVE_TIMEOUT_S = 1.0
 """Timeout for a visit to a pod that did not respond to its last visit."""
 _FULL_TIMEOUT_INTERVAL_S = 30.0
-"""Interval at which an unresponsive pod is visited again with TOTAL_TIMEOUT_S. The pod may only be slow, and not
-dead.
-"""
+"""Interval at which an unresponsive pod is visited again with TOTAL_TIMEOUT_S. The pod may be slow instead of dead."""
 MAX_RESPONSE_BYTES = 16 * 2**20
 """Maximum size of a response. If 4,096 adapters have failed, the status of a pod has about 4 MB."""
 _MAX_ERROR = 300

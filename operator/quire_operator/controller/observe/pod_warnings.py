@@ -39,7 +39,7 @@ class PodWarnings:
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
         self._warnings: dict[str, tuple[float, str]] = {}
-        """The next time at which a pod's events are listed, and the pod's last warning, by the pod's uid."""
+        """For each pod, by its uid: the time at which its events are listed next, and its last warning."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
         """Return the same pods. If the containers of a pod do not start, its field `waiting` contains the warning of

@@ -122,7 +122,7 @@ class SecretStore:
         self._store(namespace, name, CachedSecret(asyncio.get_running_loop().time(), body))
 
     def invalidate(self, namespace: str, name: str) -> None:
-        """Remove a Secret that has changed from the cache."""
+        """Remove a changed Secret from the cache."""
         self._cached_secrets.pop((namespace, name), None)
 
     def forget_service(self, key: ServiceKey) -> None:

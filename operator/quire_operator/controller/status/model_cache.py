@@ -261,7 +261,7 @@ def _secret_hint(path: FieldPath, source: Source) -> str:
 
 
 def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | None:
-    """Return the condition of the given type, or None if the Job does not have it with the status True."""
+    """Return the Job's condition of the given type if the status of the condition is True. Otherwise, return None."""
     conditions = ((job or {}).get("status") or {}).get("conditions") or ()
     return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
 

@@ -208,7 +208,7 @@ def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 _CREATING_REASONS = ("ContainerCreating", "PodInitializing")
-"""Reasons of containers that are waiting for volumes, for the network or for an earlier container."""
+"""Waiting reasons of containers that wait for volumes, for the network or for an earlier container."""
 
 
 def _container_statuses(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -28,7 +28,7 @@ class PodProblem:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """How far the Deployment has progressed to one generation of the service."""
+    """How far the rollout of one generation of the service has progressed."""
 
     desired_replicas: int
     """Number of desired pods."""
