@@ -34,7 +34,10 @@ FeedForward: TypeAlias = MLP | MoE
 
 
 class LlamaDecoderLayer(Module):
-    """A decoder layer: attention and MLP, which both read the normalized residual stream and add their output to it."""
+    """A decoder layer, which consists of attention and an MLP.
+
+    Both read the normalized residual stream, and add their output to the residual stream.
+    """
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
     MLP: ClassVar[type[MLP]] = MLP

@@ -49,8 +49,8 @@ class OPTAttention(Attention):
 
 
 class OPTDecoderLayer(Module):
-    """Attention and MLP, each added to the residual stream. Norms come before attention and MLP, or after each
-    addition.
+    """Attention and MLP, each added to the residual stream. The norms come either before attention and before the MLP,
+    or after each of the two additions, depending on the checkpoint.
     """
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
@@ -63,7 +63,10 @@ class OPTDecoderLayer(Module):
         self.activate = ACTIVATIONS[shape.activation]
 
     def __call__(self, hidden: Tensor, kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """Apply the layer to [num_tokens, hidden_size]; works in place unless norms come after the additions."""
+        """Apply the layer to `hidden`, [num_tokens, hidden_size].
+
+        If the norms come before attention and MLP, the result is `hidden` itself, which is changed in place.
+        """
         if self.norm_first:
             hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, batch, residual=hidden)
             return self.mlp(self.final_layer_norm(hidden), batch, residual=hidden)

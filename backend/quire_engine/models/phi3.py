@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phi-3 and Phi-4-mini: Llama, except that checkpoints and adapters have one fused layer for q, k, v and one for gate,
-up.
+"""Phi-3 and Phi-4-mini: Llama with fused linear layers.
 
-Sliding windows, long-context rotary embeddings and partly rotated heads are part of the model config.
+Checkpoints and adapters have one fused layer for q, k and v, and one for gate and up. This module has no code for
+sliding windows, for long contexts or for heads of which only a part is rotated: the model config describes these.
 """
 
 from quire_engine.models.layers.attention import RotaryAttention

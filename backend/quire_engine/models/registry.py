@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the model class for the architecture name in a checkpoint's config.json.
 
-A new architecture needs a row in `quire_spec/model/architectures.py`, and a class with the architecture's name in the
-module that the row names, or an alias below. The architecture also needs a row in `tests/support/tiny_checkpoints.py`,
-so that the tests compare it with transformers and peft.
+To add an architecture, add a row to `quire_spec/model/architectures.py`. The row contains the name of a module. In this
+module, define a class that has the architecture's name; if an existing class can be used, add an alias below instead.
+Then add a row to `tests/support/tiny_checkpoints.py`, so that the tests compare the architecture with transformers and
+peft.
 """
 
 import importlib
@@ -16,8 +17,11 @@ _ALIASES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
 }
-"""Architectures that differ from another architecture only in configuration: sliding windows, biases on q, k and v,
-layers without rope. Other parts of the model, such as image encoders, are not served.
+"""Maps an architecture to the name of the class that it uses.
+
+These architectures differ from the architecture of that class only in their configuration, for example in sliding
+windows, in biases on q, k and v, or in layers without rope. Other parts of these models, such as image encoders, are
+not served.
 """
 
 

@@ -44,8 +44,8 @@ class CallGrammar:
     """Grammar of the calls in one format."""
 
     start: str
-    """Text of the mark before a call; empty if the format has no mark, in which case an output consists of either calls
-    or text."""
+    """Text of the mark that comes before a call. It is empty if the format has no such mark. In that case, an output
+    consists either of calls or of text."""
     call: str
     """Expression for the call that follows the mark."""
     separator: str | None
@@ -70,8 +70,8 @@ class Marks:
 
 
 def json_calls(tools: Sequence[Tool], arguments_key: str) -> tuple[str, tuple[str, ...], dict[str, Mapping[str, Any]]]:
-    """Return the expression, the rules and the parts of a call that is written as one JSON object with a name and
-    arguments."""
+    """Return the expression, the rules and the parts of the grammar for a call. The call is a JSON object that contains
+    a name and arguments."""
     rules = tuple(
         f'call_{i}: {quote(_json_head(tool.name, arguments_key))} @arguments_{i} "}}"' for i, tool in enumerate(tools)
     )

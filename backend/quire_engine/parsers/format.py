@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a tool call format, and the handling of content around calls, which all formats share."""
+"""The interface that every tool call format implements. The code here that handles the text around calls is the same
+for all formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Content:
         """True directly after a call or reasoning, where line breaks are dropped."""
 
     def write(self, text: str) -> Iterator[Event]:
-        """Emit text, except for line breaks at its end."""
+        """Emit text, but withhold the line breaks at its end."""
         if self._at_start:
             text = text.lstrip("\n")
             self._at_start = not text
@@ -46,7 +47,7 @@ class Content:
         yield ContentDelta(emitted)
 
     def cut(self) -> None:
-        """Drop the withheld line breaks and the line breaks that follow next."""
+        """Drop the line breaks that are withheld, and those with which the next text begins."""
         self._line_breaks, self._at_start = "", True
 
     def finish(self) -> Iterator[Event]:
@@ -67,7 +68,7 @@ class LeadingCalls(ABC):
         self._content = Content()
         self._num_calls = 0
         self._is_content = False
-        """True while text is content, because calls are possible only after the next start mark."""
+        """True while all text is content, because the next call can begin only after another start mark."""
 
     def cut(self) -> None:
         """Drop the line breaks before and after the current position."""

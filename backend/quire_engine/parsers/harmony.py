@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of gpt-oss (Harmony), which contain reasoning, answer and tool calls in channels.
+"""The output format of gpt-oss (Harmony). An output consists of messages, and each message belongs to a channel.
 
-`<|channel|>analysis<|message|>...<|end|>` is reasoning, channel final is the answer, and channel commentary with the
-recipient `functions.NAME` is a call that ends with `<|call|>`.
+A message `<|channel|>analysis<|message|>...<|end|>` contains reasoning. A message in the channel `final` contains the
+answer. A message in the channel `commentary` that has the recipient `functions.NAME` is a tool call; it ends with
+`<|call|>`.
 """
 
 import re
@@ -25,7 +26,7 @@ class HarmonyFormat:
 
     def __init__(self) -> None:
         self._header: str | None = ""
-        """Text of the header so far; None inside a message."""
+        """The part of the current message's header that has arrived. None while the body of a message is read."""
         self._body = "content"
         """Kind of the message that is being read: content, reasoning or call."""
         self._num_calls = 0
@@ -37,7 +38,8 @@ class HarmonyFormat:
         return self._header is None and self._body == "reasoning"
 
     def cut(self) -> None:
-        """Do nothing: messages in channels have exact limits, so line breaks are never dropped."""
+        """Do nothing. In this format, marks show where each message begins and ends, so line breaks are never
+        dropped."""
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         """Take the next lexeme."""
@@ -86,12 +88,12 @@ def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGra
 
 
 def messages_before_answer(marks: Marks) -> str:
-    """Return the grammar expression that matches reasoning and other messages before an answer or a call."""
+    """Return the grammar expression for the messages that can come before an answer or a call, such as reasoning."""
     channel, message = marks.terminal(_CHANNEL), marks.terminal(_MESSAGE)
     end = f'{marks.terminal("<|end|>")} {marks.terminal("<|start|>")} "assistant"'
     return f'({channel} ("analysis" | "commentary") {message} TEXT {end})*'
 
 
 def answer_message(marks: Marks, text: str) -> str:
-    """Return the grammar expression that matches an answer message that contains `text`."""
+    """Return the grammar expression for a message that contains an answer. `text` is the expression for the answer."""
     return f'{marks.terminal(_CHANNEL)} "final" {marks.terminal(_MESSAGE)} {text}'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads one tool call written as a JSON object with a name and arguments, character by character.
+"""Reads one tool call character by character. The call is a JSON object that contains a name and arguments.
 
 The formats of Hermes, Llama and Mistral use this reader.
 """
@@ -25,8 +25,8 @@ class JsonCallReader:
         self._object = JsonObjectReader()
         self._name_text = ""
         self._arguments = ""
-        """Arguments that are withheld until the name is known; arguments in a string are withheld until the string is
-        complete."""
+        """Arguments that are withheld because the name of the tool is not known yet. Some models write the arguments as
+        JSON inside a string; these are withheld until the string is complete."""
         self._has_arguments = False
         self._is_quoted = False
         """True if the arguments are a string that contains JSON."""

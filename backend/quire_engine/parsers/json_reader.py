@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental reader of JSON text: finds the end of a value, and yields the values of an object's keys as they arrive.
+"""Reads JSON text while it arrives: finds the end of a value, and yields the text of each value in an object.
 
-Only structure and strings are checked, not literals, because the text is passed on unchanged. The formats of tool calls
-use this reader.
+The text is passed on unchanged. Therefore, the reader checks only the structure and the strings, and does not check
+numbers and other literals. The formats of tool calls use this reader.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits an output into text and marks such as `<tool_call>`, from token ids and text that arrive in increments.
+"""Splits an output into text and marks such as `<tool_call>`. The output arrives in increments of token ids and text.
 
 A mark that is one token of the vocabulary is recognised only by its token id; the same characters in ordinary tokens
 are text. A mark without a token of its own is recognised by its characters. The parser of each output owns a lexer.
@@ -26,7 +26,7 @@ class Lexeme:
 
 
 class Lexer:
-    """The lexer of one output. Takes time linear in the output's length."""
+    """The lexer of one output. The time that it takes is proportional to the length of the output."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Lexer:
         )
         self._num_decoded_chars = 0
         self._mark_spans: deque[tuple[int, int, bool]] = deque()
-        """Marks whose text has not arrived: start and end offset in the output, and a flag that is False for skipped
-        tokens."""
+        """Marks and skipped tokens whose text has not arrived yet. An entry contains the start and the end offset in
+        the output, and a flag that is True for a mark and False for a skipped token."""
         self._token_ends: deque[int] = deque()
-        """End offsets of the tokens whose text was not returned yet."""
+        """For each token whose text was not returned yet: the offset in the output at which this text ends."""
         self._offset = 0
         """Number of characters of the output before `_text`."""
         self._text = ""
@@ -67,8 +67,9 @@ class Lexer:
     def feed(self, token_ids: Sequence[int], text: str, finished: bool = False) -> Iterator[Lexeme]:
         """Yield the lexemes that are completed by the next tokens.
 
-        `text` is the next part of the output with its special tokens. `text` can end before the text of these
-        tokens, because possible parts of a stop string are withheld, but never after it.
+        `text` is the next part of the output, and includes the text of special tokens. `text` can be shorter than the
+        text of the tokens in `token_ids`, because text that may be part of a stop string is withheld. `text` never
+        contains text of later tokens.
         """
         if self._detokenizer is not None:
             for token_id in token_ids:
@@ -94,8 +95,8 @@ class Lexer:
             yield self._take(self._offset + len(self._text))
 
     def _plain_text(self, end: int, complete: bool) -> Iterator[Lexeme]:
-        """Yield the text before `end`, split at the marks that it contains as characters. If `complete` is False, text
-        at the end that may be the beginning of a mark is kept for later.
+        """Yield the text before `end`, and split it at the marks that are written as ordinary characters. If `complete`
+        is False, text at the end that may be the beginning of a mark is kept for later.
         """
         if self._written_marks is not None:
             while (match := self._written_marks.search(self._text, 0, max(0, end - self._offset))) is not None:

@@ -25,7 +25,7 @@ class LlamaJsonFormat(LeadingCalls):
         super().__init__()
         self._call: JsonCallReader | None = None
         self._between = ""
-        """Text since the last call, before the next call begins."""
+        """Text that has arrived after the last call and before the next one."""
 
     def _take(self, char: str) -> Iterator[Event]:
         if self._call is None:

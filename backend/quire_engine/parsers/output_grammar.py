@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grammar of a chat output: reasoning, then tool calls, text or a constrained answer.
 
-The text process builds this grammar if tools are required, named or strict, or if the answer of a reasoning model is
-constrained. The process that checks constraints compiles the grammar together with the JSON schemas to which the
-grammar refers.
+The text process builds this grammar if the request requires a tool call, names a function or contains a strict tool. It
+also builds the grammar if the request constrains the answer of a reasoning model. The grammar refers to JSON schemas.
+The process that checks constraints compiles it together with these schemas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,8 @@ _CALL_GRAMMARS: Mapping[str, Callable[[Sequence[Tool], Marks, bool], CallGrammar
 }
 _TEXT = r"TEXT: /(.|\n)*/"
 _NO_CALL = r"NO_CALL: /[^\[{](.|\n)*/"
-"""Text that is not a call, in formats without a mark before calls: text that does not begin with [ or {."""
+"""The rule for text that is not a call, in formats that have no mark before calls. Such text does not begin with [ or
+{."""
 
 
 def compose_grammar(
@@ -40,11 +41,11 @@ def compose_grammar(
     reasoning: str,
     answer: Mapping[str, Any] | None,
 ) -> ComposedConstraint | None:
-    """Return the constraint of a chat output; None if the output has no constraint, or if `answer` alone is its
-    constraint.
+    """Return the constraint of a chat output.
 
-    `reasoning` is the state of the prompt, see `reasoning_state`. `answer` is the constraint in the request itself, as
-    JSON.
+    The result is None if the output has no constraint, or if `answer` alone is its constraint. `reasoning` is the state
+    of the reasoning at the end of the prompt, as `reasoning_state` returns it. `answer` is the constraint that the
+    request itself contains, as JSON.
     """
     is_required = parsing.tool_choice in ("required", "function")
     if is_required:
@@ -78,7 +79,8 @@ def _calls(
     tools: Sequence[Mapping[str, Any]],
     is_needed: bool,
 ) -> CallGrammar | None:
-    """Return the grammar of the calls, or None if it is not needed and the tools are not strict."""
+    """Return the grammar of the calls. Return None if calls are not allowed, or if the grammar is not needed and no
+    tool is strict."""
     if parsing.function is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == parsing.function]
     is_strict = any(tool["function"].get("strict") for tool in tools)
@@ -98,8 +100,11 @@ def _required(calls: CallGrammar, marks: Marks) -> str:
 
 
 def _optional(calls: CallGrammar, marks: Marks, rules: list[str], answers: Sequence[str]) -> list[str]:
-    """Return the alternatives for an output in which calls are optional: calls between texts, or the constrained
-    answer."""
+    """Return the alternatives of an output in which calls are optional.
+
+    If the answer is constrained, an output consists either of calls or of the answer. Otherwise, calls can come between
+    texts, provided that the format has a mark before calls.
+    """
     if answers:
         return [_required(calls, marks), *answers]
     if not calls.start:
@@ -119,7 +124,7 @@ def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -
 
 
 def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:
-    """Return the expression that matches any text up to and including a mark."""
+    """Return the expression that matches any text and the mark at which the text ends."""
     if mark in marks.special:
         return f"TEXT {marks.terminal(mark)}"
     rules.append(f"{name}[lazy]: TEXT {quote(mark)}")

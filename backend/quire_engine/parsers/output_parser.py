@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of one chat output: extracts content, reasoning and tool calls from token ids and text as they arrive.
+"""The parser of one chat output. It extracts content, reasoning and tool calls while token ids and text arrive.
 
     parser = create_parser(ParserNames("hermes", "qwen3"), tokenizer, tools=tools)
     for delta in deltas:
@@ -52,7 +52,7 @@ class OutputParser:
         new_call_id: Callable[[], str],
         parallel_tool_calls: bool,
     ) -> None:
-        """If `parallel_tool_calls` is False, all calls except the first one are dropped."""
+        """If `parallel_tool_calls` is False, the parser returns only the first call and drops all others."""
         self.num_reasoning_tokens = 0
         """Number of reasoning tokens so far, without the marks."""
         self._format = output_format
@@ -113,8 +113,11 @@ def create_parser(
 
 
 def reasoning_state(names: ParserNames, prompt: str) -> str:
-    """Return the state of the reasoning at the end of a rendered prompt: open, done, or possible if the prompt ends
-    without a mark."""
+    """Return the state of the reasoning at the end of a rendered prompt.
+
+    The state is "open" if the reasoning has begun, "done" if it has ended, and "possible" if the prompt ends without a
+    mark.
+    """
     start, end = REASONING_MARKS.get(names.reasoning_parser or "", ("", ""))
     text = prompt.rstrip()
     if end and text.endswith(end):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a checkpoint's parsers, which are configured or detected from the chat template and the added tokens."""
+"""Names of a checkpoint's parsers.
+
+The names are configured, or they are detected in the chat template and in the added tokens of the tokenizer.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ REASONING_MARKS = {
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""Marks at the beginning and the end of the reasoning, by the name of the reasoning parser."""
+"""Maps the name of each reasoning parser to the two marks between which the model writes its reasoning."""
 HARMONY, _HARMONY_REASONING = "openai", "openai_gptoss"
 _TOOL_CALL_MARKS = (
     ("qwen3_coder", "<function="),
@@ -24,8 +27,8 @@ _TOOL_CALL_MARKS = (
     ("llama3_json", '"parameters": '),
     ("pythonic", "[func_name"),
 )
-"""Name of each parser, with a text that occurs in templates of its format. The first text that a template contains
-selects the parser."""
+"""Pairs of a parser's name and a text that occurs in chat templates of its format. The first entry whose text occurs in
+a template selects the parser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,16 @@ class ParserNames:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether outputs consist of messages in channels; reasoning and calls are such messages too."""
+        """Whether outputs consist of messages in channels, so that the answer, reasoning and calls are separate
+        messages."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
 
     def check_thinking_budget(self, num_tokens: int | None) -> None:
-        """Raise InvalidArgument if a thinking budget is set for a format whose marks around reasoning are unknown or
-        depend on channels."""
+        """Raise InvalidArgument if a thinking budget is set, but the format of the reasoning does not support one.
+
+        A budget requires known marks before and after the reasoning. A format that writes messages in channels has no
+        such marks.
+        """
         if num_tokens is not None and (self.reasoning_parser not in REASONING_MARKS or self.is_harmony):
             raise InvalidArgument(
                 "sampling parameter 'thinking_token_budget': not possible, because the format of this model's "
@@ -53,7 +60,10 @@ class ParserNames:
             )
 
     def reasoning_mark_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Return the value for SequenceRequest.reasoning_marks; call this only after `check_thinking_budget`."""
+        """Return the marks of the reasoning as token ids, for SequenceRequest.reasoning_marks.
+
+        `check_thinking_budget` must be called first.
+        """
         start, end = (
             tokenizer.encode(mark, add_special_tokens=False) for mark in REASONING_MARKS[self.reasoning_parser or ""]
         )
@@ -62,7 +72,8 @@ class ParserNames:
 
     @classmethod
     def detect(cls, template: str, added_tokens: Iterable[str] = ()) -> Self:
-        """Detect the parsers that a checkpoint needs from its chat template and the added tokens of its tokenizer."""
+        """Return the parsers that a checkpoint needs. They are detected in its chat template and in the added tokens of
+        its tokenizer."""
         known = set(added_tokens)
         if "<|channel|>" in template or {"<|channel|>", "<|constrain|>"} <= known:
             return cls(HARMONY, _HARMONY_REASONING)
@@ -70,7 +81,8 @@ class ParserNames:
         return cls(next((name for name, mark in _TOOL_CALL_MARKS if mark in template), None), reasoning)
 
     def configured(self, tool_call_parser: str, reasoning_parser: str) -> "ParserNames":
-        """Return the configured names; where the configuration is auto, the name in this object is used."""
+        """Return the names that the configuration sets. If it sets a name to "auto", the name in this object is
+        used."""
         return ParserNames(
             _choose(tool_call_parser, self.tool_call_parser), _choose(reasoning_parser, self.reasoning_parser)
         )

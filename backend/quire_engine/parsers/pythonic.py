@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Llama 3.2 and Llama 4 as a Python list: `[f(a=1), g(b="x")]`.
 
-The end of a Python list cannot be found without parsing, so the list is withheld until its brackets are balanced.
+A list must be parsed as a whole, so its text is withheld until the last bracket is closed.
 """
 
 import ast
@@ -17,7 +17,7 @@ from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCall
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_CHARS = 65_536
 _MAX_DEPTH = 64
-"""Maximum nesting depth of brackets; it is limited, because Python's parser is recursive."""
+"""Maximum nesting depth of brackets. The depth is limited because Python's parser is recursive."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 

@@ -162,8 +162,8 @@ def _json_types(value: object) -> set[str]:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls. Values of type string extend to the end mark of their parameter; other values are
-    JSON.
+    """Return the grammar of calls. A value of type string is any text up to the end mark of its parameter. All other
+    values are JSON.
     """
     rules = ["TEXT_VALUE: /(.|\\n)*/", f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}"]
     parts: dict[str, Mapping[str, Any]] = {}

@@ -26,14 +26,15 @@ class ReasoningFormat:
     def __init__(
         self, answer: ContentFormat, start: str = "<think>", end: str = "</think>", is_open: bool = False
     ) -> None:
-        """Set `is_open` if the prompt ends inside the reasoning, so that the output contains only the end mark."""
+        """Set `is_open` if the prompt ends inside the reasoning. In that case, the output contains only the end
+        mark."""
         self.marks = answer.marks | {start, end}
         self._answer = answer
         self._start, self._end = start, end
         self._state = "reasoning" if is_open else "begin"
         """State: begin, reasoning or answer."""
         self._line_breaks = ""
-        """Line breaks that are withheld before the reasoning begins or at its possible end."""
+        """Line breaks that are withheld, because they are dropped if the reasoning begins or ends after them."""
         self._has_text = False
 
     @property

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Async scheduling: advance the sequences of a step in flight, so that the next step can be planned before it
-completes.
+"""Async scheduling: the scheduler plans the next step while the current step is still in flight.
 
-The step will compute all tokens of its spans. A span that reaches the end of its sequence will also sample one token,
-and only the value of that token is unknown. PLACEHOLDER_TOKEN stands for it. The scheduler calls this module. Only when
-the step completes does it learn whether the sequence finished with that token.
+For this, the scheduler calls this module, which changes each sequence as if the step in flight were complete. It is
+known in advance which tokens the step will compute, and that a span at the end of its sequence will sample one more
+token. Only the value of the sampled token is unknown, so PLACEHOLDER_TOKEN stands for it. Whether a sequence finishes
+with that token is known only when the step is complete.
 
-Source: the placeholders of vLLM's async scheduling (v1/core/sched/async_scheduler.py). The overlap schedulers of
-SGLang (managers/overlap_utils.py) and mini-sglang resolve the values on the device, too.
+Source: the placeholders of vLLM's async scheduling (v1/core/sched/async_scheduler.py). The overlap schedulers of SGLang
+(managers/overlap_utils.py) and mini-sglang also replace placeholders by values on the device.
 """
 
 from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence, SequenceStatus

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the parts of a decoder layer: finds their linear layers and the checkpoint tensors that fill them."""
+"""Base class of the parts of a decoder layer.
+
+It finds the linear layers of a part, and the checkpoint tensors that fill the part's parameters.
+"""
 
 from collections.abc import Iterator
 
@@ -11,10 +14,10 @@ from quire_kernels import HugePageArena
 
 
 class Module:
-    """A part of a model. The attributes of a part have the names that the checkpoint uses, and are in the order in
-    which they are computed.
+    """A part of a model.
 
-    A merged linear layer is an exception: its slices have the names that the checkpoint uses.
+    Each attribute has the name that the checkpoint uses for it. The attributes are defined in the order in which the
+    model computes them. A merged linear layer is an exception: its slices have the names that the checkpoint uses.
     """
 
     def linears(self) -> Iterator[Linear]:
@@ -27,14 +30,15 @@ class Module:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the weights that `pack` repacks: linear layers and experts."""
+        """Size in bytes of the weights that `pack` repacks, which are those of linear layers and experts."""
         parts = vars(self).values()
         linears = sum(part.num_bytes for part in parts if isinstance(part, Linear))
         return linears + sum(part.packed_bytes for part in parts if isinstance(part, Module))
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of the weights that `pack` reads from the checkpoint, counted in the model's dtype."""
+        """Size in bytes of the weights that `pack` reads from the checkpoint, as if they were stored in the model's
+        dtype."""
         return sum(part.unread_bytes for part in vars(self).values() if isinstance(part, Linear | Module))
 
     def pack(self, arena: HugePageArena) -> None:

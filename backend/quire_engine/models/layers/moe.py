@@ -38,9 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class MoE(Module):
-    """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs. Each expert
-    is a gated MLP. With tensor parallelism each rank has a part of the intermediate features of every expert.
-    Subclasses define the tensor names of checkpoints that have one tensor per expert and projection.
+    """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs.
+
+    Each expert is a gated MLP. With tensor parallelism, every expert is divided among the ranks: each rank has a part
+    of the expert's intermediate features. Many checkpoints store one tensor for each projection of each expert. For
+    these checkpoints, a subclass defines the names of the tensors.
     """
 
     PATH: ClassVar[str] = "mlp"
@@ -72,7 +74,7 @@ class MoE(Module):
         self.communicator = factory.communicator
         self._factory = factory
         self._quantized_parts: tuple[list[WeightPart], list[WeightPart]] | None = None
-        """Parts of gate_up and of down, if `pack` reads them from the checkpoint."""
+        """The quantized parts of `gate_up`, and those of `down`. None unless `pack` reads them from the checkpoint."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
@@ -107,21 +109,24 @@ class MoE(Module):
         yield f"{prefix}gate.weight", self.router
 
     def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the tensors that fill `experts.gate_up`, in the order of its rows."""
+        """Yield the checkpoint tensors that fill `experts.gate_up`, in the order of the rows that they fill."""
         assert isinstance(self.experts.gate_up, Tensor)
         for expert, gate_up in enumerate(self.experts.gate_up):
             for name, weight in zip(self.EXPERT, gate_up.chunk(2), strict=False):
                 yield f"{prefix}experts.{expert}.{name}.weight", self._shard(weight, is_down=False)
 
     def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the tensors that fill `experts.down`, in the order of its rows."""
+        """Yield the checkpoint tensors that fill `experts.down`, in the order of the rows that they fill."""
         assert isinstance(self.experts.down, Tensor)
         for expert, down in enumerate(self.experts.down):
             yield f"{prefix}experts.{expert}.{self.EXPERT[2]}.weight", self._shard(down, is_down=True)
 
     def pack(self, arena: HugePageArena) -> None:
-        """See Module.pack. If there are kernels, quantized experts stay quantized and other experts are quantized as
-        configured."""
+        """See Module.pack.
+
+        Experts that are quantized in the checkpoint stay quantized if a kernel supports them; otherwise, they are
+        dequantized. If the configuration requires it, all other experts are quantized, see `quantize_experts`.
+        """
         assert isinstance(self.router, Tensor)
         self.router = pack_weight(self.router, arena)
         factory = self._factory
@@ -200,15 +205,16 @@ class MoE(Module):
 def _check_quantization(factory: ParamFactory, hidden_size: int, intermediate_size: int) -> None:
     if factory.quantization == "fp8" and not converts_fp8(factory.device):
         raise ConfigError(
-            "quantization: 'fp8' of experts requires a GPU of compute capability 8.9 or higher; use int8 or int4"
+            "quantization: 'fp8' is possible for experts only on a GPU of compute capability 8.9 or higher; "
+            "use int8 or int4"
         )
     sizes = hidden_size, intermediate_size
     if factory.quantization == "int4" and not all(supports_int4(size, GROUP_SIZE) for size in sizes):
         num_ranks = 1 if factory.communicator is None else factory.communicator.shard.size
         raise ConfigError(
-            f"quantization: 'int4' needs multiples of {GROUP_SIZE} input features, got {hidden_size} and "
-            f"{intermediate_size} of experts in each of {num_ranks} tensor-parallel ranks; use int8 or fp8, or a "
-            "smaller tensor_parallel_size"
+            f"quantization: 'int4' requires a number of input features that is a multiple of {GROUP_SIZE}, but the "
+            f"experts have {hidden_size} and {intermediate_size} in each of {num_ranks} tensor-parallel ranks; use "
+            "int8 or fp8, or a smaller tensor_parallel_size"
         )
 
 

@@ -2,8 +2,8 @@
 """Rotary position embedding: computes the angles from a checkpoint's rope config. `quire_kernels.apply_rope` applies
 them.
 
-All scalings follow the model releases that introduced them; modeling_rope_utils of transformers contains the same
-formulas.
+Each kind of scaling is computed as in the model release that introduced it. The module modeling_rope_utils of
+transformers contains the same formulas.
 """
 
 import math
@@ -15,7 +15,7 @@ from quire_spec.model.rope_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """Computes cosines and sines of positions."""
+    """Computes the cosines and sines by which queries and keys are rotated at each position."""
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope).to(device)
@@ -46,8 +46,12 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
-    """Return the radians per position for each pair, [rope.dim / 2] float32 on the CPU; `long_rope` selects the values
-    for long sequences."""
+    """Return, for each pair of features, the angle in radians by which the rotation grows from one position to the
+    next.
+
+    The result is [rope.dim / 2] float32 on the CPU. If `long_rope` is True, it contains the values for long
+    sequences.
+    """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "none":
@@ -72,8 +76,10 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep pairs that rotate many times within the trained length, stretch slow pairs by `factor`, and interpolate
-    between them.
+    """Keep the frequencies of pairs that rotate many times within the trained length, and stretch slow pairs by
+    `factor`.
+
+    The frequencies of the pairs between these two groups are interpolated.
 
     Source: https://arxiv.org/abs/2309.00071
     """

@@ -36,8 +36,9 @@ def num_vocab_rows(shape: ModelConfig, factory: ParamFactory) -> int:
 
 
 def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Tensor | None) -> Linear:
-    """Build the output projection without weights; `tied_embedding` is the embedding table if both share one
-    weight.
+    """Build the output projection; its weight is loaded later.
+
+    If the output projection shares its weight with the embedding, `tied_embedding` is the embedding table.
     """
     d_in, slices = shape.embedding_size, {"lm_head": num_vocab_rows(shape, factory)}
     if factory.quantization == "int4":
@@ -60,8 +61,10 @@ def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTar
 def parallel_embedding(
     batch: ForwardBatch, table: Tensor, adapters: ModuleSlots | None, communicator: Communicator | None
 ) -> Tensor:
-    """Return the embeddings of the batch, including its adapters, as a new tensor [num_tokens, embedding_size]. The
-    result is the sum over the shards of all ranks.
+    """Return the embeddings of the tokens of a batch as a new tensor [num_tokens, embedding_size].
+
+    If adapters change the embedding, the result contains their changes. If there are several ranks, each rank looks up
+    the tokens of its part of the vocabulary, and the result is the sum over all ranks.
     """
     ids = batch.token_ids
     if communicator is not None:
