@@ -16,18 +16,18 @@ BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 
 PLACEHOLDER_TOKEN = -1
-"""Stands in the output of a sequence for a token that the step in flight will sample."""
+"""Takes the place of a token that the step in flight will sample, until the value of the token is known."""
 MAX_ASYNC_LOGPROBS = 32
-"""Maximum log probabilities per token that can arrive on the host one step late; larger numbers would need
-device memory.
+"""Maximum number of log probabilities per token with async scheduling. They arrive on the host one step late, so a
+larger number would need more device memory.
 """
 
 
 class SequenceStatus(Enum):
     """State of a sequence.
 
-    WAITING -> RUNNING -> FINISHED. A sequence is WAITING_FOR_ADAPTER before its first step while its adapter is not in
-    a slot, and PREEMPTED between two runs.
+    The normal order is WAITING -> RUNNING -> FINISHED. Before its first step, a sequence is WAITING_FOR_ADAPTER while
+    its adapter is not in a slot. A sequence that was preempted is PREEMPTED until it runs again.
     """
 
     WAITING = "waiting"
@@ -57,22 +57,23 @@ class Logprob:
 
 @dataclass(eq=False, slots=True)
 class BeamGroup:
-    """The beams of one beam search: sequences with one prompt and outputs of one length, extended together."""
+    """The beams of one beam search. They are sequences that have the same prompt and equally long outputs, and each
+    step extends all of them."""
 
     id: int
     """Id of the first sequence of the request. Beams have this id and the `width - 1` ids after it."""
     width: int
     """Maximum number of beams."""
     num_candidates: int
-    """Number of continuations, over all beams, from which the next beams are chosen."""
+    """The next beams are chosen from this number of continuations. The number is for all beams together."""
     sequences: list["Sequence"]
     """The beams, best first. Before the first output token, there is only one beam."""
     scores: list[float] = field(default_factory=lambda: [0.0])
-    """Sum of the log probabilities of the output tokens of each beam."""
+    """For each beam: the sum of the log probabilities of its output tokens."""
 
     @property
     def can_decode(self) -> bool:
-        """True if all beams run, and each has keys and values of all its tokens except the last one."""
+        """True if all beams run, and the keys and values of all their tokens except the last one are computed."""
         return all(
             sequence.status is SequenceStatus.RUNNING and sequence.num_tokens - sequence.num_computed_tokens == 1
             for sequence in self.sequences
@@ -80,7 +81,8 @@ class BeamGroup:
 
     @property
     def num_unused_places(self) -> int:
-        """Number of further sequences, new beams and waiting beams, that can run if the group runs; otherwise 0."""
+        """Number of places that are reserved for new beams and for waiting beams of this group. 0 if no beam of the
+        group runs."""
         num_running = sum(sequence.status is SequenceStatus.RUNNING for sequence in self.sequences)
         return self.width - num_running if num_running else 0
 
@@ -93,26 +95,27 @@ class Sequence:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Sampling seed: params.seed, or one chosen at arrival."""
+    """Sampling seed. It is params.seed, or a seed that is chosen when the sequence arrives."""
     max_output_tokens: int
     """params.max_tokens, limited by max_model_len."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output: params.stop_token_ids and, unless ignore_eos is set, the model's stop tokens."""
     suppressed_token_ids: frozenset[int] = frozenset()
-    """Tokens that are not sampled before params.min_tokens is reached: all stop tokens, including the model's stop
-    tokens even if ignore_eos is set.
+    """Tokens that must not be sampled while the output has fewer than params.min_tokens tokens. Every stop token is
+    included. The model's stop tokens are included even if ignore_eos is set.
     """
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not occur in the output."""
     grammar: Grammar | None = None
     """State of the grammar that the output matches; None allows any output."""
     stop_strings: StopStrings | None = None
-    """Strings that end a beam. For other sequences, the text process searches for them."""
+    """Strings that end the output of a beam. The text process searches for the stop strings of all other sequences."""
     adapter_digest: AdapterDigest | None = None
     """Content digest."""
     cache_salt: str | None = None
     parent_id: int | None = None
-    """Id of an earlier sequence with the same prompt, adapter and salt, whose prompt blocks this fork shares."""
+    """For a fork: the id of an earlier sequence that has the same prompt, adapter and salt. The fork shares the blocks
+    of its prompt."""
     priority: int = 0
     """Sequences with a lower number run first."""
     arrival_time: float = 0.0
@@ -120,38 +123,42 @@ class Sequence:
 
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    """Output tokens. The last token can be PLACEHOLDER_TOKEN while its step is in flight and the next step is planned
-    or in flight.
+    """Output tokens. The last token can be PLACEHOLDER_TOKEN: when the next step is planned, the step that samples this
+    token may still be in flight.
     """
     output_logprobs: list[list[Logprob]] = field(default_factory=list)
-    """Log probabilities of the output tokens, for a beam whose request requires them."""
+    """Log probabilities of the output tokens. They are stored only for a beam, and only if its request requires
+    them."""
     num_computed_tokens: int = 0
-    """Keys and values of tokens [0, num_computed_tokens) are in the blocks. Tokens of the latest step in flight are
-    not counted.
+    """The blocks contain the keys and values of this many tokens, from the first token on. Tokens of the latest step in
+    flight are not counted.
     """
     block_table: list[BlockId] = field(default_factory=list)
     """If there is one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size). If there are
-    several groups, the blocks of all groups for these tokens are side by side, see KVLayout."""
+    several groups, each of them has a block for these tokens, and the entries of these blocks are next to each other,
+    see KVLayout."""
     num_freed_entries: int = 0
-    """Number of entries at the start of the table whose blocks have left the sliding window. The blocks belong to the
-    pool again, but the entries stay, so that the table on the device stays valid; attention ignores what it reads
-    there."""
+    """Number of entries at the start of the table whose blocks have left the sliding window. These blocks belong to the
+    pool again. Their entries stay, so that the copy of the table on the device remains valid. Attention ignores the
+    keys and values that it reads through these entries."""
     kept_blocks: list[BlockId] = field(default_factory=list)
-    """Blocks of the freed entries that the sequence keeps, because they belong to layers without a window."""
+    """Blocks of freed entries that the sequence keeps nevertheless, because they belong to layers without a sliding
+    window."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Content hashes of the full blocks of this sequence, as far as they are computed."""
+    """Content hashes of the full blocks of this sequence. The hashes of the last blocks may not be computed yet."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens that the prefix cache contained at the first run; None before the first run."""
     num_computed_prompt_logprobs: int = 0
-    """Number of prompt positions whose log probabilities are computed, if the request requires them."""
+    """If the request requires prompt log probabilities: the number of positions for which they are already computed."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     """Log probabilities of prompt positions computed so far; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
-    """Host copies of all blocks except the first `num_shared_blocks` ones; empty unless the sequence is swapped out."""
+    """If the sequence is swapped out: the blocks in host memory that contain copies of its blocks. The first
+    `num_shared_blocks` blocks of the sequence have no copies."""
     num_shared_blocks: int = 0
     """Number of blocks at the start of the table that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0
-    """While swapped out: tokens [0, num_swapped_tokens) are in the shared blocks and the host blocks."""
+    """If the sequence is swapped out: the shared blocks and the host blocks contain tokens [0, num_swapped_tokens)."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, int, int] = (0, 0, 0)
@@ -167,18 +174,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of tokens of the prompt and of the output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def held_blocks(self) -> list[BlockId]:
-        """The blocks in the table of this sequence to which it has a reference."""
+        """The blocks to which this sequence has a reference."""
         return self.kept_blocks + self.block_table[self.num_freed_entries :]
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Number of tokens that can be computed independently of other beams: all tokens, or, for a beam, all except
-        the last one.
+        """Number of tokens that this sequence can compute independently of other beams. These are all its tokens. If
+        its group has other beams, the last token is not included.
         """
         has_siblings = self.beam_group is not None and len(self.beam_group.sequences) > 1
         return self.num_tokens - 1 if has_siblings else self.num_tokens
@@ -216,7 +223,10 @@ class Sequence:
 
     @property
     def awaited_parent(self) -> "Sequence | None":
-        """For a fork that never ran and for a preempted beam: the parent, until the parent's prompt is computed."""
+        """The parent for which this sequence waits, or None.
+
+        A fork that never ran, and a preempted beam, wait until the prompt of the parent is computed.
+        """
         parent, preempted = self.parent, SequenceStatus.PREEMPTED
         if parent is None or parent.status is SequenceStatus.FINISHED:
             return None

@@ -19,8 +19,8 @@ class AdapterUsage:
 
 
 def count_usage(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[AdapterDigest | None, AdapterUsage]:
-    """Return the usage by adapter; None is the base model. A shared block is counted for each sequence that uses
-    it.
+    """Return the usage of each adapter. The key None stands for the base model. A shared block is counted for each
+    sequence that uses it.
     """
     usage: defaultdict[AdapterDigest | None, AdapterUsage] = defaultdict(AdapterUsage)
     for sequence in running:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam scheduler: the beam searches of a scheduler, and the sequences that are their beams.
+"""Beam scheduler: manages the open beam searches of a scheduler. Each beam of a search is a sequence.
 
 A search starts as one sequence, which computes the prompt. Each step of the search extends all beams by one token. A
-step runs when every beam has computed its earlier tokens. After the step, beams that were not chosen end and free their
-KV blocks. A beam that was chosen several times forks: the forks share all blocks, and copy the last block before they
-write to it.
+step can run only when every beam has computed its earlier tokens. After the step, a beam that was not chosen ends, and
+its KV blocks are freed. A beam that was chosen several times forks. The forks share all blocks, and copy the last block
+before they write to it.
 
-A preempted group loses the blocks of all its beams. The beams resume one after the other, like other sequences, and
-share the blocks of the prompt again. The scheduler calls this module. This module decides which beams exist, and the
-scheduler decides which of them run.
+If a group is preempted, all its beams lose their blocks. The beams resume one after the other, like other sequences,
+and share the blocks of the prompt again. The scheduler calls this module. This module decides which beams exist, and
+the scheduler decides which of them run.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from quire_spec.errors import Internal, InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class BeamUpdate:
-    """Changes of the sequences after a step of a search."""
+    """The changes that a step of a search makes to the sequences of its group."""
 
     group: BeamGroup
     dropped: list[Sequence] = field(default_factory=list)
@@ -31,7 +31,7 @@ class BeamUpdate:
     forks: list[Sequence] = field(default_factory=list)
     """New beams, which start to run at once."""
     outputs: list[tuple[Sequence, SpanOutput]] = field(default_factory=list)
-    """Outputs of the search, best first, if it is finished; in this case all its beams are dropped."""
+    """If the search is finished: its outputs, the best one first. In that case, `dropped` contains all its beams."""
 
 
 class BeamScheduler:
@@ -47,11 +47,11 @@ class BeamScheduler:
 
     @property
     def num_unused_places(self) -> int:
-        """Number of sequences that the running groups can still add to those that run."""
+        """Number of places that are reserved for further beams of the running groups."""
         return sum(group.num_unused_places for group, _ in self._searches.values())
 
     def check_request(self, sequence: Sequence) -> None:
-        """Check a new sequence with beam search.
+        """Check a new sequence that requests beam search.
 
         Raises:
             InvalidArgument: there are more beams than max_num_seqs, or too few KV blocks for the beams even if nothing
@@ -103,15 +103,17 @@ class BeamScheduler:
         return [self._extend_group(*self._searches[group_id], entries) for group_id, entries in continuations.items()]
 
     def share_prompt_blocks(self, group: BeamGroup) -> None:
-        """Make the beams of a preempted group wait until the first beam has computed the prompt, and then share its
-        blocks.
+        """Let the other beams of a preempted group wait for the first beam.
+
+        They wait until the first beam has computed the prompt, and then share the blocks of the prompt.
         """
         first_beam = min(group.sequences, key=lambda beam: beam.sort_key)
         for beam in group.sequences:
             beam.parent = None if beam is first_beam else first_beam
 
     def check_integrity(self, sequences: dict[int, Sequence]) -> None:
-        """Raise Internal unless the beams of the open searches are exactly the beams among all `sequences`."""
+        """Raise Internal if the beams of the open searches differ from the beams in `sequences`, or if the beams of one
+        search have different lengths."""
         beams = {beam.id: beam for group, _ in self._searches.values() for beam in group.sequences}
         expected = {i: sequence for i, sequence in sequences.items() if sequence.beam_group is not None}
         lengths = [{beam.num_tokens for beam in group.sequences} for group, _ in self._searches.values()]
@@ -164,8 +166,8 @@ class BeamScheduler:
 
 
 def _to_outputs(group: BeamGroup, search: BeamSearch) -> list[tuple[Sequence, SpanOutput]]:
-    """Return the best outputs as finished sequences, whose ids start at the request's id. If there are no outputs,
-    return one failed sequence."""
+    """Return the best outputs as finished sequences. Their ids count up from the id of the request. If there are no
+    outputs, return one failed sequence."""
     beam, hypotheses = group.sequences[0], search.best_outputs()
     if not hypotheses:
         failed = replace(beam, id=group.id, status=SequenceStatus.FINISHED, finish_reason=FinishReason.ERROR)

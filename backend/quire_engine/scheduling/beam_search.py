@@ -4,8 +4,8 @@
 Policy only: this module uses tokens and scores, but no KV blocks, steps or devices. The beam scheduler calls it after
 each step of the beams.
 
-Source: `_beam_search` of transformers; this module gives the same outputs. A score is the sum of the log probabilities
-of an output divided by its length to the power of `length_penalty`.
+Source: `_beam_search` of transformers; this module gives the same outputs. The score of an output is the sum of its log
+probabilities, divided by `length ** length_penalty`.
 """
 
 import math
@@ -27,8 +27,8 @@ class Hypothesis:
     """Score with the length penalty; higher is better."""
     cumulative_logprob: float
     finish_reason: FinishReason
-    """The reason is LENGTH even if a stop string ended the output, because the text process finds the stop string
-    again."""
+    """If a stop string ended the output, the reason is LENGTH, too, because the text process detects the stop string
+    itself."""
     logprobs: list[list[Logprob]] | None
 
 
@@ -41,8 +41,10 @@ class Continuation:
 
 
 def num_candidates(params: SamplingParams, num_stop_tokens: int) -> int:
-    """Return how many continuations a step needs, so that `width` of them remain even if every stop token ends each
-    beam."""
+    """Return the number of continuations that a step considers.
+
+    The number is so large that at least `width` continuations remain even if each stop token ends every beam.
+    """
     return max(2, 1 + num_stop_tokens) * params.num_sequences
 
 
@@ -50,7 +52,7 @@ class BeamSearch:
     """State of one search: its finished outputs."""
 
     def __init__(self, first_beam: Beam) -> None:
-        """`first_beam` is the sequence with the prompt, its parameters and its limits."""
+        """`first_beam` is the sequence that contains the prompt, the sampling parameters and the limits."""
         params = first_beam.params
         self._first_beam = first_beam
         self._width = params.num_sequences
@@ -61,8 +63,9 @@ class BeamSearch:
         self.is_finished = False
 
     def extend(self, continuations: Sequence[Continuation]) -> list[Continuation]:
-        """Choose the next beams among the continuations of all beams, and return them best first. If the search has
-        ended, return an empty list.
+        """Choose the next beams among the continuations of all beams, and return them, the best one first.
+
+        If the search has ended, return an empty list.
 
         If there are no continuations, because no log probability is finite, the search ends with the outputs found so
         far.

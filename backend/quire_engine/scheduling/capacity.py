@@ -15,8 +15,11 @@ from quire_engine.step.builder import StepPlanBuilder
 
 
 class CapacityCheck:
-    """Limits of a step: `max_num_seqs`, and the free blocks, of which one per running sequence and group of layers
-    stays in reserve."""
+    """Checks the two limits of a step: the number of sequences, and the number of free blocks.
+
+    At most `max_num_seqs` sequences run. One free block stays in reserve for each running sequence and each group of
+    layers.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,8 @@ class CapacityCheck:
     def has_free_seq(
         self, sequence: Sequence, builder: StepPlanBuilder, preempted: abc.Sequence[Sequence] = ()
     ) -> bool:
-        """Return whether at most `max_num_seqs` sequences run after the sequences `preempted` have stopped and
-        `sequence` has started.
+        """Return whether `sequence` can start without exceeding `max_num_seqs`, after the sequences in `preempted` have
+        stopped.
 
         Pending forks are counted as running. When the first beam of a search starts, all beams of the search are
         counted.
@@ -49,11 +52,10 @@ class CapacityCheck:
     def preemption_victims(
         self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder
     ) -> list[Sequence] | None:
-        """Return the running sequences that must stop so that `sequence` can start: as few as possible, least urgent
-        first.
+        """Return the running sequences that must stop so that `sequence` can start.
 
-        The result is None if `sequence` cannot start even if all less urgent sequences stop. All beams of a group stop
-        together.
+        They are as few as possible, and the least urgent one comes first. The result is None if `sequence` cannot start
+        even if all less urgent sequences stop. All beams of a group stop together.
         """
         if self._fits(sequence, prefix, builder):
             return []
@@ -87,8 +89,8 @@ class CapacityCheck:
         preempted: abc.Sequence[Sequence] = (),
         num_freed_blocks: int = 0,
     ) -> bool:
-        """Return whether a sequence can start if the running sequences `preempted` stop and free `num_freed_blocks`
-        blocks."""
+        """Return whether a sequence can start if the running sequences in `preempted` stop and thus free
+        `num_freed_blocks` blocks."""
         num_places = self._num_places(builder, preempted)
         num_reserved = num_places + 1 if num_places and not sequence.resumes_beam_group else 0
         num_needed = self._block_manager.num_blocks_needed(sequence, prefix)
@@ -99,7 +101,7 @@ class CapacityCheck:
         )
 
     def _num_places(self, builder: StepPlanBuilder, preempted: abc.Sequence[Sequence] = ()) -> int:
-        """Return how many sequences run or have a reserved place after the sequences `preempted` have stopped."""
+        """Return how many sequences run or have a reserved place after the sequences in `preempted` have stopped."""
         num_places = len(self._running) + self._beams.num_unused_places + len(builder.pending_forks)
         stopped_groups = {s.beam_group for s in preempted if s.beam_group is not None}
         num_stopped = sum(s.beam_group is None for s in preempted) + sum(group.width for group in stopped_groups)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in flight, which are planned but not complete. There is at most one such step, or, with async scheduling, at
-most two.
+"""Steps in flight: steps that are planned but not complete.
 
-The scheduler owns them. A finished sequence keeps its blocks and its adapter slot while one of these steps contains it.
+There are at most two such steps with async scheduling, and at most one without it. The scheduler owns them. A finished
+sequence keeps its blocks and its adapter slot while one of these steps contains it.
 """
 
 from quire_engine.sequence import Sequence
@@ -10,14 +10,14 @@ from quire_engine.step.plan import StepPlan
 
 
 class InFlightSteps:
-    """The plans of the steps in flight, the earlier one first, and the finished sequences that wait until these steps
-    end.
+    """The plans of the steps in flight, and the finished sequences that these steps still contain. The plan of the
+    earlier step comes first.
     """
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
         self.finished_sequences: list[Sequence] = []
-        """Sequences that finished while a step in flight can still write to their blocks."""
+        """Sequences that are finished, although a step in flight can still write to their blocks."""
 
     def __bool__(self) -> bool:
         return bool(self.plans)

@@ -29,7 +29,7 @@ class RequestQueue:
         return self._sequences[-1]
 
     def snapshot(self) -> list[Sequence]:
-        """Return all sequences in a list that does not change with the queue."""
+        """Return a list of all sequences. Later changes of the queue do not change this list."""
         return self._sequences.copy()
 
     def add(self, sequence: Sequence) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous-batching scheduler: selects the sequences of each step and their numbers of tokens.
+"""Continuous-batching scheduler: decides which sequences run in each step, and how many tokens of each are computed.
 
-The scheduler owns the life cycle of a Sequence. The scheduler is torch-free and deterministic: the clock is an
-argument, block ids come from `kv_cache` and adapter slots from `lora.registry`. The scheduler does not depend on a
-runner.
+The scheduler owns the life cycle of each Sequence. It is torch-free and does not depend on a runner. It is
+deterministic: the caller passes the time, `kv_cache` chooses the block ids, and `lora.registry` chooses the adapter
+slots.
 
 The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
-can call schedule_async() once. After schedule_async(), two steps are in flight; they complete in order. The engine can
-call add() and abort() at any time in between.
+can call schedule_async() once. After schedule_async(), two steps are in flight. The step that was planned first also
+completes first. The engine can call add() and abort() at any time in between.
 """
 
 import sys
@@ -40,48 +40,52 @@ from quire_spec.model.kv_layout import KVLayout
 
 
 class Scheduler:
-    """Continuous batching over one pool of KV blocks, with these invariants.
+    """Continuous batching over one pool of KV blocks. The following rules always hold.
 
-    Order. The sort key of a sequence never changes: its priority, then its arrival number. All priorities are equal
-    unless scheduling_policy is "priority". Waiting sequences start, and partial prefills continue, in this order, so a
-    preempted sequence resumes before later ones start. A waiting sequence that does not fit delays all sequences behind
-    it, so that shorter prompts cannot overtake a long one forever. A sequence whose adapter has no slot yet does not
-    delay others. A fork waits until its parent's prompt is computed; meanwhile one of the `max_num_seqs` places and one
-    block are reserved for it.
+    Order. Sequences are sorted by priority, and then by arrival number. This sort key never changes. All priorities are
+    equal unless scheduling_policy is "priority". Waiting sequences start in this order, and partial prefills continue
+    in this order. Therefore, a preempted sequence resumes before later ones start. A waiting sequence that does not fit
+    delays all sequences behind it. Otherwise, shorter prompts could overtake a long one forever. A sequence whose
+    adapter has no slot yet does not delay others. A fork waits until the prompt of its parent is computed. In the
+    meantime, one of the `max_num_seqs` places and one block are reserved for the fork.
 
-    Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, only decoding allocates:
-    one block per `block_size` tokens. If no block is free, the least urgent running sequence is preempted. The blocks
-    of the preempted sequence are later restored from host memory or the prefix cache, or computed again. So the most
-    urgent sequence is never preempted while another runs. A sequence that runs alone always fits, because the pool
-    holds `max_model_len` tokens (checked at startup). The most urgent sequence therefore finishes, and then the next
-    sequence is the most urgent.
+    Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, it needs new blocks only
+    for decoding: one block per `block_size` tokens. If no block is free, the least urgent running sequence is
+    preempted. Later, its blocks are restored from host memory or from the prefix cache, or they are computed again.
+    Therefore, the most urgent sequence is never preempted while another sequence runs. A sequence that runs alone
+    always fits, because the pool holds `max_model_len` tokens; this is checked at startup. It follows that the most
+    urgent sequence finishes, and then another sequence becomes the most urgent one.
 
-    Urgency. If a waiting sequence does not fit, running sequences of lower priority (a larger number) are preempted,
-    least urgent first, provided that this frees enough. The waiting sequence then starts in the same step. This rule
-    moves blocks only to a more urgent sequence. A sequence of the same priority is preempted only for decoding (see
-    Progress). So every sequence finishes once no more urgent sequences arrive. Without priorities, this rule never
+    Urgency. If a waiting sequence does not fit, running sequences that have a lower priority (a larger number) are
+    preempted. The least urgent one is preempted first, and none is preempted if that would not free enough places and
+    blocks. The waiting sequence then starts in the same step. By this rule, only a more urgent sequence can get the
+    blocks of another one. A sequence of the same priority is preempted only for decoding (see Progress). Therefore,
+    every sequence finishes once more urgent sequences have stopped arriving. Without priorities, this rule never
     applies.
 
-    Restart. When a sequence grows beyond the long-rope threshold of its model, all its keys change. The sequence is
-    then queued again, once, with the same sort key. The sequence computes all its tokens again and reuses none of its
-    earlier blocks.
+    Restart. When a sequence grows beyond the long-rope threshold of its model, the keys of all its tokens change. The
+    sequence then returns to the waiting queue with the same sort key. This happens at most once per sequence. The
+    sequence computes all its tokens again and does not reuse its earlier blocks.
 
-    No thrash. A sequence, new or preempted, is admitted only if one free block per running sequence remains afterwards.
-    Running sequences allocate at most one block each in `block_size` steps. So at least that many steps pass between an
-    admission and the next preemption for decoding. A preempted sequence is never admitted again in the same step,
-    because some of the blocks that it freed were taken at once. If no other sequence runs, no reserve is needed.
+    No thrash. A new or preempted sequence is admitted only if, after that, one block is still free for each running
+    sequence. A running sequence allocates at most one block in `block_size` steps. Therefore, at least `block_size`
+    steps pass between an admission and the next preemption for decoding. A preempted sequence is never admitted again
+    in the same step, because some of the blocks that it freed are already in use. If no other sequence runs, no free
+    blocks are required.
 
-    Beams. All beams of a search decode in the same step or not at all, and are preempted together. The places of all
-    its beams are reserved when a search starts. If a group runs, its waiting beams resume before other sequences start,
-    and can preempt any less urgent sequence. So two searches never wait for each other's blocks.
+    Beams. In a step, either all beams of a search decode or none of them does. All beams of a search are also preempted
+    together. When a search starts, places for all its beams are reserved. If some beams of a search run, its waiting
+    beams resume before other sequences start, and they can preempt any less urgent sequence. Therefore, two searches
+    never wait for each other's blocks.
 
-    Speculation. Draft tokens are added to decode spans last, and use the rest of the step's token budget. The step
-    computes them like a chunk of a prompt; the next step overwrites the keys and values of rejected draft tokens.
+    Speculation. Draft tokens are added to the decode spans after all other tokens are planned. They use what remains of
+    the step's token budget. The step computes draft tokens like a chunk of a prompt. The keys and values of rejected
+    draft tokens are overwritten by the next step.
 
-    Async scheduling. A step can be planned while the previous step is in flight, as if the previous step were complete
-    (see async_scheduling). Such a plan never preempts or swaps in a sequence: if that is necessary, planning waits for
-    the step in flight. A sequence that turns out to be finished, or is aborted, keeps its blocks and its adapter slot
-    until no step in flight contains it.
+    Async scheduling. While a step is in flight, the next step can be planned as if the step in flight were complete
+    (see async_scheduling). Such a plan never preempts a sequence and never swaps one in. If that is necessary, planning
+    waits until the step in flight is complete. A sequence that is aborted, or that turns out to be finished, keeps its
+    blocks and its adapter slot until no step in flight contains it.
 
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or a model with long rope has
@@ -143,31 +147,32 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
-        """True if a step is in flight or schedule() can find work. After schedule() has found no work, this is True
-        only after a change.
+        """True if a step is in flight, or if schedule() may find work.
+
+        If schedule() has found nothing to run, it cannot find work before something changes.
         """
         return bool(self._running or self._in_flight or (self._waiting and not self.waiting_for_adapters))
 
     @property
     def num_running(self) -> int:
-        """Sequences that have blocks."""
+        """Number of sequences that have blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks, including preempted ones."""
+        """Number of sequences that have no blocks, including preempted ones."""
         return len(self._waiting)
 
     @property
     def num_swapped(self) -> int:
-        """Waiting sequences with swapped blocks in host memory."""
+        """Number of waiting sequences whose blocks were swapped out to host memory."""
         if not self.block_manager.num_used_host_blocks:
             return 0
         return sum(1 for sequence in self._waiting if sequence.host_blocks)
 
     def usage_by_adapter(self) -> dict[AdapterDigest | None, AdapterUsage]:
-        """Return sequences and KV blocks by adapter; None is the base model. A shared block is counted for each
-        sequence that uses it.
+        """Return how many sequences and KV blocks each adapter has. The key None stands for the base model. A shared
+        block is counted for each sequence that uses it.
         """
         return count_usage(self._running, self._waiting)
 
@@ -197,8 +202,8 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Finish sequences; ignore unknown ids. Blocks to which a step in flight can write are freed when that step is
-        complete."""
+        """Finish sequences; ignore unknown ids. If a step in flight can still write to blocks of a sequence, these
+        blocks are freed when the step is complete."""
         for sequence_id in sequence_ids:
             if group := self._beams.find(sequence_id):
                 self._finish_beams(group, FinishReason.ABORT)
@@ -206,9 +211,10 @@ class Scheduler:
                 self._finish_sequence(sequence, FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan a step; return None if nothing can run. `now`: monotonic seconds, to detect starved adapters.
+        """Plan a step; return None if nothing can run.
 
-        Decoding sequences come first and always get their token. Prompts get the rest of the token budget, then drafts.
+        `now` is the time in monotonic seconds, by which starved adapters are detected. Decoding sequences come first
+        and always get their token. Prompts get the rest of the token budget, and drafts get what the prompts leave.
         """
         assert not self._in_flight, "schedule() before update_from_step() or fail_step()"
         self._async_deferred = False
@@ -220,9 +226,9 @@ class Scheduler:
         """Plan the next step as if the step in flight were complete; return None if the step in flight must complete
         first.
 
-        The step in flight must complete first if a block is missing, if a waiting sequence would swap in or preempt,
-        or if a sequence requires its tokens on the host. If the model has a long-rope threshold, the step in flight
-        must always complete first.
+        The step in flight must complete first if a block is missing, if a waiting sequence can start only by a swap-in
+        or a preemption, or if a sequence requires its tokens on the host. If the model has a long-rope threshold, the
+        step in flight must always complete first.
         """
         [step_in_flight] = self._in_flight.plans
         if self._async_deferred or self._has_long_rope or any(s.requires_host_tokens for s in self._running):
@@ -239,7 +245,7 @@ class Scheduler:
         return plan
 
     def _plan_step(self, sequences: list[Sequence], now: float) -> StepPlan | None:
-        """Plan a step. `sequences`: running sequences that continue."""
+        """Plan a step. `sequences` are the running sequences that continue."""
         self._adapter_registry.begin_step(now)
         builder = StepPlanBuilder(self._config.max_num_batched_tokens)
         self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
@@ -250,8 +256,8 @@ class Scheduler:
         return self._in_flight.add(builder.build())
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
-        """Apply the outputs of the earlier step in flight; return each sequence that has new tokens, with these
-        tokens."""
+        """Apply the outputs of the earlier step in flight. Return each sequence that has new tokens, together with
+        these tokens."""
         assert len(span_outputs) == len(plan.spans)
         self._complete_step(plan, step_failed=False)
         has_placeholders = plan is self._placeholder_plan
@@ -329,7 +335,7 @@ class Scheduler:
             self.prefix_cache.cache_full_blocks(span.sequence)
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """Finish and return the sequences of the earlier step in flight, which failed.
+        """Finish and return the sequences of a failed step, which must be the earlier step in flight.
 
         Blocks computed by earlier steps stay valid. If another step was planned in the meantime, the caller must fail
         that step too.
@@ -345,9 +351,10 @@ class Scheduler:
         return self._fail_sequences([s for s in self._waiting if s.adapter_digest == adapter_digest])
 
     def _fail_sequences(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Finish unfinished sequences, and all beams of their searches; return one sequence for each request output.
+        """Finish these sequences, and all beams of the searches to which they belong.
 
-        For a beam search, this is the sequence with the id of the request.
+        Return the sequences whose failure must be reported. For a beam search, this is a single sequence, which has the
+        id of the request.
         """
         failed_sequences = []
         for sequence in sequences:
@@ -407,7 +414,7 @@ class Scheduler:
         return partial_prefills
 
     def _schedule_beams(self, group: BeamGroup, builder: StepPlanBuilder) -> None:
-        """Plan the next token of all beams of a group, unless the group is preempted for lack of blocks."""
+        """Plan the next token of all beams of a group. If blocks are missing, the group may be preempted instead."""
         while not self.block_manager.append_blocks(group.sequences, builder):
             victim = self._running.least_urgent
             self._preempt(victim, builder)
@@ -428,7 +435,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
         """Free the blocks of a sequence and of all beams of its group.
 
-        The sequences resume from blocks that are swapped out or still cached.
+        When the sequences resume, they reuse the blocks that were swapped out or are still cached.
         """
         group = sequence.beam_group
         # The first beam comes last: then no other beam shares the blocks of its prompt, so they can be swapped out.
@@ -472,7 +479,8 @@ class Scheduler:
         partial_prefills: list[Sequence],
         before_sort_key: tuple[int, ...] = (sys.maxsize,),
     ) -> None:
-        """Continue the partial prefills at the end of the list whose sort keys are less than `before_sort_key`."""
+        """Continue partial prefills, from the end of the list, as long as their sort keys are less than
+        `before_sort_key`."""
         while partial_prefills and builder.token_budget and partial_prefills[-1].sort_key < before_sort_key:
             sequence = partial_prefills.pop()
             if sequence.status is SequenceStatus.RUNNING:
@@ -532,7 +540,8 @@ class Scheduler:
         return budget if remaining > self._config.max_num_batched_tokens else 0
 
     def _usable_prefix(self, sequence: Sequence, builder: StepPlanBuilder) -> PrefixHit | None:
-        """Return the cached prefix from which a sequence can start; None if there is no room for its other blocks."""
+        """Return the cached prefix from which a sequence can start. Return None if there is not enough room for the
+        rest of the sequence."""
         prefix = self.prefix_cache.match(sequence)
         # A block that this step itself fills by a copy has no contents yet.
         source_unwritten = any(copy.destination in prefix.copy_sources for copy in builder.copies)
@@ -565,7 +574,8 @@ class Scheduler:
         return ScheduledSpan(sequence, sequence.num_computed_tokens, length, adapter_slot)
 
     def _append_tokens(self, sequence: Sequence, span_output: SpanOutput) -> SpanOutput:
-        """Append tokens to the sequence, up to the token that finishes the sequence, and return the appended tokens."""
+        """Append tokens to the sequence, and return those that were appended. Tokens after the one that finishes the
+        sequence are dropped."""
         output = sequence.output_token_ids
         for count, token in enumerate(span_output.token_ids, 1):
             if sequence.grammar is not None and not sequence.grammar.accept_token(token):

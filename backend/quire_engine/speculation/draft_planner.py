@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft planner: adds draft tokens to the decode spans of a planned step, and records the accepted tokens. Torch-free.
 
-The scheduler calls the planner last, when all other tokens of the step are planned. So drafts use only the rest of the
-token budget and free blocks: they delay no prompt and preempt no sequence.
+The scheduler calls the planner last, when all other tokens of the step are planned. Therefore, drafts use only free
+blocks and the rest of the token budget. They never delay a prompt and never preempt a sequence.
 """
 
 from dataclasses import replace
@@ -19,7 +19,8 @@ from quire_spec.engine.config import EngineConfig
 
 
 class DraftPlanner:
-    """Speculation of one engine: a proposer, and a policy for the length of drafts."""
+    """Plans the drafts of one engine. A proposer chooses the draft tokens, and a policy limits the length of each
+    draft."""
 
     def __init__(
         self, config: EngineConfig, block_manager: BlockManager, proposer: DraftProposer, policy: DraftPolicy
@@ -29,11 +30,11 @@ class DraftPlanner:
         self._proposer = proposer
         self._policy = policy
         self._forced: set[int] = set()
-        """Ids of the sequences whose drafts in this step are forced by a grammar."""
+        """Ids of the sequences whose draft in this step consists of tokens that a grammar forces."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, block_manager: BlockManager) -> "DraftPlanner | None":
-        """Return None if the configuration has no speculation."""
+        """Return the planner that a configuration requires; None if speculative decoding is not configured."""
         if (speculative := config.speculative_config) is None:
             return None
         proposer: DraftProposer
@@ -51,7 +52,7 @@ class DraftPlanner:
         return self._policy.counts
 
     def extend_decodes(self, builder: StepPlanBuilder) -> None:
-        """Add drafts to the decode spans of a step, most urgent first."""
+        """Add drafts to the decode spans of a step. The most urgent sequence gets its draft first."""
         self._forced.clear()
         num_rows = self._config.max_num_batched_tokens - builder.token_budget
         # The engine reserves memory for the logits of max_num_seqs rows, or of one draft if that has more rows.
@@ -95,7 +96,11 @@ class DraftPlanner:
                     spans[index] = replace(span, num_lookahead_tokens=num_tokens)
 
     def _draft(self, sequence: Sequence, num_rows: int, max_tokens: int) -> list[int]:
-        """Return a draft: the tokens that the grammar forces, or the proposer's tokens that the grammar allows."""
+        """Return the draft of a sequence.
+
+        If the grammar of the sequence forces the next tokens, they are the draft. Otherwise, the proposer proposes
+        tokens, and the draft consists of the first ones, as far as the grammar allows them.
+        """
         grammar = sequence.grammar
         if grammar is not None and (forced := grammar.forced_token_ids()):
             draft = forced[: min(self._policy.max_forced_length(num_rows), max_tokens)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft policy: decides how many draft tokens a sequence gets, from the size of the batch and the acceptance of recent
-drafts.
+"""Draft policy: decides how many draft tokens a sequence gets. Torch-free.
 
-Torch-free.
+The decision depends on the size of the batch, and on how many draft tokens were accepted recently.
 """
 
 from dataclasses import dataclass, field
@@ -11,16 +10,18 @@ from weakref import WeakKeyDictionary
 from quire_engine.sequence import Sequence
 
 _RIDGE_ROWS = {"cpu": 8, "cuda": 128}
-"""For each device type: number of rows from which the policy assumes that a step's time is proportional to its
-rows."""
+"""For each device type: if a step has at least this number of rows, the policy assumes that the time of the step is
+proportional to its number of rows."""
 _MIN_ROW_COST = 0.05
-"""Minimum cost of a draft row, as a fraction of a step's time. Measured: 0.03 for a 135M model on two Zen 5 cores."""
+"""The policy assumes that a draft row costs at least this fraction of a step's time. A 135M model on two Zen 5 cores
+was measured at 0.03."""
 _FIRST_ACCEPTANCE = 0.6
 _SMOOTHING = 0.25
-"""Weight of the latest draft in the estimate of a sequence."""
+"""Weight of the latest draft in the estimate that belongs to its sequence."""
 _GLOBAL_SMOOTHING = 0.05
 _PROBE_INTERVAL = 64
-"""Number of output tokens without drafts after which a sequence gets one draft token again."""
+"""A sequence that currently gets no drafts still gets a single draft token whenever the number of its output tokens is
+a multiple of this number."""
 
 
 @dataclass(slots=True)
@@ -31,16 +32,17 @@ class DraftCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
-    """Number of accepted draft tokens by their position in the draft."""
+    """For each position in a draft: how many draft tokens at this position were accepted."""
 
 
 class DraftPolicy:
     """Chooses the length of drafts.
 
-    The first token of a draft is accepted with a probability that is estimated for each sequence. A draft whose first
-    token is accepted often continues a repeated text. So its later tokens have a separate estimate, which all sequences
-    share. A draft ends where the product of these probabilities falls below the cost of a row: max(_MIN_ROW_COST, (rows
-    of the step / ridge rows) ** 2).
+    The policy estimates, for each sequence, the probability that the first token of a draft is accepted. If the first
+    token is accepted, the output often repeats an earlier text, and the later tokens are likely to be accepted, too.
+    Therefore, the later tokens have a separate estimate, which all sequences share. The product of the probabilities
+    decreases with each token. The draft ends where the product falls below the cost of a row, which is
+    max(_MIN_ROW_COST, (rows of the step / ridge rows) ** 2).
     """
 
     def __init__(self, device: str, max_tokens: int) -> None:
@@ -49,13 +51,13 @@ class DraftPolicy:
         self.max_tokens = max_tokens
         self._mean_acceptance = _FIRST_ACCEPTANCE
         self._acceptance: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
-        """Estimated probability that the first token of a draft is accepted."""
+        """For each sequence: the estimated probability that the first token of a draft is accepted."""
         self._continuation = _FIRST_ACCEPTANCE
         """Estimated probability that a later token is accepted if all draft tokens before it are accepted."""
         self.counts = DraftCounts(accepted_per_position=[0] * max_tokens)
 
     def draft_length(self, sequence: Sequence, num_rows: int) -> int:
-        """Return the number of draft tokens of a sequence in a step of `num_rows` rows; 0 for none."""
+        """Return how many draft tokens a sequence gets in a step of `num_rows` rows."""
         row_cost = max(_MIN_ROW_COST, (num_rows / self._ridge_rows) ** 2)
         if row_cost >= 1.0:
             return 0
@@ -66,13 +68,17 @@ class DraftPolicy:
         return length or int(len(sequence.output_token_ids) % _PROBE_INTERVAL == 0)
 
     def max_forced_length(self, num_rows: int) -> int:
-        """Return the maximum length of a draft that is certain to be accepted, in a step of `num_rows` rows."""
+        """Return the maximum length of a draft that a grammar forces, in a step of `num_rows` rows.
+
+        All tokens of such a draft are certain to be accepted.
+        """
         return self.max_tokens if num_rows < self._ridge_rows else 0
 
     def record(
         self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int, *, is_forced: bool = False
     ) -> None:
-        """Record the verification of one draft. A draft that a grammar forced does not change the estimates."""
+        """Record how many tokens of a verified draft were accepted. A draft that a grammar forced does not change the
+        estimates."""
         counts = self.counts
         counts.num_drafts += 1
         counts.num_draft_tokens += num_draft_tokens

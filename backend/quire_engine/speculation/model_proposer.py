@@ -13,7 +13,7 @@ class ModelProposer(DraftProposer):
 
     def __init__(self) -> None:
         self._drafts: WeakKeyDictionary[Sequence, tuple[int, list[int]]] = WeakKeyDictionary()
-        """For each sequence, its draft, and the number of tokens of the sequence before the draft."""
+        """For each sequence: the number of its tokens before the draft, and the draft."""
 
     def store(self, sequence: Sequence, draft_token_ids: TokenSequence[int]) -> None:
         """Keep the draft that continues the tokens of a sequence."""

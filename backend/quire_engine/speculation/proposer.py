@@ -23,31 +23,34 @@ class DraftProposer(Protocol):
         return
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """Return at most `max_tokens` tokens that may follow the last token of a sequence, or an empty list."""
+        """Return tokens that are likely to follow the last token of a sequence: at most `max_tokens`, or an empty
+        list."""
         ...
 
 
 class NgramProposer(DraftProposer):
-    """Finds the longest run at the end of a sequence that occurred earlier in it, and proposes the tokens that followed
-    there.
+    """Searches a sequence for an earlier copy of its last tokens, and proposes the tokens that followed this copy.
 
-    Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py. Of several occurrences, the first one
-    is used. The search compares bytes in C: a context of 4,096 tokens takes microseconds. The search reads no other
-    sequence, so it reveals nothing about another tenant.
+    The longest run of last tokens that has a copy is used. If it has several copies, the first one is used. The search
+    compares bytes in C, so a context of 4,096 tokens takes only microseconds. It never reads other sequences, so it
+    reveals nothing about other tenants.
+
+    Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        """`lengths`: the lengths of runs to search for."""
+        """`lengths` contains the numbers of last tokens for which the proposer searches a copy."""
         self._lengths = sorted(lengths, reverse=True)
         self._contexts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
-        """The tokens of each sequence so far, as native unsigned integers."""
+        """For each sequence: its tokens so far, as native unsigned integers."""
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """See DraftProposer."""
         return self.find(sequence, max_tokens)[1]
 
     def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, list[int]]:
-        """Return how many of the last tokens occurred before (0 if none did), and the draft."""
+        """Return how many of the last tokens have an earlier copy, and the draft. The number is 0 if there is no
+        copy."""
         context = self._contexts.setdefault(sequence, bytearray())
         new_tokens = sequence.tokens(len(context) // _TOKEN_BYTES, sequence.num_tokens)
         context += array("I", new_tokens).tobytes()
@@ -60,8 +63,10 @@ class NgramProposer(DraftProposer):
 
 
 def _find_tokens(context: bytearray, size: int) -> int | None:
-    """Find the first earlier occurrence of the last `size` bytes that starts at the beginning of a token; return the
-    offset of its end."""
+    """Search the context for an earlier copy of its last `size` bytes.
+
+    The copy must start at the beginning of a token. Return the offset at which the first such copy ends.
+    """
     if size >= len(context):
         return None
     suffix, start = context[-size:], 0

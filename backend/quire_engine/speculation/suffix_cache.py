@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of past outputs for suffix decoding: a suffix tree per adapter and cache salt, bounded in bytes. Torch-free.
+"""Cache of past outputs for suffix decoding. Torch-free.
 
-The drafts of a tenant never depend on outputs of another adapter or salt, so the duration of its requests does not
-either. Outputs are added while they grow, one window per token, so no step waits for the addition of a long output. The
-oldest outputs are removed first.
+There is a separate suffix tree for each adapter and cache salt. Therefore, the drafts of a tenant never depend on
+outputs of another adapter or salt, and the duration of its requests does not depend on them either. Outputs are added
+while they grow, one window per token, so that a step never waits until a whole long output is added. The memory of all
+trees is limited: the oldest outputs are removed first.
 """
 
 from array import array
@@ -17,9 +18,11 @@ from quire_engine.speculation.suffix_tree import TOKEN_BYTES, SuffixTree
 from quire_spec.constants import AdapterDigest
 
 MAX_TREE_BYTES = 64 << 20
-"""Estimated memory of all trees together, enough for about 130,000 tokens of outputs that have nothing in common."""
+"""Maximum estimated memory of all trees together. It is enough for about 130,000 tokens of outputs that have nothing in
+common."""
 _NUM_PROMPT_TOKENS = 8
-"""Number of last prompt tokens that are stored before an output, so that its first tokens can be proposed, too."""
+"""This number of tokens from the end of the prompt is stored together with each output. With these tokens, a search can
+also find the beginning of the output."""
 
 Partition: TypeAlias = tuple[AdapterDigest | None, str | None]
 """Adapter and cache salt."""
@@ -27,11 +30,11 @@ Partition: TypeAlias = tuple[AdapterDigest | None, str | None]
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The stored tokens of one output. The windows [num_removed, num_added) of the output are in the tree."""
+    """The stored tokens of one output. The tree contains the windows [num_removed, num_added) of the output."""
 
     partition: Partition
     next_index: int
-    """Index in the sequence of the next token to store."""
+    """Index of the token of the sequence that is stored next."""
     tokens: bytearray = field(default_factory=bytearray)
     num_added: int = 0
     num_removed: int = 0
@@ -42,7 +45,7 @@ class SuffixCache:
     """Suffix trees over the outputs of an engine."""
 
     def __init__(self, depth: int, max_outputs: int, max_bytes: int = MAX_TREE_BYTES) -> None:
-        """`depth`: tokens of a window. `max_bytes`: limit of the estimated memory."""
+        """`depth` is the number of tokens in a window. `max_bytes` limits the estimated memory."""
         self._depth = depth
         self._max_outputs = max_outputs
         self._max_bytes = max_bytes
@@ -54,12 +57,13 @@ class SuffixCache:
         """Estimated memory of all trees and texts."""
 
     def tree_for(self, sequence: Sequence) -> SuffixTree | None:
-        """Return the tree of the adapter and the salt of a sequence; None if it has no outputs."""
+        """Return the tree for the adapter and the salt of a sequence; None if the tree would be empty."""
         return self._trees.get((sequence.adapter_digest, sequence.cache_salt))
 
     def store(self, sequence: Sequence, *, is_complete: bool) -> None:
-        """Add the windows that the latest tokens of a sequence complete; if the output is complete, add the shorter
-        windows at its end.
+        """Add the windows that have become complete with the latest tokens of a sequence.
+
+        If `is_complete` is True, the output has ended, and the shorter windows at its end are added, too.
         """
         text = self._text_by_sequence.get(sequence)
         if text is None:
@@ -90,7 +94,8 @@ class SuffixCache:
         text.num_added += 1
 
     def _remove_windows(self, num_windows: int) -> None:
-        """Remove the first windows of the oldest output, and the output itself when it has none left."""
+        """Remove the first `num_windows` windows of the oldest output. If none of its windows is left, remove the
+        output, too."""
         text = self._texts[0]
         for _ in range(min(num_windows, text.num_added - text.num_removed)):
             tree = self._trees[text.partition]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding: proposes the tokens that followed the last tokens of a sequence in past outputs. Torch-free.
+"""Suffix decoding: searches past outputs for the last tokens of a sequence, and proposes the tokens that followed
+there. Torch-free.
 
 Source: Oliaro et al. 2024 (SuffixDecoding); names and defaults as in vLLM's v1/spec_decode/suffix_decoding.py.
 """
@@ -12,7 +13,8 @@ from quire_engine.speculation.suffix_cache import SuffixCache
 from quire_spec.engine.speculative_config import SpeculativeConfig
 
 _OWN_MATCHES = range(2, 17)
-"""The lengths of runs at the end of a sequence that are searched in the sequence itself."""
+"""The proposer also searches the sequence itself for an earlier copy of its last tokens. These are the numbers of last
+tokens for which it searches."""
 
 
 class SuffixProposer(DraftProposer):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix tree over token windows, with counts: which token followed a run of tokens, and how often. Torch-free.
+"""Suffix tree over windows of tokens. It counts which tokens followed a run of tokens, and how often. Torch-free.
 
-Each position of a text adds the window of tokens that starts there, at most `depth` tokens. A node is the end of a run
-of tokens that occurs in a window. Runs without a branch share a node, so a window adds at most two nodes. Removing a
-window undoes its addition.
+For each position of a text, the window that starts there is added to the tree; it has at most `depth` tokens. The
+labels on the path from the root to a node form a run of tokens that occurs in a window. A label can have many tokens,
+so a window adds at most two nodes. Removing a window undoes its addition.
 
 Source: Weiner 1973 for suffix trees; Oliaro et al. 2024 (SuffixDecoding) for counts over past outputs.
 """
@@ -12,9 +12,10 @@ from array import array
 
 TOKEN_BYTES = array("I").itemsize
 _NODE_BYTES = 180
-"""Bytes of a node without the tokens of its label: the object, its entry in the parent, and the header of the label."""
+"""Size of a node in bytes, without the tokens of its label. It includes the object, its entry in the parent and the
+header of the label."""
 _CHILDREN_BYTES = 240
-"""Bytes of the table of children, for a node that has children."""
+"""Size in bytes of the table of children. Only a node that has children has this table."""
 
 
 class _Node:
@@ -26,11 +27,14 @@ class _Node:
         self.count = count
         """Number of windows that start with the run of tokens from the root to this node."""
         self.children: dict[bytes, _Node] | None = None
-        """Child nodes by the first token of their labels."""
+        """Maps the first token of a child's label to the child."""
 
 
 class SuffixTree:
-    """Counts of all runs of tokens in the added windows. Windows and runs are bytes of native unsigned integers."""
+    """Counts how often runs of tokens occur in the windows that were added.
+
+    Windows and runs are `bytes` objects that contain tokens as native unsigned integers.
+    """
 
     def __init__(self) -> None:
         self._root = _Node(b"", 0)
@@ -99,7 +103,10 @@ class SuffixTree:
         return shortest, [] if place is None else _most_frequent(*place, max_tokens, min_probability)
 
     def _find(self, run: bytes) -> tuple[_Node, int] | None:
-        """Return the node below a run, and how many bytes of its label belong to the run; None if no token follows."""
+        """Return the node in whose label a run ends, and how many bytes of this label belong to the run.
+
+        Return None if the tree does not contain the run, or if no token follows the run.
+        """
         node, start = self._root, 0
         while start < len(run):
             child = node.children.get(run[start : start + TOKEN_BYTES]) if node.children is not None else None
@@ -114,7 +121,8 @@ class SuffixTree:
         return (node, len(node.label)) if node.children else None
 
     def _split(self, parent: _Node, first: bytes, num_bytes: int) -> _Node:
-        """Insert a node after `num_bytes` of the label of a child, and return it."""
+        """Insert a node above a child, and return the node. It takes over the first `num_bytes` of the child's
+        label."""
         assert parent.children is not None
         child = parent.children[first]
         upper = _Node(child.label[:num_bytes], child.count)
@@ -142,8 +150,8 @@ class SuffixTree:
         self.num_bytes += _NODE_BYTES + len(child.label)
 
     def _detach(self, parent: _Node, first: bytes) -> None:
-        """Drop a child that no window contains. The child has no children, because only the last window was left below
-        it."""
+        """Drop a child that no window contains. The child does not have children, because the window that is being
+        removed was the last one below it."""
         assert parent.children is not None
         child = parent.children.pop(first)
         assert child.children is None
@@ -154,7 +162,8 @@ class SuffixTree:
 
 
 def _num_common_bytes(label: bytes, window: bytes, start: int) -> int:
-    """Return how many bytes, in whole tokens, a label and the part of a window from `start` have in common."""
+    """Compare a label with the part of a window that begins at `start`. Return the size in bytes of the tokens at the
+    beginning of both that are equal."""
     num_bytes = TOKEN_BYTES
     while label[num_bytes : num_bytes + TOKEN_BYTES] == window[start + num_bytes : start + num_bytes + TOKEN_BYTES]:
         num_bytes += TOKEN_BYTES
@@ -162,7 +171,7 @@ def _num_common_bytes(label: bytes, window: bytes, start: int) -> int:
 
 
 def _most_frequent(node: _Node, start: int, max_tokens: int, min_probability: float) -> list[int]:
-    """Return the most frequent continuation of a run that ends at byte `start` of the label of a node."""
+    """Return the most frequent continuation of a run. The run ends at byte `start` of the label of `node`."""
     path, probability, num_bytes = b"", 1.0, max_tokens * TOKEN_BYTES
     while True:
         path += node.label[start:]

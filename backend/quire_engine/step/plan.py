@@ -16,7 +16,8 @@ from quire_spec.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSpan:
-    """Tokens [start, start + length) of a sequence, which this step computes; the last ones can be draft tokens."""
+    """The tokens of one sequence that a step computes: tokens [start, start + length). The last ones can be draft
+    tokens."""
 
     sequence: Sequence
     start: int
@@ -26,7 +27,7 @@ class ScheduledSpan:
     draft_token_ids: tuple[int, ...] = ()
     """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
     num_lookahead_tokens: int = 0
-    """Number of draft tokens that a draft model proposes after the step. Blocks for so many further tokens are
+    """Number of draft tokens that a draft model proposes after the step. Blocks for this number of further tokens are
     reserved."""
 
     @property
@@ -41,13 +42,17 @@ class ScheduledSpan:
 
     @property
     def num_sampled_rows(self) -> int:
-        """Number of tokens at the end of the span whose logits are sampled: 0, or the last token of the sequence and
-        all draft tokens."""
+        """Number of tokens at the end of the span whose logits are sampled.
+
+        They are the last token of the sequence and all draft tokens. The number is 0 if the span does not reach the
+        last token of the sequence.
+        """
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
     def awaits_token(self) -> bool:
-        """True if its only token is sampled by the step in flight, so that the host does not have it yet."""
+        """True if the only token of the span is one that the step in flight samples, so that the host does not have it
+        yet."""
         output_token_ids = self.sequence.output_token_ids
         return self.length == 1 and bool(output_token_ids) and output_token_ids[-1] == PLACEHOLDER_TOKEN
 
@@ -73,7 +78,7 @@ class SlotLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of a block, for all layers, to another block; it is made before the step writes anything."""
+    """Copies a block to another block, for all layers. The copy is made before the step writes anything."""
 
     source: BlockId
     destination: BlockId
@@ -81,7 +86,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """A copy of a block, for all layers, to host memory or from it."""
+    """Copies a block to host memory or from host memory, for all layers."""
 
     block: BlockId
     host_block: BlockId
@@ -98,10 +103,11 @@ class StepPlan:
     swap_ins: list[SwapCopy] = field(default_factory=list)
     """Blocks of resumed sequences. The same step can copy these blocks, so swap-ins come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Copies of blocks that other sequences share; spans write to the copies. No block is both a source and a
-    destination."""
+    """Copies of blocks that other sequences share. The spans of the step write to the copies. A block is never both a
+    source and a destination."""
     started: list[tuple[int, float]] = field(default_factory=list)
-    """Id and seconds in the queue of each sequence that runs for the first time. The runner does not use them."""
+    """For each sequence that runs for the first time: its id, and how many seconds it has waited in the queue. The
+    runner does not use this list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +123,8 @@ class BeamCandidate:
 
 @dataclass(frozen=True, slots=True)
 class SpanOutput:
-    """Output of one span. It has no token if the span ends within the prompt, otherwise one token more than accepted
-    draft tokens.
-
-    The output of a beam has candidates instead of a token.
+    """Output of one span. If the span ends within the prompt, the output has no tokens. Otherwise, it has the accepted
+    draft tokens and one more token. The output of a beam has candidates instead of tokens.
     """
 
     token_ids: list[int]
@@ -130,11 +134,12 @@ class SpanOutput:
     prompt_logprobs: list[list[Logprob]] | None = None
     """Log probabilities of the prompt tokens that follow the positions in `ScheduledSpan.prompt_logprob_positions`."""
     candidates: list[BeamCandidate] | None = None
-    """For a beam: those of the best continuations of its group that continue this beam, best first."""
+    """For a beam: the candidates that continue this beam, best first. Only the best candidates of the whole group are
+    included."""
     cumulative_logprob: float | None = None
     """For a finished output of a beam search: the sum of the log probabilities of its tokens."""
     next_draft_token_ids: tuple[int, ...] = ()
-    """Draft for the next step, from a draft model."""
+    """The draft for the next step, if a draft model computes the drafts."""
     num_draft_tokens: int = 0
     """Number of draft tokens that were verified. The scheduler sets this field and `num_accepted_tokens`."""
     num_accepted_tokens: int = 0
@@ -146,9 +151,9 @@ class InFlightStep:
 
     plan: StepPlan
     get_outputs: Callable[[], list[SpanOutput]]
-    """Waits until the step is complete; then returns or raises like `ModelRunner.execute`."""
+    """Waits until the step is complete. Then it returns the outputs or raises an error, like `ModelRunner.execute`."""
     launch_failed: bool = False
-    """True if the launch failed: then `get_outputs` raises."""
+    """True if the launch failed. In that case, `get_outputs` raises an error."""
 
 
 class RunnerLost(Unavailable):
