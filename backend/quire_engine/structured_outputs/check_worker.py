@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process that checks constraints: `python -m quire_engine.structured_outputs.check_worker`, started by checker.py.
 
-A constraint can take any time and memory to compile. This process has a memory limit, and the text process kills it
-when a check takes too long. The process reads one JSON object per line (first the checkpoint's folder, then
-constraints) and answers each with one line.
+Compiling a constraint can take any amount of time and memory. Therefore, this process has a memory limit, and the text
+process kills it when a check takes too long. The process reads lines, each of which contains a JSON object. The first
+line contains the folder of the checkpoint, and each further line contains a constraint. The process answers each line
+with one line.
 """
 
 import json
@@ -66,7 +67,7 @@ def _invalid(problem: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer each line of the standard input until its end."""
+    """Answer each line of the standard input, until the input ends."""
     set_parent_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks constraints of requests in worker processes that may die, and turns each constraint into the grammar text for
-the core.
+"""Checks the constraints of requests, and converts each constraint to the grammar text that the core compiles.
 
-Results are cached, so a worker checks each constraint once. The request manager of the text process uses it.
+The checks run in worker processes that may die. Results are cached, so that the same constraint is not checked again.
+The request manager of the text process uses this module.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_from_code
 
 CHECK_TIMEOUT_S = 2.0
-"""Seconds that one check may take. The largest schemas in common use take about 20 ms."""
+"""A check may take this number of seconds. The largest schemas in common use take about 20 ms."""
 LOW_PRIORITY_AFTER_S = 0.1
 QUEUE_TIMEOUT_S = 30.0
-"""Seconds that a check may wait for a worker, including the start of the worker, which takes seconds for a large
-vocabulary.
+"""A check may wait this number of seconds for a worker. This includes the start of the worker, which takes seconds if
+the vocabulary is large.
 """
 MAX_CACHE_BYTES = 64 * 2**20
 _ENTRY_BYTES = 512
@@ -56,7 +56,7 @@ class GrammarChecker:
         self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
         self.num_cached_bytes = 0
         self._waiting: dict[bytes, list[Callable[[CheckResult], None]]] = {}
-        """Callbacks that get the result, for each constraint that is being checked."""
+        """For each constraint that is being checked: the callbacks that get the result."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars for one model's vocabulary, under limits of work and memory, and keeps the latest ones.
+"""Compiles grammars for the vocabulary of one model, with limits for work and memory. It keeps the latest compiled
+grammars.
 
-The text process first compiles each constraint in a process that may die, and rejects a wrong constraint with an error.
-The core compiles the same text again. The core has the same limits, which do not depend on time but on the amount of
-work. So a text that compiled in the text process compiles in the core, too. Thread-safe; llguidance releases the GIL
-while it compiles.
+The text process first lets a process that may die compile each constraint. If the constraint is wrong, the request is
+rejected with an error. The core then compiles the same text again, and has the same limits. The limits apply to the
+amount of work, not to the time. Therefore, a text that compiled in the text process compiles in the core, too.
+Thread-safe; llguidance releases the GIL while it compiles.
 """
 
 import threading
@@ -22,15 +23,16 @@ from quire_spec.errors import InvalidArgument
 MAX_CACHE_BYTES = 256 * 2**20
 _BYTES_PER_CHARACTER = 200
 _MIN_BYTES = 256 * 1024
-"""Estimated bytes of a compiled grammar: _MIN_BYTES + _BYTES_PER_CHARACTER * characters of its text."""
+"""The memory of a compiled grammar is estimated as _MIN_BYTES, plus _BYTES_PER_CHARACTER for each character of its
+text."""
 MAX_ERROR_CHARS = 300
 MAX_LEXER_STATES = 10_000
-"""Maximum states of one grammar's lexer, about 1 kB each; llguidance's default is 250,000. A hostile expression that
-reaches this maximum takes 3 MB for each sequence.
+"""Maximum number of states that the lexer of one grammar can have. A state takes about 1 kB. The default of llguidance
+is 250,000 states. A hostile expression that reaches this maximum takes 3 MB for each sequence.
 """
 STEP_LEXER_FUEL = 100_000
-"""Maximum work for one mask: half of llguidance's default, about 7 ms. More work for a mask would delay other sequences
-of a step."""
+"""Maximum amount of work for one mask. It is half of llguidance's default, and takes about 7 ms. If a mask took longer,
+it would delay the other sequences of the step."""
 
 
 class GrammarCompiler:
@@ -43,7 +45,9 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`vocab_size` is the size of the model's vocabulary, which can be larger than the tokenizer's."""
         if not eos_token_ids:
-            raise InvalidArgument("structured_outputs: the model has no end-of-sequence token; leave it out")
+            raise InvalidArgument(
+                "structured_outputs: not possible, because the model has no end-of-sequence token; leave it out"
+            )
         self._eos_token_ids = sorted(eos_token_ids)
         wrapper = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, self._eos_token_ids[0]))
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=self._eos_token_ids)
@@ -56,15 +60,18 @@ class GrammarCompiler:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Self:
-        """Return the compiler for a checkpoint; raises InvalidArgument if the checkpoint has no tokenizer, and the
-        errors of the constructor."""
+        """Return the compiler for a checkpoint.
+
+        Raises:
+            InvalidArgument: the checkpoint has no tokenizer, or the model has no end-of-sequence token.
+        """
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is None:
-            raise InvalidArgument("structured_outputs: the model has no tokenizer; leave it out")
+            raise InvalidArgument("structured_outputs: not possible, because the model has no tokenizer; leave it out")
         return cls(tokenizer, vocab_size, eos_token_ids)
 
     def create(self, grammar_text: str, begin_after_token_ids: Collection[int] = ()) -> Grammar:
-        """Return the grammar of a new sequence. Slow unless the grammar is cached.
+        """Return the grammar of a new sequence. This is slow unless the grammar is cached.
 
         Raises:
             InvalidArgument: the grammar is wrong or exceeds a limit, or no token can begin its output.
@@ -73,11 +80,11 @@ class GrammarCompiler:
         return Grammar(template.deep_copy(), tuple(begin_after_token_ids), self._eos_token_ids)
 
     def check(self, grammar_text: str) -> None:
-        """Compile a grammar without keeping it; raises the errors of `create`."""
+        """Compile a grammar, but do not keep it. Raises the same errors as `create`."""
         self._build_matcher(grammar_text)
 
     def compile(self, grammar_text: str) -> LLMatcher:
-        """Compile a grammar, unless it is cached, and keep it for `create`; raises the errors of `create`."""
+        """Compile a grammar, unless it is cached, and keep it for `create`. Raises the same errors as `create`."""
         with self._lock:
             if (template := self._templates.get(grammar_text)) is not None:
                 self._templates.move_to_end(grammar_text)
@@ -99,7 +106,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidArgument(f"structured_outputs: {describe_error(matcher)}")
         if is_empty:
-            raise InvalidArgument("structured_outputs: no token can begin an output; change the constraint")
+            raise InvalidArgument(
+                "structured_outputs: the constraint does not allow any token to begin an output; change it"
+            )
         return matcher
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A constraint that is composed of other constraints: a grammar in Lark notation, whose rules refer to the other
+"""A constraint that is composed of other constraints. It is a grammar in Lark notation, whose rules refer to the other
 constraints as @name.
 
-The parsers of chat outputs build it, and the process that checks constraints turns it into one grammar. This module
-imports no library for grammars.
+The parsers of chat outputs build it, and the process that checks constraints converts it to a single grammar. This
+module does not import any library for grammars.
 """
 
 import re
@@ -23,7 +23,7 @@ class ComposedConstraint:
 
     lark: str
     parts: Mapping[str, Mapping[str, Any]]
-    """The parts by name; each is a StructuredOutputsParams as JSON."""
+    """The parts by name. Each part contains the fields of a StructuredOutputsParams as JSON."""
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as a dict that can be written as JSON."""

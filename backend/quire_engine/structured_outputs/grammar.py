@@ -25,7 +25,8 @@ class Grammar:
         eos_token_ids: Collection[int] = (),
         thinking_budget: ThinkingBudget | None = None,
     ) -> None:
-        """`matcher` is in its initial state, and only this object may use it; None allows any output."""
+        """`matcher` must be in its initial state, and only this object may use it. If `matcher` is None, any output is
+        allowed."""
         self.matcher = matcher
         self.thinking_budget = thinking_budget
         self._pending_begin = begin_after_token_ids
@@ -69,24 +70,26 @@ class Grammar:
             return True
         reason = " ".join(str(self.matcher.get_error()).split())[:200]
         self.error = (
-            "structured_outputs: the constraint allows no token here that the other sampling parameters allow, or it "
-            f"became too complex; simplify it: {reason}"
+            "structured_outputs: the other sampling parameters exclude all tokens that the constraint allows here, or "
+            f"the constraint became too complex; simplify it: {reason}"
         )
         return False
 
     def forced_token_ids(self) -> list[int]:
-        """Return tokens for the text that must come next; the list is empty if there is a choice, or before the grammar
-        begins.
+        """Return tokens for the text that must come next.
 
-        A model can also write this text with other tokens.
+        The list is empty if the grammar allows more than one text, or if the constrained part has not begun. A model
+        can also write the text with other tokens.
         """
         if self._pending_begin or self.matcher is None or self.matcher.is_stopped():
             return []
         return list(self.matcher.compute_ff_tokens())
 
     def validate_draft(self, token_ids: list[int]) -> list[int]:
-        """Return the longest prefix of these tokens that the grammar allows. The tokens of this prefix neither begin
-        nor end the grammar, except that the last token can begin it.
+        """Return the longest prefix of these tokens that the grammar allows.
+
+        If one of the tokens begins the constrained part, the prefix ends after this token. If one of the tokens ends
+        the grammar, the prefix ends before this token.
         """
         if self.thinking_budget is not None:
             # The token after the draft must not be forced either.
@@ -101,7 +104,8 @@ class Grammar:
         return token_ids[: num_allowed - ends]
 
     def num_rows_before_begin(self, draft_token_ids: Sequence[int]) -> int:
-        """Return how many of the draft tokens and the one token after them precede the constrained part."""
+        """Return how many tokens precede the constrained part. The draft tokens and the one token after them are
+        considered."""
         if not (begin := self._pending_begin):
             return 0
         last_token_ids = self._last_token_ids

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar text of a constraint, in llguidance's notation: what the text process checks and the core compiles.
+"""Converts a constraint to its grammar text, in llguidance's notation.
 
-Pure functions. The text process calls them in a process that may die, because a hostile constraint can take long here.
+The text process checks this text, and the core compiles it. The module consists of pure functions. They run in a
+process that may die, because a hostile constraint can make them slow.
 """
 
 import json
@@ -43,7 +44,7 @@ def to_grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def compose_grammar_text(constraint: ComposedConstraint) -> str:
-    """Return the grammar of a composed constraint; raises the errors of `to_grammar_text`."""
+    """Return the grammar of a composed constraint. Raises the same errors as `to_grammar_text`."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": constraint.lark}]
     for name, part in constraint.parts.items():
         try:
@@ -61,8 +62,8 @@ def compose_grammar_text(constraint: ComposedConstraint) -> str:
 
 
 def _json_options(params: StructuredOutputsParams) -> Any:
-    """Return llguidance's options for the JSON of a constraint. All options are set, so that no schema can change
-    them.
+    """Return llguidance's options for the JSON text that a constraint allows. All options are set, so that a schema can
+    never change them.
     """
     return {
         "item_separator": ",",
@@ -113,13 +114,16 @@ def _structural_tag_grammar(tag: dict[str, Any], params: StructuredOutputsParams
 
 
 def _read_tag(tag: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]]]:
-    """Return the triggers of a structural tag, and the begin, schema and end of each structure; raises
-    InvalidArgument."""
+    """Return the triggers of a structural tag, and for each structure its begin, its schema and its end.
+
+    Raises:
+        InvalidArgument: the tag is malformed, or exceeds a limit.
+    """
     triggers, structures = tag.get("triggers"), tag.get("structures")
     if not (isinstance(triggers, list) and triggers and isinstance(structures, list) and structures):
         raise _tag_error("give lists 'structures' and 'triggers', each with at least one entry")
     if len(triggers) > MAX_TAGS or len(structures) > MAX_TAGS:
-        raise _tag_error(f"at most {MAX_TAGS} structures and triggers are allowed")
+        raise _tag_error(f"at most {MAX_TAGS} structures and at most {MAX_TAGS} triggers are allowed")
     if not all(isinstance(trigger, str) and 0 < len(trigger) <= _MAX_TAG_CHARS for trigger in triggers):
         raise _tag_error(f"each trigger must be a string of 1 to {_MAX_TAG_CHARS} characters")
     parsed: list[tuple[str, Any, str]] = []
@@ -132,11 +136,11 @@ def _read_tag(tag: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]
         if not isinstance(schema, dict | bool):
             raise _tag_error(f"structures[{i}]: schema must be an object")
         if not any(begin.startswith(trigger) for trigger in triggers):
-            raise _tag_error(f"structures[{i}]: begin starts with no trigger; add one")
+            raise _tag_error(f"structures[{i}]: begin does not start with a trigger; add a trigger")
         parsed.append((begin, schema, end))
     for trigger in triggers:
         if not any(begin.startswith(trigger) for begin, _, _ in parsed):
-            raise _tag_error(f"no structure begins with the trigger {trigger[:80]!r}; leave it out")
+            raise _tag_error(f"the trigger {trigger[:80]!r} does not begin any structure; leave it out")
     return triggers, parsed
 
 

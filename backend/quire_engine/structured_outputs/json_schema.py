@@ -2,9 +2,9 @@
 """Prepares a JSON schema (draft 2020-12) for llguidance: rejects keywords that llguidance would not enforce, and
 rewrites keywords that it lacks.
 
-llguidance rejects keywords that it does not implement. This module handles keywords that llguidance accepts but does
-not enforce, found with JSON-Schema-Test-Suite and by experiment. It also removes keywords without effect, and replaces
-keywords that have an equivalent.
+llguidance itself rejects the keywords that it does not implement. However, there are some keywords that it accepts but
+does not enforce. They were found with JSON-Schema-Test-Suite and by experiment, and this module handles them. The
+module also removes keywords that have no effect, and replaces keywords for which an equivalent exists.
 """
 
 import re
@@ -25,7 +25,8 @@ _SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "d
 _IN_PLACE_KEYWORDS = frozenset(
     {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
 )
-"""Keywords whose subschemas apply to the same value, and so evaluate its properties and items."""
+"""Keywords whose subschemas apply to the same value as the schema that contains them. Therefore, these subschemas also
+evaluate the properties and items of the value."""
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default"})
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
@@ -36,7 +37,9 @@ _CONTROL_ESCAPES = re.compile(
 
 
 def prepare_schema(schema: dict[str, Any] | bool, disable_additional_properties: bool = False) -> dict[str, Any]:
-    """Return an equivalent schema as an object, without llguidance's own options, which could turn checks off.
+    """Return an equivalent schema, which is always an object.
+
+    llguidance's own options are removed from it, because they could turn checks off.
 
     Args:
         schema: schema of the request.
@@ -48,7 +51,7 @@ def prepare_schema(schema: dict[str, Any] | bool, disable_additional_properties:
     """
     if isinstance(schema, bool):
         if not schema:
-            raise _error("no value matches the schema false; change it")
+            raise _error("the schema is false, which never matches a value; change it")
         return {}
     parts = list(_dictionaries(schema))
     for part in parts:
@@ -75,7 +78,7 @@ def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(part: dict[str, Any]) -> None:
-    """Reject an object that would be enforced wrongly if it is a schema."""
+    """Reject an object that, if it is used as a schema, would be enforced wrongly."""
     for name, value in part.items():
         texts = [name] if name in _ANNOTATIONS else [name, *_strings(value)]
         if any(_CONTROL_CHARACTERS.search(text) for text in texts):
@@ -84,14 +87,14 @@ def _check(part: dict[str, Any]) -> None:
     patterns = [part.get("pattern"), *(pattern_names if isinstance(pattern_names, dict) else ())]
     for pattern in patterns:
         if isinstance(pattern, str) and _CONTROL_ESCAPES.search(pattern):
-            raise _error(f"pattern {pattern[:80]!r} names a control character, which cannot be enforced; remove it")
+            raise _error(f"pattern {pattern[:80]!r} matches a control character, which cannot be enforced; remove it")
     min_properties, required = part.get("minProperties"), part.get("required", [])
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(min_properties, int) and min_properties > max(1, num_required) and _allows_other_properties(part):
         # A property can occur twice in the text, but only once in the parsed value.
         raise _error(
-            f"minProperties {min_properties} of free properties cannot be enforced; name them in properties and "
-            "required, or set additionalProperties to false"
+            f"minProperties {min_properties} cannot be enforced for properties that the schema does not require; name "
+            "them in properties and required, or set additionalProperties to false"
         )
 
 
@@ -111,15 +114,15 @@ def _strings(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Rewriter:
-    """Replaces keywords that llguidance lacks by equivalents."""
+    """Rewrites schemas: replaces keywords that llguidance does not implement with equivalent ones."""
 
     closes_objects: bool
     """Whether properties that a schema does not name are forbidden."""
     has_dynamic_ref: bool
     """Whether $dynamicRef occurs in the document."""
     has_unevaluated: bool
-    """Whether unevaluatedItems or unevaluatedProperties occurs; they depend on keywords that otherwise have no
-    effect.
+    """Whether unevaluatedItems or unevaluatedProperties occurs in the document. If so, some keywords must be kept that
+    would otherwise have no effect.
     """
 
     def rewrite(self, schema: Any) -> Any:

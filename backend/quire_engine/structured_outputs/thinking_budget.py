@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits the reasoning of one sequence: after a number of tokens, only the mark that ends the reasoning can follow.
 
-The grammar of the sequence owns it and advances it with each token. A reasoning that ends within the budget is not
-changed, and tokens after the reasoning are not counted.
+The grammar of the sequence owns the budget, and advances it with each token. A reasoning that ends within the budget is
+not changed, and tokens after the reasoning are not counted.
 
 Source: name and meaning are those of vLLM's thinking_token_budget. As in vLLM, reasoning tokens in the prompt are
 counted.
@@ -24,9 +24,9 @@ class ThinkingBudget:
         end_token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`start_token_ids` and `end_token_ids` are the marks of the reasoning. If there are no start tokens, the
-        output begins inside the reasoning. At most `num_tokens` are allowed between the marks, including those of the
-        prompt.
+        """`start_token_ids` and `end_token_ids` are the marks of the reasoning. If `start_token_ids` is empty, the
+        output begins inside the reasoning. At most `num_tokens` tokens are allowed between the marks. Reasoning tokens
+        of the prompt are counted, too.
         """
         self._start, self._end = tuple(start_token_ids), tuple(end_token_ids)
         self._num_left = num_tokens
@@ -48,7 +48,8 @@ class ThinkingBudget:
 
     @property
     def num_unforced(self) -> int:
-        """Number of next tokens that are certainly not forced; a large number after the end of the reasoning."""
+        """At least this number of tokens, from the next one on, are not forced. After the end of the reasoning, it is a
+        very large number."""
         return sys.maxsize if self._state == "behind" else max(0, self._num_left)
 
     def accept_token(self, token_id: int) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics per adapter, with a bounded number of series.
 
-Maps the digests that the engine core reports to adapter names. `RequestMetrics` owns the metrics, and the request
-manager calls them. vLLM has no metrics per adapter, so all names begin with quire_adapter_.
+The engine core reports the digests of adapters, and this module finds the names that belong to them. `RequestMetrics`
+owns the metrics, and the request manager calls them. vLLM has no metrics per adapter, so all names begin with
+quire_adapter_.
 """
 
 from collections import deque
@@ -15,8 +16,9 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
 
 MAX_ADAPTER_LABELS = 100
-"""Number of adapters that have their own series; all other adapters share one series. Each adapter adds about 60 lines
-to a scrape, most of them buckets, so 1,000 adapters would make a scrape larger than the traffic it describes.
+"""Maximum number of adapters that have their own series. All other adapters share one series. Each adapter adds about
+60 lines to a scrape, and most of these lines are buckets. With 1,000 adapters, a scrape would be larger than the
+traffic that it describes.
 """
 
 _MAX_UNNAMED_ADAPTER_EVENTS = 256
@@ -27,7 +29,7 @@ _QUEUE_TIME_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
 _LOAD_TIME_BUCKETS = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 
 OTHER_LABEL = "_other"
-"""Label of the shared series; not a valid adapter name."""
+"""Label of the shared series. It is not a valid name for an adapter."""
 
 
 class AdapterMetrics:
@@ -115,7 +117,7 @@ class AdapterMetrics:
             self._tokens.labels(self._model_name, self._labels.label(adapter_name)).inc(num_tokens)
 
     def record_drafts(self, adapter_name: AdapterName | None, result: SequenceDelta) -> None:
-        """Count the verified drafts of a result, their tokens, and the accepted ones."""
+        """Count the verified drafts of a result, their draft tokens, and the accepted draft tokens."""
         if adapter_name is not None:
             label = self._labels.label(adapter_name)
             counts = result.num_drafts, result.num_draft_tokens, result.num_accepted_draft_tokens
@@ -149,7 +151,7 @@ class AdapterMetrics:
             self._update_residency()
 
     def mean_load_times(self) -> dict[tuple[str, str], float]:
-        """Return how many seconds loading took on average, by adapter label and destination (host or slot)."""
+        """Return the mean load time in seconds for each pair of adapter label and destination (host or slot)."""
         sums: dict[tuple[str, str], dict[str, float]] = {}
         for sample in next(iter(self._load_time.collect())).samples:
             suffix = sample.name.rpartition("_")[2]
@@ -168,7 +170,8 @@ class AdapterMetrics:
 
 
 class AdapterLabels:
-    """Label values of adapters: the first MAX_ADAPTER_LABELS adapters that were used have label values of their own."""
+    """Chooses the label values of adapters. The first MAX_ADAPTER_LABELS adapters that are used get their own label
+    values."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -2,8 +2,8 @@
 """Admission control: decides which requests the text process accepts, and gives the reason for each rejection.
 
 Policy only: no socket, no clock, no thread. The request manager calls it for every request, before and after
-tokenizing. An admitted request can run in the engine, as far as the text process can check; a rejection costs
-microseconds.
+tokenizing. If a request is admitted, it can run in the engine, as far as the text process can check this. A rejection
+takes only microseconds.
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -23,15 +23,16 @@ from quire_spec.protocol.messages import GenerateRequest
 from quire_spec.protocol.parsed_output import OutputParsing
 
 _MIN_PROMPT_BYTES = 64 * 1024
-"""Prompts of up to this many bytes are always tokenized before their length is checked. Tokenizing them takes
-milliseconds, and a tokenizer that normalizes text can return fewer tokens than its longest token suggests.
+"""A prompt that has at most this number of bytes is always tokenized before its length is checked, which takes
+milliseconds. The number of bytes alone is not sufficient for the check: a tokenizer that normalizes text can return
+fewer tokens than the length of its longest token suggests.
 """
 
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 2**31 - 1
 _MAX_LISTED_NAMES = 10
 _MAX_GRAMMAR_CHARS = 4 * 2**20
-"""Maximum characters of the grammars of all outputs of a request."""
+"""Maximum number of characters of all grammars of a request together. Each output has a copy of the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class RequestLimits:
     max_num_queued_reqs: int
     """Maximum number of requests that have not started."""
     max_prompt_bytes: int
-    """Size in bytes of the largest prompt that can have max_model_len tokens. Larger prompts are not tokenized."""
+    """A prompt that has more bytes than this cannot fit into max_model_len tokens. Such prompts are not tokenized."""
     priority_scheduling: bool = False
     """Whether a request can have a priority."""
 
@@ -62,14 +63,14 @@ class RequestLimits:
 
     @property
     def max_frame_bytes(self) -> int:
-        """Maximum bytes of a GenerateRequest frame. In JSON, a prompt byte needs up to 2 bytes and a token id up to
-        16."""
+        """Maximum size in bytes of a frame that contains a GenerateRequest. In JSON, a byte of the prompt takes up to 2
+        bytes, and a token id takes up to 16 bytes."""
         return min(2**20 + max(2 * self.max_prompt_bytes, 16 * self.max_model_len), MAX_FRAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that was accepted, to be tokenized and queued."""
+    """A request that was accepted, and that can now be tokenized and queued."""
 
     params: SamplingParams
     adapter_name: AdapterName | None
@@ -113,10 +114,11 @@ class AdmissionController:
     ) -> None:
         self.limits = limits
         self.digest_by_name: Mapping[AdapterName, AdapterDigest] | None = None
-        """Digest by adapter name; the mapping is never changed, only replaced. None until the supervisor has sent the
-        names."""
+        """Maps the names of adapters to their digests. The mapping is never changed, but only replaced by a new one.
+        None until the supervisor has sent the names."""
         self.chat_template_by_name: Mapping[str, str] = {}
-        """File of the chat template by adapter name, only for adapters with their own template."""
+        """Maps the names of adapters to the files of their chat templates. It contains only adapters that have their
+        own template."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
         self.closed_reason = "engine core is starting; try again"
@@ -172,7 +174,7 @@ class AdmissionController:
         if num_queued >= self.limits.max_num_queued_reqs:
             raise Unavailable(
                 f"{num_queued} requests are waiting and max_num_queued_reqs is {self.limits.max_num_queued_reqs}; "
-                "try again later, or raise it"
+                "try again later, or raise max_num_queued_reqs"
             )
         return AdmittedRequest(params, adapter_name, adapter_digest, parsing)
 
@@ -186,7 +188,7 @@ class AdmissionController:
             )
 
     def check_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt, truncated if the request sets truncate_prompt_tokens.
+        """Return the token ids of a prompt. If the request sets truncate_prompt_tokens, they are truncated.
 
         Raises:
             InvalidArgument: there are no token ids or too many, or one is outside the vocabulary.
@@ -211,14 +213,15 @@ class AdmissionController:
         )
 
     def check_grammar_size(self, grammar: str, params: SamplingParams) -> None:
-        """Reject a grammar that is too large for the number of outputs, because it is sent to the core with each
-        output.
+        """Reject a grammar that is too large. It is sent to the core once for each output, so the limit is for all
+        outputs together.
         """
         num_chars = len(grammar) * params.num_sequences
         if num_chars > _MAX_GRAMMAR_CHARS:
             raise InvalidArgument(
-                f"sampling parameter 'n': {params.num_sequences} outputs with {len(grammar)} characters of grammar "
-                f"are more than {_MAX_GRAMMAR_CHARS} characters; ask for fewer outputs, or shorten the constraint"
+                f"sampling parameter 'n': the constraint has a grammar of {len(grammar)} characters for each of "
+                f"{params.num_sequences} outputs, which is more than {_MAX_GRAMMAR_CHARS} characters in total; request "
+                "fewer outputs, or shorten the constraint"
             )
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
@@ -259,7 +262,7 @@ class AdmissionController:
         if request.stream and params.num_results > params.n:
             raise InvalidArgument(
                 f"sampling parameter 'best_of': the best {params.n} of {params.best_of} outputs are only known at the "
-                "end; do not stream, or leave it out"
+                "end; do not stream, or leave best_of out"
             )
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -277,7 +280,7 @@ class AdmissionController:
 
     def _check_prompt_input(self, request: GenerateRequest, params: SamplingParams) -> None:
         if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
-            raise InvalidArgument("prompt: give either a text prompt or token ids, not both or neither")
+            raise InvalidArgument("prompt: give either a text or token ids, not both or neither")
         if request.chat is not None:
             self.check_chat(request.model)
             return
@@ -303,13 +306,13 @@ class AdmissionController:
         own = params.structured_outputs
         if parsing.tool_choice != "none" and own is not None and own.begin_after_token_ids:
             raise InvalidArgument(
-                "structured_outputs: begin_after_token_ids is not possible with tools, whose calls can precede it; "
-                "leave it out, or set tool_choice to none"
+                "structured_outputs: begin_after_token_ids cannot be combined with tools, because calls can come "
+                "before these tokens; leave it out, or set tool_choice to none"
             )
         return parsing
 
     def check_chat(self, model: str) -> None:
-        """Reject a conversation if neither adapter nor checkpoint has a chat template, or if the model has no
+        """Reject a conversation if neither the adapter nor the checkpoint has a chat template, or if the model has no
         tokenizer."""
         if not self._has_tokenizer or not (self._has_chat_template or model in self.chat_template_by_name):
             raise InvalidArgument(
@@ -317,7 +320,8 @@ class AdmissionController:
             )
 
     def check_prompt_text(self, prompt: object) -> None:
-        """Check a text before it is tokenized; raises InvalidArgument if it is not a string or cannot fit."""
+        """Check the text of a prompt before it is tokenized. Raises InvalidArgument if it is not a string, or if it is
+        too long for the model."""
         if not self._has_tokenizer:
             raise InvalidArgument("prompt: the model has no tokenizer; send prompt_token_ids")
         if not isinstance(prompt, str):
