@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders conversations to prompts, in worker processes that may die (render_worker.py).
 
-A conversation that takes too long is rejected. Only the request manager and the frontend calls use it.
+A conversation that takes too long is rejected. Only the request manager and the frontend calls use this module.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from quire_spec.dataclass_json import to_json
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_from_code
 
 RENDER_TIMEOUT_S = 5.0
-"""Seconds that the rendering of a conversation may take. A conversation of 100,000 tokens takes about 0.1 s."""
+"""Rendering a conversation may take this number of seconds. A conversation of 100,000 tokens takes about 0.1 s."""
 QUEUE_TIMEOUT_S = 10.0
 
 
@@ -25,7 +25,7 @@ class ChatRenderer:
     def __init__(
         self, files: ChatTemplateFiles, tokenizer: Tokenizer, max_chars: int, render_timeout_s: float = RENDER_TIMEOUT_S
     ) -> None:
-        """`max_chars` bounds the text of a conversation."""
+        """`max_chars` limits the number of characters of a rendered conversation."""
         special = [tokenizer.added_tokens[i] for i in tokenizer.special_token_ids]
         others = [text for i, text in tokenizer.added_tokens.items() if i not in tokenizer.special_token_ids]
         config = {"files": to_json(files), "special_tokens": special, "other_tokens": others, "max_chars": max_chars}
@@ -57,7 +57,9 @@ class ChatRenderer:
         task.add_done_callback(self._tasks.discard)
 
     async def render(self, chat: Mapping[str, Any], template_file: str | None = None) -> str:
-        """Return the text of a conversation, with marked control tokens; `template_file` replaces the template.
+        """Return the text of a conversation, in which control tokens are marked.
+
+        If `template_file` is given, the template in this file is used instead of the checkpoint's template.
 
         Raises:
             InvalidArgument: the template rejects the conversation, or takes too long.

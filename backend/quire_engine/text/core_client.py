@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of the engine core: the text process's connection to the core. Reconnects whenever the connection closes.
 
-This module handles messages, not requests: the `CoreListener` handles results and the loss of the core.
+This module handles only messages. The `CoreListener` handles the results that they contain, and the loss of the core.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from quire_spec.errors import Internal, Unavailable, error_from_code
 from quire_spec.protocol.messages import ControlRequest, ControlResponse, Hello, IpcMessage, StepResult
 
 RECONNECT_INTERVAL_S = 0.05
-"""Seconds between two connection attempts; short compared with the restart of a core."""
+"""Seconds between two attempts to connect. This is short compared with the time that a core takes to restart."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,10 @@ class CoreListener(Protocol):
 
 
 class CoreClient(ConnectionHandler):
-    """Handler of the connection to the core. Messages sent while it is not connected are dropped.
+    """Handler of the connection to the core. While it is not connected, messages are dropped.
 
-    Nothing is lost, because `on_core_lost` has already ended the requests of dropped messages.
+    This never loses a request, because `on_core_lost` has already ended the requests to which the dropped messages
+    belong.
     """
 
     def __init__(self, path: Path, served_name: str) -> None:

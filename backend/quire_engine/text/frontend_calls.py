@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a frontend that run no request: model names, metrics, tokenizing, detokenizing.
+"""Calls of a frontend that do not run a request: they return model names or metrics, or tokenize or detokenize a text.
 
 The text server passes each ControlRequest of a frontend to `FrontendCalls.handle`, which answers with one
 ControlResponse. Work that can take longer than a millisecond runs in a thread.
@@ -23,7 +23,7 @@ from quire_spec.errors import Code, InvalidArgument, QuireError
 from quire_spec.protocol.messages import ControlRequest, ControlResponse
 
 _LIVE_TIMEOUT_S = 10.0
-"""Seconds to wait for the core's answer: a step of a large model on a slow CPU can take seconds."""
+"""Seconds to wait for the core's answer. A step of a large model on a slow CPU can take seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class FrontendCalls:
         sampling_defaults: Mapping[str, Any],
         call_core: Callable[[str, float], Awaitable[Any]],
     ) -> None:
-        """`sampling_defaults` are the checkpoint's default parameters, for frontends that apply them.
+        """`sampling_defaults` are the default sampling parameters of the checkpoint. They are passed to frontends that
+        apply them.
 
         `call_core(method, timeout_s)` calls a method of the engine core.
         """
@@ -126,7 +127,8 @@ class FrontendCalls:
         }
 
     async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the token ids of `prompt`, or of the conversation `chat` in the chat template of `model`.
+        """Return the token ids of `prompt`, or those of the conversation `chat` after it was rendered with the template
+        of `model`.
 
         `return_token_strs` adds their texts.
         """

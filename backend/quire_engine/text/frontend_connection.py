@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection to one frontend, and the output deltas that wait to be sent to it.
 
-Used on the event loop only. The request manager decides what is sent; `OutputDeltaBuffer` merges deltas that wait.
+This module is used only on the event loop. The request manager decides which deltas are sent, and `OutputDeltaBuffer`
+merges the deltas that wait.
 """
 
 import asyncio

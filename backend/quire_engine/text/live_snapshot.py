@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that the live page shows: KV blocks by owner and adapters by name. Pure function; the state contains no
-text of requests.
+"""The state that the live page shows: KV blocks by owner, and adapters by name.
 
-The core reports digests, and the text process adds names. If a digest has several names, it is shown as one owner with
-the first of these names.
+A pure function computes the state, which never contains text of requests. The core reports the digests of adapters, and
+the text process adds their names. If a digest has several names, it is shown as one owner with the first of these
+names.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,11 @@ from quire_spec.constants import AdapterDigest, AdapterName
 
 MAX_ADAPTERS = 64
 MAX_OWNERS = 12
-"""Maximum number of owners of KV blocks with their own colour; all other owners are shown as one."""
+"""The page shows at most this number of owners of KV blocks in colours of their own. It shows all other owners as a
+single owner."""
 _STATE_ORDER = {"slot": 0, "host": 1}
 REMOVED = "removed"
-"""Owner name for the blocks of an adapter that was removed although open requests still use it."""
+"""Name of the owner of KV blocks whose adapter was removed although open requests still use it."""
 OTHERS = "others"
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of the text process.
 
-Metrics with the meaning of a vLLM metric have its name, so that dashboards, autoscalers and endpoint pickers for vLLM
-work. All other names begin with quire_. Metrics are counted in this process, because the engine core does not know
-requests, model names and latencies. The core sends its own counters with every step (SchedulerStats). The request
-manager calls this module at most once per request and step.
+If a metric has the same meaning as a metric of vLLM, it also has the same name. Therefore, dashboards, autoscalers and
+endpoint pickers that were written for vLLM can also be used with Quire. All other names begin with quire_. The metrics
+are counted in this process, because the engine core has no information about requests, model names and latencies. The
+core sends its own counters with every step (SchedulerStats). The request manager calls this module at most once per
+request and step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -60,7 +61,8 @@ class RequestMetrics:
         self._create_histograms(_token_buckets(max_model_len))
 
     def set_active_adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
-        """Set the names of the adapters that running requests use, and of those that waiting requests use."""
+        """Set the names of the adapters in use: those that running requests use, and those that waiting requests
+        use."""
         if not self._config.enable_lora:
             return
         # Only one series is kept: readers use the newest one, and old combinations of names would never disappear.
@@ -74,7 +76,7 @@ class RequestMetrics:
         self.record_failed(code)
 
     def record_failed(self, code: str) -> None:
-        """Count a request that ended with an error, admitted or not."""
+        """Count a request that ended with an error, whether it was admitted or not."""
         self._failed_requests.labels(self._model_name, code).inc()
 
     def record_started(self, adapter_name: AdapterName | None, queued_s: float) -> None:
@@ -118,7 +120,7 @@ class RequestMetrics:
             self._api_key_tokens.labels(self._model_name, label, "prompt").inc(num_tokens)
 
     def record_api_key_output(self, api_key_name: str, num_tokens: int) -> None:
-        """Add the output tokens of a request that has ended to the count of its API key."""
+        """Count the output tokens of an ended request for its API key."""
         if api_key_name:
             label = self._api_key_label(api_key_name)
             self._api_key_tokens.labels(self._model_name, label, "completion").inc(num_tokens)
@@ -175,7 +177,10 @@ class RequestMetrics:
         return values
 
     def render(self) -> str:
-        """Return all metrics in the text format. Takes tens of ms with many adapters: too long for the event loop."""
+        """Return all metrics in the text format.
+
+        With many adapters, this takes tens of milliseconds, which is too long for the event loop.
+        """
         return generate_latest(self.registry).decode()
 
     def render_vllm_backend(self) -> str:
@@ -297,8 +302,10 @@ class RequestMetrics:
 
 
 class _VllmBackendCollector:
-    """The series named vllm:... as vllm_backend exports them: with the labels `model` and `version` instead of
-    `model_name`, and one name from older vLLM releases.
+    """Converts the series whose names begin with `vllm:` to the form in which vllm_backend exports them.
+
+    In this form, they have the labels `model` and `version` instead of `model_name`, and one of them has its name from
+    older vLLM releases.
 
     Source: src/utils/metrics.py of vllm_backend.
     """

@@ -9,13 +9,14 @@ frontends.
 from quire_spec.protocol.messages import OutputDelta, merge_deltas
 
 MAX_PENDING_BYTES = 128 * 2**20
-"""Limit per connection, in bytes of Python objects. 256 streams of 50 tokens/s reach it in 25 s; a healthy frontend
-reads as much in 1 s.
+"""Limit for the deltas that wait for one connection, in bytes of Python objects. If a frontend does not read, 256
+streams of 50 tokens/s reach this limit in 25 s. A healthy frontend reads the same amount in 1 s.
 """
 
 MAX_PENDING_STREAM_BYTES = 4 * 2**20
-"""Limit per streamed request, in bytes: 10,000 tokens, or 600 tokens with 20 log probabilities each (200 s and 11 s at
-50 tokens/s). A healthy reader never falls this far behind.
+"""Limit for the deltas that wait for one streamed request, in bytes. It is enough for 10,000 tokens, which take 200 s
+at 50 tokens/s. If each token has 20 log probabilities, it is enough for 600 tokens, which take 11 s. A healthy reader
+never falls this far behind.
 """
 
 MAX_BATCH_BYTES = 16 * 2**20
@@ -31,8 +32,8 @@ _EVENT_BYTES = 200
 
 
 class OutputDeltaBuffer:
-    """Waiting deltas: at most one per output of a request. The final delta of a request comes after its other
-    deltas."""
+    """The deltas that wait. There is at most one for each output of a request, and the final delta of a request comes
+    last."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[int, _PendingOutput]] = {}
@@ -41,7 +42,7 @@ class OutputDeltaBuffer:
         self._max_merged_bytes = 0
 
     def append(self, delta: OutputDelta) -> None:
-        """Add a delta, merged with the waiting delta of the same output."""
+        """Add a delta. If deltas of the same output already wait, they will be sent as one merged delta."""
         num_bytes = _estimate_bytes(delta)
         self._num_bytes += num_bytes
         outputs = self._pending.setdefault(delta.id, {})
@@ -55,9 +56,9 @@ class OutputDeltaBuffer:
 
     @property
     def overflow_reason(self) -> str | None:
-        """Name of the limit that the waiting bytes exceed; None if they are within all limits.
+        """Description of the limit that the waiting deltas exceed; None if they are within all limits.
 
-        A single unmerged delta is always accepted: a final answer can be as long as the model's context.
+        A single unmerged delta is always accepted, because a final answer can be as long as the model's context.
         """
         if self._max_merged_bytes > MAX_PENDING_STREAM_BYTES:
             return (
@@ -83,7 +84,8 @@ class OutputDeltaBuffer:
 
 
 class _PendingOutput:
-    """The deltas of one output. `pop_batches` merges them, because merging on each append would take quadratic time."""
+    """The deltas of one output. They are not merged before `pop_batches`, because merging them on each append would
+    take quadratic time."""
 
     __slots__ = ("deltas", "num_bytes")
 

@@ -134,8 +134,11 @@ async def _serve(
 
 
 def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:
-    """Return the checkpoint's templates, or the configured template, if any; raises ConfigError if that is not a
-    template."""
+    """Return the configured chat template. If none is configured, return the templates of the checkpoint.
+
+    Raises:
+        ConfigError: the configured template cannot be read, or is invalid.
+    """
     files = ChatTemplateFiles.from_folder(folder)
     if config.chat_template is None:
         return files
@@ -160,8 +163,9 @@ def _choose_parsers(config: EngineConfig, templates: ChatTemplateFiles, tokenize
 
 
 def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
-    """Return the default sampling parameters, for frontends that apply them; empty if the checkpoint's parameters are
-    invalid.
+    """Return the default sampling parameters, which are passed to frontends that apply them.
+
+    The result is empty if the parameters in the checkpoint are invalid.
 
     Raises:
         ConfigError: the parameters in the folder that the configuration names are invalid.
@@ -176,8 +180,11 @@ def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any
 
 
 def _create_throttle(config: EngineConfig) -> ResponseThrottle:
-    """Return a throttle; it delays responses only if the engine runs on the CPU, whose cores it shares with this
-    process."""
+    """Return a throttle for responses.
+
+    It delays responses only if the engine runs on the CPU, because the engine then shares the cores with this
+    process.
+    """
     if config.device != "cpu":
         return ResponseThrottle(None)
     return ResponseThrottle(RESPONSES_PER_S_PER_CORE * len(os.sched_getaffinity(0)))

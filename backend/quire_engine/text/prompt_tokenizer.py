@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes the text of requests without blocking the event loop: long texts are encoded in a thread.
 
-Only the request manager calls it. This module has no knowledge of queues, frontends or the engine core.
+Only the request manager calls this module, which has no knowledge of queues, frontends or the engine core.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from quire_spec.errors import QuireError
 from quire_spec.protocol.messages import GenerateRequest
 
 _MAX_INLINE_CHARS = 2048
-"""Texts of up to this many characters are encoded on the event loop, in about 0.5 ms. The use of a thread costs 0.1
-ms.
+"""A text that has at most this number of characters is encoded on the event loop, which takes about 0.5 ms. A longer
+text is encoded in a thread, which costs 0.1 ms.
 """
 
 _NUM_THREADS = 2
-"""There are two threads, so that one very long prompt does not delay all others, and an engine on the same CPU keeps
-most cores."""
+"""With two threads, one very long prompt does not delay all others. More threads would take cores away from an engine
+on the same CPU."""
 
 _T = TypeVar("_T")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rate limiter of this pod: enforces the limits that the adapter catalog sets for each adapter.
 
-Policy only: the caller passes the time. A request over a limit is rejected, not queued: queued requests would fill the
-queue that all adapters share. The client decides whether to retry. The request manager calls the limiter for each
-request.
+Policy only: the caller passes the time. A request that exceeds a limit is rejected and never queued, because queued
+requests would fill the queue that all adapters share. The client decides whether to retry. The request manager calls
+the limiter for each request.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
 
 BURST_S = 10.0
-"""Capacity of a token bucket, as the number of seconds in which its rate fills it. This capacity allows bursts of
-requests, each of which has hundreds of tokens."""
+"""Capacity of a token bucket: an empty bucket is full again after this number of seconds. This capacity allows bursts
+of requests that have hundreds of tokens each."""
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Number of tokens that an adapter can use at once; it is negative after a request that used more tokens than were
-    available."""
+    """The tokens that an adapter can use at once. Their number is negative after a request that used more tokens than
+    were available."""
 
     available_tokens: float
     refilled_at: float
@@ -42,7 +42,8 @@ class AdapterRateLimiter:
         self._num_open: Counter[str] = Counter()
 
     def set_limits(self, limits: Mapping[str, AdapterLimits], now: float) -> None:
-        """Replace all limits. Requests that are open and tokens that were used before count for the new limits, too."""
+        """Replace all limits. Requests that are already open, and tokens that were already used, also count for the new
+        limits."""
         self._limits = dict(limits)
         previous_buckets = self._buckets
         self._buckets = {

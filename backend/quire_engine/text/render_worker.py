@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process that renders chat templates: `python -m quire_engine.text.render_worker`, started by chat_renderer.py.
 
-A template can take any time and memory with the messages of a client. This process has a memory limit, and the text
-process kills it when a render takes too long. The process reads one JSON object per line (first the checkpoint's
-templates and added tokens, then conversations) and answers each with one line.
+A template can take any amount of time and memory, depending on the messages of a client. Therefore, this process has a
+memory limit, and the text process kills it when rendering takes too long. The process reads lines, each of which
+contains a JSON object. The first line contains the templates and the added tokens of the checkpoint, and each further
+line contains a conversation. The process answers each line with one line.
 """
 
 import json
@@ -38,7 +39,7 @@ class RenderWorker:
         self._base_templates = self._compile(self._files)
 
     def answer(self, chat: dict[str, Any]) -> dict[str, Any]:
-        """Render a conversation; return its text with marked control tokens, or an error."""
+        """Render a conversation. Return its text, in which control tokens are marked, or an error."""
         try:
             text = self._render(chat)
         except QuireError as error:
@@ -63,13 +64,14 @@ class RenderWorker:
         )
         if len(text) > self._max_chars:
             raise InvalidArgument(
-                f"messages: the conversation has {len(text)} characters; a prompt has at most {self._max_chars}"
+                f"messages: the conversation has {len(text)} characters, but a prompt can have at most "
+                f"{self._max_chars}; shorten the conversation"
             )
         return text
 
     def _adapter_templates(self, file: str) -> "_Templates":
-        """Return the templates of an adapter. The adapter's file never changes, because its folder is named by the
-        adapter's digest."""
+        """Return the templates of an adapter. The file of an adapter never changes, because the name of its folder is
+        the adapter's digest."""
         if file not in self._adapter_files:
             try:
                 files = self._files.replaced_by(Path(file))
@@ -106,7 +108,7 @@ class _Templates:
 
 
 def main() -> None:
-    """Answer each line of the standard input until its end."""
+    """Answer each line of the standard input, until the input ends."""
     set_parent_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

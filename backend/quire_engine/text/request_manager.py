@@ -2,9 +2,9 @@
 """The open requests of all frontends, from GenerateRequest to the final output delta.
 
 Admits requests, tokenizes them, sends them to the engine core, and sends the results of each step to the frontends.
-Runs on the event loop and has no knowledge of sockets. The text server and the result coalescer call it;
-`FrontendSink.send` and `send_to_core` are its outputs. Every request ends exactly once, and none of its sequences stays
-in the core, even if a frontend or the core fails.
+It runs on the event loop and has no knowledge of sockets. The text server and the result coalescer call it, and it
+calls `FrontendSink.send` and `send_to_core`. Every request ends exactly once, and none of its sequences stays in the
+core, even if a frontend or the core fails.
 """
 
 import logging
@@ -135,7 +135,10 @@ class RequestManager:
         return len(request_states)
 
     def on_step(self, step: StepResult) -> None:
-        """Send the results of a step of the engine core to the frontends, and abort sequences that ended here."""
+        """Send the results of a step of the engine core to the frontends.
+
+        Then abort the sequences that have ended in the text process, but that the core still runs.
+        """
         now = self._clock()
         for sequence_id, core_queue_s in step.started:
             if (entry := self._by_sequence.get(sequence_id)) and not entry[0].is_started:
@@ -188,7 +191,7 @@ class RequestManager:
         self._notify_if_drained()
 
     def refresh_adapter_gauges(self) -> None:
-        """Update the gauge of adapters in use. Called before each rendering of the metrics."""
+        """Update the gauge of adapters in use. This is called each time before the metrics are rendered."""
         running: set[str] = set()
         waiting: set[str] = set()
         for request_state in self._open_requests():
@@ -352,7 +355,7 @@ class RequestManager:
         self._metrics.record_started(request_state.adapter_name, queue_s)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
-        """Send a result to its frontend. Return the sequences that have ended in the text process but that the core
+        """Send a result to its frontend. Return the sequences that have ended in the text process, but that the core
         still runs.
         """
         entry = self._by_sequence.get(result.id)
@@ -440,8 +443,11 @@ class RequestManager:
 
 
 def _retryable(result: SequenceDelta) -> SequenceDelta:
-    """Replace the error NOT_FOUND by UNAVAILABLE: a restarted core has not yet loaded the adapter, which admission
-    knew."""
+    """Replace the error NOT_FOUND by UNAVAILABLE.
+
+    Admission has already found the adapter. Therefore, this error means that a restarted core has not loaded the
+    adapter yet.
+    """
     if result.error_code != Code.NOT_FOUND:
         return result
     return replace(result, error_code=Code.UNAVAILABLE, error="the adapter is being loaded after a restart; try again")

@@ -2,7 +2,7 @@
 """State of one open request in the text process, from admission to its final output delta.
 
 Converts the engine core's results (token ids) into output deltas for the client (with text). This module has no
-socket, clock or queue. A request has one sequence in the core per output. The request manager owns the state.
+socket, clock or queue. The core runs one sequence for each output of the request. The request manager owns the state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +20,16 @@ _TokenLogprobs = dict[str, dict[str, Any]]
 
 
 class RequestState:
-    """State of one request. Times are monotonic seconds from the request manager."""
+    """State of one request. All times are in monotonic seconds, and come from the request manager."""
 
     def __init__(
         self, first_sequence_id: int, request: GenerateRequest, admitted_request: AdmittedRequest, arrival_time: float
     ) -> None:
         self.params = admitted_request.params
         self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_results)
-        """Ids of its sequences in the engine core, one for each output."""
+        """Ids of the request's sequences in the engine core. There is one sequence for each output."""
         self.client_request_id = request.id
-        """Id of the request on its frontend's connection."""
+        """Id by which the frontend identifies the request on its connection."""
         self.adapter_name = admitted_request.adapter_name
         self.arrival_time = arrival_time
         self.submit_time: float | None = None
@@ -40,7 +40,8 @@ class RequestState:
         """True if the request has ended: it is finished, failed or aborted."""
         self.num_input_tokens = 0
         self.completions: list[CompletionState] = []
-        """Its outputs, in the order of `sequence_ids`; empty until the request is submitted."""
+        """The outputs of the request, in the order of `sequence_ids`. The list is empty until the request is
+        submitted."""
         self._adapter_digest = admitted_request.adapter_digest
         self._cache_salt = request.cache_salt
         self._priority = request.priority
@@ -48,18 +49,18 @@ class RequestState:
         self._stream_interval = request.stream_interval
         self.api_key_name = request.api_key_name
         self.parsing = admitted_request.parsing
-        """How its outputs are parsed; None if they are returned as text."""
+        """How the outputs are parsed; None if they are returned as text."""
         self.tools: Sequence[Mapping[str, Any]] = (request.chat or {}).get("tools") or ()
         """Tools of the conversation."""
         self.reasoning = "possible"
-        """Whether the prompt ends inside the reasoning, see `reasoning_state`."""
+        """State of the reasoning at the end of the prompt, as `reasoning_state` returns it."""
         self._return_prompt_token_ids = request.return_prompt_token_ids
         self._return_token_bytes = request.return_token_bytes
         self._prompt_token_ids: list[int] | None = None
         self._num_cached_tokens = 0
         self._tokenizer: Tokenizer | None = None
         self._parsers: list[OutputParser] = []
-        """Parsers of its outputs; empty if outputs are returned as text."""
+        """The parser of each output. The list is empty if outputs are returned as text."""
         self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
         self._prompt_logprobs: list[_TokenLogprobs | None] | None = None
 
@@ -117,8 +118,10 @@ class RequestState:
         return self.completions[sequence_id - self.sequence_ids.start]
 
     def update(self, result: SequenceDelta) -> list[OutputDelta]:
-        """Return the deltas for a result of the engine core; the list is empty while outputs are collected until their
-        end."""
+        """Return the deltas for a result of the engine core.
+
+        The list is empty if the result is collected and will be returned later.
+        """
         if result.error_code is not None:
             return [self.to_error_delta(result.error_code, result.error)]
         delta = self.completion(result.id).update(result)
@@ -149,7 +152,7 @@ class RequestState:
         return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
 
     def _parse(self, index: int, delta: CompletionDelta) -> list[Event]:
-        """Return the parsed events of a delta; none if the output is returned as text."""
+        """Return the parsed events of a delta. The list is empty if the output is returned as text."""
         if not self._parsers:
             return []
         is_finished = self.completions[index].finish_reason is not None
@@ -207,7 +210,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class _OutputBuffer:
-    """Collects the deltas of an output that is returned as a whole, or in larger parts."""
+    """Collects the deltas of an output, if the output is returned as a whole or in parts of several tokens."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coalesces step results on their way to the request manager, to bound the number of responses per second.
+"""Coalesces step results before they reach the request manager. This limits the number of responses per second.
 
-A response costs 0.2 ms of CPU in stub, server and client together, and a quarter of that in the OpenAI front. If the
-engine computes on the same cores, this time delays the next token. `ResponseThrottle` decides when waiting results can
-be sent; `ResultCoalescer` merges the waiting results of each sequence. Results are merged before detokenizing, so that
-several tokens cost hardly more than one. The first tokens of a sequence and its end never wait. This module is used
-only on the event loop and does not depend on requests.
+A response costs 0.2 ms of CPU time in the stub, the server and the client together. In the OpenAI front, it costs a
+quarter of that. If the engine computes on the same cores, the next token is delayed by this time. `ResponseThrottle`
+decides when waiting results can be sent; `ResultCoalescer` merges the waiting results of each sequence. Results are
+merged before detokenizing, so that several tokens cost hardly more than one. The first tokens of a sequence and its end
+never wait. This module is used only on the event loop and does not depend on requests.
 """
 
 import asyncio
@@ -15,22 +15,22 @@ from quire_engine.text.core_client import CoreListener
 from quire_spec.protocol.messages import SequenceDelta, StepResult
 
 RESPONSES_PER_S_PER_CORE = 250.0
-"""Maximum response rate for an engine on the CPU: responses then take 5 % of each core. A single stream gets each
-token at once (up to 250 per second and core); 64 streams on two cores get their tokens every 128 ms, which is faster
-than a person reads.
+"""Maximum rate of responses if the engine runs on the CPU. At this rate, the responses take 5 % of the time of each
+core. A single stream gets each token at once, up to 250 tokens per second and core. If there are 64 streams on two
+cores, each stream gets its new tokens every 128 ms, which is faster than a person reads.
 """
 OPENAI_RESPONSE_COST = 0.25
-"""CPU cost of a response of the OpenAI front, relative to a response of the server. 64 streams thus get their tokens
-every 32 ms."""
+"""CPU cost of a response of the OpenAI front, relative to a response of the server. Therefore, each of 64 streams gets
+its new tokens every 32 ms."""
 
 
 class ResponseThrottle:
-    """Limits the rate of responses: after n responses were sent at once, the next ones wait for n intervals. The caller
-    passes the time.
+    """Limits the rate of responses. After n responses were sent at the same time, the next ones wait for n intervals.
+    The caller passes the time.
     """
 
     def __init__(self, responses_per_s: float | None) -> None:
-        """If `responses_per_s` is None, because the engine does not compute on the CPU, nothing is delayed."""
+        """If `responses_per_s` is None, nothing is delayed. This is used if the engine does not compute on the CPU."""
         self._interval_s = 1.0 / responses_per_s if responses_per_s else 0.0
         self._next_send_at = 0.0
 
@@ -39,8 +39,8 @@ class ResponseThrottle:
         return max(0.0, self._next_send_at - now)
 
     def record_sent(self, num_responses: float, now: float) -> None:
-        """Count responses sent at `now`, including those that could not wait. A cheap response is counted as a
-        fraction.
+        """Count the responses that were sent at `now`, including those that could not wait. If a response is cheap, it
+        is counted as a fraction of a response.
         """
         self._next_send_at = max(self._next_send_at, now) + num_responses * self._interval_s
 
@@ -53,8 +53,8 @@ class ResultCoalescer:
         self._throttle = throttle
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, list[SequenceDelta]] = {}
-        """Waiting results by sequence. The list is empty for a sequence whose first tokens were passed on and that has
-        no waiting result."""
+        """Waiting results by sequence. If the first tokens of a sequence were passed on and no result of it waits, its
+        list is empty."""
         self._last_step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -100,7 +100,7 @@ class ResultCoalescer:
     def _flush(self) -> list[SequenceDelta]:
         """Remove and return all waiting results.
 
-        Forgets sequences that have no waiting result and were not in the last step, because they may have ended.
+        Sequences that have no waiting result and were not in the last step are forgotten, because they may have ended.
         """
         assert self._last_step is not None, "a result was added"
         pending_results = [results for results in self._pending.values() if results]

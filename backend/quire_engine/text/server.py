@@ -94,7 +94,8 @@ class TextServer(ConnectionHandler):
             raise Internal(f"unexpected {type(message).__name__}")
 
     def on_oversized_frame(self, connection: Connection, head: bytes, length: int) -> None:
-        """Called for a frame that exceeds max_frame_bytes: rejects it if it is a request of a frontend."""
+        """Called for a frame that exceeds max_frame_bytes. If the frame is a request of a frontend, the request is
+        rejected."""
         frontend, match = self._frontends.get(connection), _GENERATE_REQUEST_HEAD.match(head)
         if frontend is None or match is None:
             raise Internal(f"message of {length} bytes: {head[:80]!r}")

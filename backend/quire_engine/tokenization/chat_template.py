@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: render a conversation to the prompt format that a chat model was trained on.
 
-Templates come with checkpoints, so they run in jinja2's sandbox, in the environment that transformers provides. The
-sandbox prevents access to files and Python, but does not limit time and memory (`{{ 'a' * 10**12 }}`). The server
-therefore renders in a process that may die (text/render_worker.py). The offline LLM, which users run for themselves,
-renders in its own process.
+A template comes with a checkpoint, so it is not trusted and runs in jinja2's sandbox. It can use the same functions and
+filters as in transformers. The sandbox prevents access to files and Python, but does not limit time and memory
+(`{{ 'a' * 10**12 }}`). The server therefore renders in a process that may die (text/render_worker.py). The offline LLM,
+which users run for themselves, renders in its own process.
 
 Source: `_compile_jinja_template` and `render_jinja_template` in transformers 5, utils/chat_template_utils.py
 """
@@ -25,9 +25,9 @@ from quire_spec.errors import InvalidArgument
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_FINAL_MESSAGE_TAG = "CONTINUE_FINAL_MESSAGE "
-"""Tag that is appended to the content that the model must continue, to find the end of this content in the rendered
-text. The end of the content alone is not sufficient, because a template can write the same characters after the
-content. A template that trims contents removes the trailing space.
+"""This tag is appended to the content that the model must continue. It shows where this content ends in the rendered
+text. Without the tag, the end could not be found reliably, because a template can write the same characters again after
+the content. If a template trims contents, it removes the trailing space of the tag.
 """
 
 ChatMessage = Mapping[str, Any]
@@ -42,7 +42,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens` are the texts of special tokens by name, such as bos_token, for use in the template."""
+        """`special_tokens` maps names such as bos_token to the texts of special tokens. The template can use these
+        names."""
         self._special_tokens = dict(special_tokens or {})
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
@@ -58,11 +59,11 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, template_override: str | None = None, has_tools: bool = False) -> Self | None:
-        """Return the template in chat_template.jinja or else tokenizer_config.json; None if the checkpoint has no
-        template.
+        """Return the chat template of a checkpoint; None if it has no template.
 
-        `template_override` is used instead of this template, but with the special tokens of the checkpoint. If
-        `has_tools` is True, a separate template for conversations with tools is preferred.
+        The template is in chat_template.jinja or, if this file does not exist, in tokenizer_config.json. If
+        `template_override` is given, it is used instead of this template, together with the special tokens of the
+        checkpoint. If `has_tools` is True, a separate template for conversations with tools is preferred.
 
         Raises:
             ConfigError: tokenizer_config.json is invalid.
@@ -83,8 +84,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt of a conversation.
 
-        With `add_generation_prompt`, the prompt ends with the beginning of an answer; with `continue_final_message`,
-        it ends inside the last message. `tools`, `documents` and `template_kwargs` are passed to the template.
+        If `add_generation_prompt` is True, the prompt ends with the beginning of an answer. If `continue_final_message`
+        is True, it ends inside the last message. `tools`, `documents` and `template_kwargs` are passed to the template.
 
         Raises:
             InvalidArgument: the template or this method rejects the messages; the error contains the reason.
@@ -139,8 +140,8 @@ def _is_list(value: object) -> bool:
 
 
 def load_chat_template(chat_template: str | Path) -> str:
-    """Return the text of a template, given as text or as a path. A text without a brace and without a line break is a
-    path.
+    """Return the text of a template, given as text or as a path. A string that contains neither a brace nor a line
+    break is a path.
 
     Raises:
         InvalidArgument: the file cannot be read.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat templates of a checkpoint: finds their text in the file layouts that transformers writes.
+"""The chat templates of a checkpoint. Their texts are read from the files in which transformers stores them.
 
-chat_template.jinja takes precedence over `chat_template` in tokenizer_config.json, which is a text or a list of named
-texts. additional_chat_templates/tool_use.jinja is a separate template for conversations with tools.
+The file chat_template.jinja takes precedence over the entry `chat_template` in tokenizer_config.json. This entry is
+either a text or a list of texts that have names. The file additional_chat_templates/tool_use.jinja contains a separate
+template for conversations with tools.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ class ChatTemplateFiles:
     tool_use: str | None
     """Template for conversations with tools; if None, the default template is used."""
     special_tokens: Mapping[str, str]
-    """Texts of special tokens by name, such as bos_token."""
+    """Maps names such as bos_token to the texts of special tokens."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -55,8 +56,11 @@ class ChatTemplateFiles:
         return cls(default if isinstance(default, str) else None, tool_use, special_tokens)
 
     def replaced_by(self, path: Path) -> Self:
-        """Return these files with the template in `path` in place of their templates; raises ConfigError if `path`
-        cannot be read."""
+        """Return a copy of these files in which the template in `path` replaces all templates.
+
+        Raises:
+            ConfigError: `path` cannot be read.
+        """
         try:
             return replace(self, default=path.read_text(encoding="utf-8"), tool_use=None)
         except (OSError, UnicodeDecodeError) as error:

@@ -13,8 +13,8 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
-"""Replaces the logarithm of zero and NaN, which JSON cannot represent; vLLM uses the same number. If it is the first
-argument of `max` and the second argument is NaN, `max` returns it.
+"""This number replaces NaN and the logarithm of zero, because JSON cannot represent them. vLLM uses the same number. It
+must be the first argument of `max`: if the second argument is NaN, `max` then returns this number.
 """
 
 
@@ -42,13 +42,13 @@ class CompletionState:
         self.finish_reason: str | None = None
         """Reason why the output ended; None until it ends."""
         self.stop_reason: int | str | None = None
-        """The stop string or stop token that ended the output; None for a token in `eos_token_ids`."""
+        """The stop string or the stop token that ended the output. None if a token in `eos_token_ids` ended it."""
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
         """Sum of the tokens' log probabilities so far; None unless the core returns log probabilities or the output is
         a beam.
         """
         self.last_token_time: float | None = None
-        """Arrival of the last tokens in monotonic seconds; set by the request manager."""
+        """Time in monotonic seconds at which the last tokens arrived. The request manager sets it."""
         self._has_logprobs = params.logprobs is not None
         self._ignore_eos = params.ignore_eos
         self._eos_token_ids = eos_token_ids
