@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammar of tool calls in llguidance's Lark notation: the parts that all formats share.
+"""Grammar of tool calls in llguidance's Lark notation. This module contains the parts that all formats share.
 
 Each format builds a CallGrammar; output_grammar.py combines it with the grammars of reasoning and text. JSON schemas
 are not part of the grammar text: a rule refers to a schema as @name, and `parts` contains the schema.
@@ -62,7 +62,7 @@ class Marks:
     token_ids: Mapping[str, int]
     """Token ids of the marks that consist of a single token."""
     special: frozenset[str]
-    """Marks that are special tokens, so that ordinary text never matches them."""
+    """Marks that are special tokens. Ordinary text never matches them."""
 
     def terminal(self, mark: str) -> str:
         """Return the grammar terminal that matches a mark: its token or its characters."""

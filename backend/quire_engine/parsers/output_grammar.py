@@ -124,7 +124,7 @@ def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -
 
 
 def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:
-    """Return the expression that matches any text and the mark at which the text ends."""
+    """Return the expression for any text that ends with a mark."""
     if mark in marks.special:
         return f"TEXT {marks.terminal(mark)}"
     rules.append(f"{name}[lazy]: TEXT {quote(mark)}")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search of one request: which continuations become beams, which are finished outputs, and when the search ends.
+"""Beam search of one request: decides which continuations become beams, which ones are outputs, and when the search
+ends.
 
 Policy only: this module uses tokens and scores, but no KV blocks, steps or devices. The beam scheduler calls it after
 each step of the beams.
@@ -43,7 +44,8 @@ class Continuation:
 def num_candidates(params: SamplingParams, num_stop_tokens: int) -> int:
     """Return the number of continuations that a step considers.
 
-    The number is so large that at least `width` continuations remain even if each stop token ends every beam.
+    The number is large enough that at least `width` continuations do not end with a stop token, even if every beam can
+    be continued with every stop token.
     """
     return max(2, 1 + num_stop_tokens) * params.num_sequences
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a new sequence: against the limits of the engine, and against the parent from which it forks."""
+"""Checks a new sequence against the limits of the engine, and a fork against its parent."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Priority queue of sequences, most urgent first. The scheduler has two queues: one of waiting and one of running
-sequences."""
+"""Priority queue of sequences, most urgent first. The scheduler has two queues. One contains the waiting sequences, and
+the other contains the running sequences."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator

@@ -60,8 +60,8 @@ class Scheduler:
     preempted. The least urgent one is preempted first, and none is preempted if that would not free enough places and
     blocks. The waiting sequence then starts in the same step. By this rule, only a more urgent sequence can get the
     blocks of another one. A sequence of the same priority is preempted only for decoding (see Progress). Therefore,
-    every sequence finishes once more urgent sequences have stopped arriving. Without priorities, this rule never
-    applies.
+    every sequence finishes, unless sequences that are more urgent keep arriving forever. Without priorities, this rule
+    never applies.
 
     Restart. When a sequence grows beyond the long-rope threshold of its model, the keys of all its tokens change. The
     sequence then returns to the waiting queue with the same sort key. This happens at most once per sequence. The
@@ -460,7 +460,8 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def _schedule_prefills(self, builder: StepPlanBuilder, partial_prefills: list[Sequence], now: float) -> None:
-        """Spend the token budget on prompts, most urgent first: partial prefills, and waiting sequences that fit."""
+        """Spend the token budget on prompts, in order of urgency: those of partial prefills, and those of waiting
+        sequences that fit."""
         partial_prefills.reverse()
         waiting = self._waiting.snapshot()
         if self._beams.num_unused_places:

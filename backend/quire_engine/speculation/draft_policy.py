@@ -13,11 +13,11 @@ _RIDGE_ROWS = {"cpu": 8, "cuda": 128}
 """For each device type: if a step has at least this number of rows, the policy assumes that the time of the step is
 proportional to its number of rows."""
 _MIN_ROW_COST = 0.05
-"""The policy assumes that a draft row costs at least this fraction of a step's time. A 135M model on two Zen 5 cores
-was measured at 0.03."""
+"""The policy assumes that a draft row costs at least this fraction of a step's time. For a 135M model on two Zen 5
+cores, the measured fraction is 0.03."""
 _FIRST_ACCEPTANCE = 0.6
 _SMOOTHING = 0.25
-"""Weight of the latest draft in the estimate that belongs to its sequence."""
+"""After a draft is verified, its result has this weight in the new estimate for its sequence."""
 _GLOBAL_SMOOTHING = 0.05
 _PROBE_INTERVAL = 64
 """A sequence that currently gets no drafts still gets a single draft token whenever the number of its output tokens is

@@ -39,7 +39,7 @@ class NgramProposer(DraftProposer):
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        """`lengths` contains the numbers of last tokens for which the proposer searches a copy."""
+        """For each n in `lengths`, the proposer can search for a copy of the last n tokens."""
         self._lengths = sorted(lengths, reverse=True)
         self._contexts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
         """For each sequence: its tokens so far, as native unsigned integers."""

@@ -34,7 +34,7 @@ class _Text:
 
     partition: Partition
     next_index: int
-    """Index of the token of the sequence that is stored next."""
+    """Index of the next token of the sequence that must be stored."""
     tokens: bytearray = field(default_factory=bytearray)
     num_added: int = 0
     num_removed: int = 0

@@ -13,13 +13,13 @@ from quire_engine.speculation.suffix_cache import SuffixCache
 from quire_spec.engine.speculative_config import SpeculativeConfig
 
 _OWN_MATCHES = range(2, 17)
-"""The proposer also searches the sequence itself for an earlier copy of its last tokens. These are the numbers of last
-tokens for which it searches."""
+"""For each n in this range, the proposer can also search the sequence itself for an earlier copy of its last n
+tokens."""
 
 
 class SuffixProposer(DraftProposer):
-    """Finds the longest match of the last tokens in past outputs of the same adapter and salt, or in the sequence
-    itself.
+    """Searches past outputs of the same adapter and salt, and the sequence itself, for the longest match of its last
+    tokens.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -162,8 +162,8 @@ class SuffixTree:
 
 
 def _num_common_bytes(label: bytes, window: bytes, start: int) -> int:
-    """Compare a label with the part of a window that begins at `start`. Return the size in bytes of the tokens at the
-    beginning of both that are equal."""
+    """Compare a label with the part of a window that begins at `start`. Return how many bytes at the beginning of the
+    two are equal, counting only whole tokens."""
     num_bytes = TOKEN_BYTES
     while label[num_bytes : num_bytes + TOKEN_BYTES] == window[start + num_bytes : start + num_bytes + TOKEN_BYTES]:
         num_bytes += TOKEN_BYTES

@@ -2,9 +2,9 @@
 """Compiles grammars for the vocabulary of one model, with limits for work and memory. It keeps the latest compiled
 grammars.
 
-The text process first lets a process that may die compile each constraint. If the constraint is wrong, the request is
-rejected with an error. The core then compiles the same text again, and has the same limits. The limits apply to the
-amount of work, not to the time. Therefore, a text that compiled in the text process compiles in the core, too.
+Each constraint is first compiled in a worker of the text process, which may die. If the constraint is wrong, the
+request is rejected with an error. The core then compiles the same text again, and has the same limits. The limits apply
+to the amount of work, not to the time. Therefore, a text that compiled in the text process compiles in the core, too.
 Thread-safe; llguidance releases the GIL while it compiles.
 """
 

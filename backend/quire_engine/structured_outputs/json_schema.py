@@ -114,7 +114,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Rewriter:
-    """Rewrites schemas: replaces keywords that llguidance does not implement with equivalent ones."""
+    """Rewrites schemas. A keyword that llguidance does not implement is replaced by an equivalent one."""
 
     closes_objects: bool
     """Whether properties that a schema does not name are forbidden."""
@@ -154,7 +154,7 @@ class _Rewriter:
         return value
 
     def _keywords_without_effect(self, schema: dict[str, Any]) -> list[str]:
-        """Return the keywords of a schema that llguidance rejects and that have no effect in this schema."""
+        """Return the keywords that have no effect in a schema, but that llguidance rejects."""
         names = [name for name in ("uniqueItems", "not") if schema.get(name) is False]
         names += [n for n in ("propertyNames", "unevaluatedItems", "unevaluatedProperties") if schema.get(n) is True]
         names += [name for name in ("dependentRequired", "dependentSchemas") if schema.get(name) == {}]

@@ -82,7 +82,7 @@ class AdmittedRequest:
 
 
 def check_text_parameters(params: SamplingParams, has_tokenizer: bool) -> None:
-    """Reject parameters that need text if the model has no tokenizer.
+    """If the model has no tokenizer, reject parameters that need text.
 
     Raises:
         InvalidArgument: a parameter needs a tokenizer; the message names the parameter.

@@ -120,7 +120,7 @@ class RequestMetrics:
             self._api_key_tokens.labels(self._model_name, label, "prompt").inc(num_tokens)
 
     def record_api_key_output(self, api_key_name: str, num_tokens: int) -> None:
-        """Count the output tokens of an ended request for its API key."""
+        """Add the output tokens of an ended request to the count of its API key."""
         if api_key_name:
             label = self._api_key_label(api_key_name)
             self._api_key_tokens.labels(self._model_name, label, "completion").inc(num_tokens)
