@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contracts that every package of Quire shares: configuration, names, messages, documents. Standard library only."""
+"""Definitions that all packages of Quire share: the configuration, names, messages between processes, and documents.
+Standard library only."""

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponential backoff: seconds to wait before a retry. This module only computes the delay; the caller sleeps."""
+"""Exponential backoff: compute how many seconds to wait before a retry. This module only computes the delay; the caller
+sleeps."""
 
 import random
 
 _MAX_DOUBLINGS = 60
-"""Maximum number of doublings; 2**60 s is longer than every cap. Without this maximum, a long outage would raise
-OverflowError."""
+"""Maximum number of times that the delay is doubled. A delay of 2**60 seconds is longer than every cap. Without this
+maximum, a long outage would raise OverflowError."""
 
 
 def backoff(attempt: int, first: float, cap: float, jitter: float = 0.0) -> float:
     """Return the seconds to wait before retry `attempt`, counted from 0: min(cap, first * 2**attempt).
 
-    A random fraction of the result, at most `jitter`, is subtracted. Clients that failed at the same time then retry at
-    different times.
+    A random part of the result is then subtracted: at most the fraction `jitter`. Because of this, clients that failed
+    at the same time retry at different times.
     """
     delay = min(first * 2.0 ** min(attempt, _MAX_DOUBLINGS), cap)
     return delay * random.uniform(1.0 - jitter, 1.0) if jitter else delay

@@ -9,7 +9,7 @@ from quire_spec.errors import InvalidArgument
 AdapterName = NewType("AdapterName", str)
 """Alias of an adapter. Clients use the alias, which can point to new content at any time."""
 AdapterDigest = NewType("AdapterDigest", str)
-"""Identity of an adapter: `sha256:<64 hex digits>` of its content."""
+"""Identity of an adapter: `sha256:` and the 64 hex digits of the hash of its content."""
 
 SERVER_PROTOCOLS = ("http", "grpc")
 """Protocols of Triton Inference Server that can be exposed outside the pod."""
@@ -17,10 +17,11 @@ HTTP_PORT = 8000
 GRPC_PORT = 8001
 SERVER_METRICS_PORT = 8002
 HEALTH_PORT = 8003
-"""The supervisor's port: probes, metrics, status, admin."""
+"""Port of the supervisor. It serves the probes, the metrics, the status and the admin API."""
 OPENAI_PORT = 8004
 OPENAI_FRONTEND = "/openai"
-"""Name of the OpenAI front in its message Hello. The name is not a valid model name, so a model cannot have it."""
+"""Name that the OpenAI front sends in its message Hello. A model cannot have this name, because it is not a valid model
+name."""
 
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"
@@ -31,13 +32,13 @@ SUPERVISOR_SOCKET = "supervisor.sock"
 MAX_OPENAI_FRONTS = 16
 """Maximum number of processes of the OpenAI front in a pod."""
 CLOSING_FILE = "closing"
-"""File that the run folder contains if the pod is about to stop. The OpenAI front then closes its connections, so that
-clients connect to other pods."""
+"""Name of a file. While the pod is about to stop, the run folder contains this file. When the file exists, the OpenAI
+front closes its connections, so that its clients connect to other pods."""
 MAX_SOCKET_PATH = 107
-"""Maximum length of a Unix socket's path in bytes: the size of sockaddr_un on Linux."""
+"""Maximum length of a Unix socket's path in bytes. sockaddr_un on Linux has no room for a longer path."""
 
 EXIT_CONFIG = 2
-"""Exit code of a process whose configuration is invalid; a restart would fail again."""
+"""A process exits with this code if its configuration is invalid. A restart would fail again."""
 
 API_GROUP = "quire.dev"
 API_VERSION = "v1alpha1"
@@ -45,11 +46,12 @@ KIND = "LLMService"
 
 MAX_MODEL_NAME = 63
 MODEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?")
-"""Pattern of servedName and of adapter names: valid in the server's URLs and as a Kubernetes label value."""
+"""Pattern of servedName and of adapter names. A name that matches is valid in the server's URLs and as a Kubernetes
+label value."""
 
 MAX_EXPOSED_ADAPTERS = 64
-"""Number of adapters that get their own server model by default. Each such model needs a stub process of about
-22 MiB."""
+"""By default, at most this number of adapters have their own server model. Each server model of an adapter needs a stub
+process of about 22 MiB."""
 
 # Tensors of the model interface: first those of NVIDIA's vllm_backend, then Quire's own.
 TEXT_INPUT = "text_input"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict conversion between JSON documents and frozen dataclasses. Unknown keys and wrong types are errors.
 
-Each error contains the path of the wrong field. `from_json` reads all documents (engine.json, adapters.json, status),
-so their errors have the same form.
+Each error contains the path of the wrong field. All documents (engine.json, adapters.json, status) are read with
+`from_json`, so their errors have the same form.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ T = TypeVar("T")
 def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: bool = False) -> T:
     """Build the dataclass `cls` from parsed JSON.
 
-    Handles nested dataclasses, lists, tuples, string-keyed dicts, enums, unions with None, and the scalar types. An int
-    is accepted where a float is expected.
+    The function supports nested dataclasses, lists, tuples, dicts with string keys, enums, unions with None, and the
+    scalar types. An int is accepted where a float is expected.
 
     Args:
         field_path: path of `data` in its document, for error messages.
@@ -78,7 +78,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def to_json(value: object) -> Any:
-    """Return the JSON form of a dataclass with every field present (enums by value, tuples as lists)."""
+    """Convert a dataclass to JSON. The result contains every field; an enum becomes its value, and a tuple becomes a
+    list."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -91,7 +92,7 @@ def to_json(value: object) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a JSON value without null fields, at every depth."""
+    """Return a JSON value without the fields that are null, at every depth."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that cross a process boundary, each with the code that clients of the server receive.
+"""Errors that one process reports to another. Each has the code that clients of the server receive.
 
-The code that raises an error chooses its class; each process passes the error code on unchanged
-(protocol/messages.py). The message names the field or object, the problem, and the fix.
+Code that raises an error chooses its class. Each process passes the error code on unchanged (protocol/messages.py). The
+message of an error names the field or object, the problem, and the fix.
 
     QuireError
     +-- InvalidArgument     the request or document is wrong; a retry does not help
@@ -18,7 +18,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Error codes, named as Triton Inference Server names them."""
+    """Error codes. Their names are those of Triton Inference Server."""
 
     INVALID_ARG = "INVALID_ARG"
     NOT_FOUND = "NOT_FOUND"
@@ -28,34 +28,35 @@ class Code(StrEnum):
 
 
 class QuireError(Exception):
-    """Base of all errors with a code; `str(error)` is the message for the client."""
+    """Base class of all errors that have a code. `str(error)` is the message that the client receives."""
 
     code: Code = Code.INTERNAL
 
 
 class InvalidArgument(QuireError):
-    """The request or document is wrong."""
+    """The request or the document is wrong."""
 
     code = Code.INVALID_ARG
 
 
 class ConfigError(InvalidArgument):
-    """A configuration field is wrong; the message names field, value and fix."""
+    """A configuration field is wrong. The message names the field, its value and the fix."""
 
 
 class NotFound(QuireError):
-    """There is no object with the requested name."""
+    """An object with the requested name does not exist."""
 
     code = Code.NOT_FOUND
 
 
 class Unavailable(QuireError):
-    """The request is valid but cannot be served now; retry later."""
+    """The request is valid but cannot be served now. The client can retry it later."""
 
     code = Code.UNAVAILABLE
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
-        """`retry_after_s` is the delay in the peer's header Retry-After; None if the peer sent none."""
+        """`retry_after_s` is the delay from the header Retry-After that the other side sent; None if it did not send
+        one."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -65,7 +66,7 @@ class AccessDenied(Unavailable):
 
 
 class Cancelled(QuireError):
-    """The client cancelled or disconnected."""
+    """The client cancelled the request or disconnected."""
 
     code = Code.CANCELLED
 
@@ -84,13 +85,14 @@ _ERROR_TYPES: dict[Code, type[QuireError]] = {
 
 
 def error_from_code(code: str, message: str) -> QuireError:
-    """Return the exception for a code received over the wire; an unknown code becomes `Internal`."""
+    """Create the exception for a code that was received from another process. A code that is unknown becomes
+    `Internal`."""
     error_code = Code(code) if code in Code.__members__ else Code.INTERNAL
     return _ERROR_TYPES[error_code](message)
 
 
 def truncated_repr(value: object) -> str:
-    """Return `repr(value)` for a message, cut to 80 characters."""
+    """Return `repr(value)` for use in a message, cut to 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter catalog (adapters.json): the adapters that a pod should serve, and the source of each.
+"""Adapter catalog (adapters.json).
+
+It lists the adapters that a pod should serve, and where the files of each come from.
 
 The operator and `quire serve` write the catalog; the supervisor applies it. The catalog is the complete desired state:
-the supervisor removes an adapter that the catalog lacks. A name is an alias; a digest identifies adapter content.
+the supervisor removes an adapter that is not in the catalog. A name is an alias of an adapter; a digest identifies the
+adapter's content.
 """
 
 import hashlib
@@ -18,11 +21,13 @@ from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
 REPLACES_HEADER = "Quire-Replaces"
-"""Header of PUT /adapters that contains the digest of the catalog to replace. With this header the pod accepts a lower
-generation.
+"""Header of PUT /adapters.
 
-The operator sets the header if the pod's catalog has a generation that the service never had. A service that was
-restored from a backup or created again starts with a lower generation than its pods have.
+It contains the digest of the catalog that the request replaces. If the pod has that catalog, it accepts the new one
+even if the new generation is lower.
+
+The operator sends the header if a pod has a catalog whose generation the service never had. This happens after a
+service is restored from a backup or created again: its generation is then lower than that of its pods.
 """
 
 
@@ -30,14 +35,15 @@ class Expose(StrEnum):
     """How clients select an adapter. The parameter `lora_name` of the base model selects any adapter."""
 
     MODEL = "Model"
-    """The adapter is also a server model with the adapter's name."""
+    """The adapter is also available as a server model that has the adapter's name."""
     PARAMETER = "Parameter"
-    """Only the parameter `lora_name` of the base model selects the adapter."""
+    """The adapter has no server model. Clients select it only with the parameter `lora_name` of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecretRef:
-    """Name of a mounted Secret. The keys of the Secret are files in a folder of that name."""
+    """Reference to a mounted Secret. The Secret is mounted in a folder that has its name. Each key of the Secret is a
+    file in that folder."""
 
     name: str
     key: str | None = None
@@ -49,7 +55,7 @@ class HuggingFaceSource:
 
     repo: str
     revision: str | None = None
-    """Branch, tag or commit; None selects the hub's default."""
+    """Branch, tag or commit. None selects the default branch of the hub."""
     tokenSecretRef: SecretRef | None = None
 
 
@@ -71,9 +77,9 @@ class HttpSource:
 
     url: str
     sha256: str | None = None
-    """SHA-256 that adapter_model.safetensors must have."""
+    """The SHA-256 hash that adapter_model.safetensors must have."""
     headersSecretRef: SecretRef | None = None
-    """Secret whose keys and values are sent as HTTP headers."""
+    """Secret for HTTP headers. Each key is sent as the name of a header, and its value as the header's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +92,14 @@ class PvcSource:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Location of an adapter's or model's files; exactly one field is set."""
+    """Where the files of an adapter or a model come from. Exactly one field is set."""
 
     huggingFace: HuggingFaceSource | None = None
     s3: S3Source | None = None
     http: HttpSource | None = None
     pvc: PvcSource | None = None
     path: str | None = None
-    """A local folder; for `quire serve` only."""
+    """A local folder. Only `quire serve` accepts it."""
 
     def validate(self, field_path: str) -> None:
         """Raise ConfigError unless exactly one field is set."""
@@ -106,7 +112,7 @@ class Source:
 
     @property
     def secret_ref(self) -> SecretRef | None:
-        """The Secret with the credentials for this source, if any."""
+        """The Secret that contains the credentials for this source; None if the source has no Secret."""
         if self.huggingFace is not None:
             return self.huggingFace.tokenSecretRef
         if self.s3 is not None:
@@ -116,16 +122,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Limits of an adapter on each pod. A request that exceeds a limit is rejected with UNAVAILABLE."""
+    """Limits of an adapter. They apply on each pod separately. A request that exceeds a limit is rejected with
+    UNAVAILABLE."""
 
     maxConcurrentRequests: int | None = None
-    """Maximum number of running and queued requests; None: no limit."""
+    """Maximum number of requests that run or wait at the same time; None: no limit."""
     maxTokensPerSecond: int | None = None
-    """Maximum average rate of prompt and output tokens together; None: no limit. A burst can use the tokens of ten
-    seconds at once."""
+    """Maximum number of tokens per second on average. Prompt tokens and output tokens both count. None: no limit. In a
+    burst, the adapter can use as many tokens at once as the limit allows in ten seconds."""
 
     def validate(self, field_path: str) -> None:
-        """Raise ConfigError for a limit that rejects every request."""
+        """Raise ConfigError if a limit is so low that every request would be rejected."""
         for name in self.__slots__:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{field_path}.{name}: must be at least 1, got {value}; omit it for no limit")
@@ -138,19 +145,20 @@ class AdapterSpec:
     name: str
     source: Source
     pinned: bool = False
-    """True keeps the adapter in an adapter slot on the device."""
+    """If true, the adapter always stays in an adapter slot on the device."""
     expose: Expose | None = None
-    """None: `Model` until 64 adapters of the catalog have a server model; `Parameter` for all further adapters."""
+    """None means `Model` until 64 adapters of the catalog have a server model, and `Parameter` for all adapters after
+    that."""
     limits: AdapterLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogVersion:
-    """Identity of a catalog: its generation and the digest of its adapters."""
+    """Identifies a catalog by its generation and the digest of its adapters."""
 
     generation: int
     digest: str
-    """sha256:... of the adapters in their order, without the generation."""
+    """sha256:... of the list of adapters. The order of the adapters counts; the generation does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +166,8 @@ class AdapterCatalog:
     """The adapters that a pod should serve."""
 
     generation: int = 0
-    """Number that increases with every change. The pod rejects a catalog with a lower generation as stale. The header
-    REPLACES_HEADER overrides this check."""
+    """A number that increases with every change of the catalog. A pod rejects a catalog as stale if its generation is
+    lower than that of the pod's current catalog. The header REPLACES_HEADER overrides this check."""
     adapters: tuple[AdapterSpec, ...] = ()
 
     @classmethod
@@ -196,13 +204,17 @@ class AdapterCatalog:
 
     @property
     def version(self) -> CatalogVersion:
-        """Generation and digest. The digest omits unset fields, so a new optional field does not change the digest."""
+        """Generation and digest. The digest ignores fields that are not set. Therefore, a new optional field does not
+        change the digest."""
         text = json.dumps(drop_nulls(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     def exposed_names(self) -> frozenset[str]:
-        """Return the names of adapters with a server model: all adapters with `Model`, then adapters without a setting,
-        in order, up to 64 in total."""
+        """Return the names of the adapters that get a server model.
+
+        These are all adapters with `Model`, and then, in order, adapters whose `expose` is None, until there are 64
+        names.
+        """
         explicit_names = [a.name for a in self.adapters if a.expose is Expose.MODEL]
         default_names = [a.name for a in self.adapters if a.expose is None]
         num_free = max(0, constants.MAX_EXPOSED_ADAPTERS - len(explicit_names))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of an adapter: a digest of its files. Equal content has an equal digest, regardless of its source.
+"""Digest that identifies an adapter by the content of its files.
 
-The fetcher names cached adapters by digest. The core and the prefix cache identify adapters only by digest.
+Adapters with the same content have the same digest, even if they come from different sources.
+
+The fetcher stores each cached adapter under its digest. The core and the prefix cache identify adapters only by digest.
 """
 
 import hashlib
@@ -17,16 +19,17 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 """The files that every adapter has."""
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Optional file of an adapter: its chat template. Quire reads only these three files of an adapter."""
+"""Optional file of an adapter. It contains the adapter's chat template. Quire reads this file and the files of
+`ADAPTER_FILES`, and no other files of an adapter."""
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
-"""A file that changed less than this number of seconds ago can change again without a new timestamp. Git calls such a
-file racy."""
+"""If a file was changed less than this number of seconds ago, a further change may leave its timestamp as it is. Git
+calls such a file racy."""
 
 
 def file_sha256(path: Path) -> bytes:
-    """Return the SHA-256 of a file's content, 32 bytes.
+    """Return the SHA-256 hash of a file's content as 32 bytes.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,9 +44,9 @@ def file_sha256(path: Path) -> bytes:
 def adapter_digest(folder: Path) -> AdapterDigest:
     """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
-    The files are `ADAPTER_FILES`, in order, then the chat template if it exists. For each file, the hash covers the
-    length and UTF-8 bytes of its name, and the length and SHA-256 of its content. Each length has 8 bytes,
-    little-endian.
+    The digest covers the files of `ADAPTER_FILES` in that order, and then the chat template if it exists. For each
+    file, four values are hashed: the length of its name, the name in UTF-8, the length of its content, and the SHA-256
+    hash of its content. Each length is a little-endian number of 8 bytes.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -58,18 +61,19 @@ def adapter_digest(folder: Path) -> AdapterDigest:
 
 
 class DigestCache:
-    """Cache of the digests of adapter folders. The cache reads files again only after a change; reading takes 5 ms per
-    10 MB.
+    """Cache for the digests of adapter folders.
 
-    The cache detects a change by the inode, size and times of a file. If a file changed less than `_RACY_S` before it
-    was read, the cache always reads it again.
+    The files of a folder are read again only after a change, because reading takes 5 ms for every 10 MB.
+
+    The cache compares the inode, the size and the times of each file to detect a change. The digest is not cached if a
+    file was changed less than `_RACY_S` seconds before it was read.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Path, tuple[object, AdapterDigest]] = {}
 
     def get(self, folder: Path) -> AdapterDigest:
-        """Return `adapter_digest(folder)`; raises the same errors as `adapter_digest`."""
+        """Return `adapter_digest(folder)` from the cache, or compute it. Raises the same errors as `adapter_digest`."""
         now = time.time()
         stats = [os.stat(folder / name) for name in _present_files(folder)]
         file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)

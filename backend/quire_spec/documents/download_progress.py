@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a model download: the document that the download program serves on GET /progress for the operator."""
+"""Progress of a model download.
+
+The download program serves this document at GET /progress, and the operator reads it.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,10 +12,10 @@ from quire_spec.errors import ConfigError
 
 PROGRESS_PATH = "/progress"
 PROGRESS_PORT_VARIABLE = "QUIRE_PROGRESS_PORT"
-"""Environment variable with the port of GET /progress. The port is not an argument, because a newer operator can run an
-older image whose download program rejects unknown arguments."""
+"""Environment variable that contains the port for GET /progress. The port is not passed as an argument: a newer
+operator can run an older image, and an older download program would reject an argument that it does not know."""
 _MAX_BYTES = 2**63
-"""Upper bound of valid byte counts; `parse` rejects larger ones."""
+"""Byte counts must be less than this number; `parse` rejects a document with a larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,27 +23,28 @@ class DownloadProgress:
     """Progress of one download."""
 
     bytes: int
-    """Bytes of complete and partial files on the volume, including files that earlier runs downloaded."""
+    """Number of bytes on the volume. Complete and partial files both count, also those that earlier runs downloaded."""
     total: int | None = None
-    """Bytes of all files; None while unknown."""
+    """Number of bytes of all files of the model; None while it is unknown."""
     bytes_per_s: int | None = None
-    """Recent download rate in bytes per second; None before the first measurement."""
+    """Number of bytes downloaded per second, measured recently; None before the first measurement."""
 
     @property
     def percent(self) -> int | None:
-        """Percentage of the total, rounded down; None while the total is unknown."""
+        """Downloaded part of the total in percent, rounded down; None while the total is unknown."""
         return None if not self.total else min(self.bytes * 100 // self.total, 100)
 
     @property
     def eta_s(self) -> int | None:
-        """Seconds until the download ends at its current rate; None while the total or the rate is unknown."""
+        """Number of seconds until the download ends if its rate stays the same; None while the total or the rate is
+        unknown."""
         if self.total is None or not self.bytes_per_s:
             return None
         return max(self.total - self.bytes, 0) // self.bytes_per_s
 
     @classmethod
     def parse(cls, text: str) -> "DownloadProgress | None":
-        """Parse a response from this or a later release; return None if `text` is not such a response."""
+        """Parse a response of this release or a later one; return None if `text` is not a valid response."""
         try:
             progress = from_json(cls, json.loads(text), ignore_unknown=True)
         except (ValueError, RecursionError, ConfigError):
@@ -50,7 +54,7 @@ class DownloadProgress:
 
 
 def format_bytes(size: int) -> str:
-    """Format bytes with a unit, such as 3.2 GiB."""
+    """Format a number of bytes with a unit, such as 3.2 GiB."""
     for unit, shift in (("GiB", 30), ("MiB", 20)):
         if size >= 2**shift:
             return f"{size / 2**shift:.1f} {unit}"

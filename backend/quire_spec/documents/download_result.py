@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result of a model download. The program in the Job writes it as its termination message; the operator reads it."""
+"""Result of a model download. The download program in the Job writes the result as its termination message, and the
+operator reads it."""
 
 import json
 from dataclasses import dataclass
@@ -9,26 +10,27 @@ from quire_spec.dataclass_json import drop_nulls, from_json, to_json
 from quire_spec.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 3072
-"""Maximum size of the document. The kubelet keeps 4096 bytes for the termination messages of all containers of a
-pod."""
+"""Maximum size of the result in bytes. The kubelet keeps only 4096 bytes in total for the termination messages of all
+containers of a pod."""
 
 
 class DownloadReason(StrEnum):
-    """Outcome of a download. All values except the first and the last are reasons of the condition ModelCached."""
+    """Outcome of a download. Every value except the first and the last can also be the reason of the condition
+    ModelCached."""
 
     DOWNLOADED = "Downloaded"
     AUTH_FAILED = "AuthFailed"
-    """The source denies access: the Secret is missing, wrong, or lacks permission."""
+    """The source denies access, because the Secret is missing, is wrong, or does not grant permission."""
     NOT_FOUND = "NotFound"
     """The repository, revision, folder or file does not exist."""
     NO_SPACE = "NoSpace"
     """The volume is full."""
     DIGEST_MISMATCH = "DigestMismatch"
-    """The digest of the content differs from the digest that the source announces."""
+    """The content has another digest than the one that the source announces."""
     SOURCE_INVALID = "SourceInvalid"
-    """The files are not a model that Quire can serve, or the kind of source is not supported."""
+    """The files are not a model that Quire can serve, or Quire does not support this kind of source."""
     UNREACHABLE = "Unreachable"
-    """Temporary failure of the network, a proxy or the source."""
+    """The network, a proxy or the source failed temporarily."""
 
 
 PERMANENT_REASONS = (
@@ -38,7 +40,7 @@ PERMANENT_REASONS = (
     DownloadReason.DIGEST_MISMATCH,
     DownloadReason.SOURCE_INVALID,
 )
-"""Reasons for which a retry fails again; a user must correct the cause."""
+"""A retry fails again for these reasons, until a user corrects the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,11 @@ class DownloadResult:
 
     result: DownloadReason
     bytes: int
-    """Bytes on the volume, in complete and partial files."""
+    """Number of bytes on the volume; complete and partial files both count."""
     revision: str | None = None
-    """Downloaded commit, if the source has commits."""
+    """The commit that was downloaded; None if the source has no commits."""
     message: str = ""
-    """The error in one sentence, without secrets."""
+    """The error as one sentence. It never contains secrets."""
 
     def dump(self) -> str:
         """Return the termination message."""

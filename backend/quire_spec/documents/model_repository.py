@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of two kinds of model repositories: NVIDIA's vllm_backend repositories, and repositories of other models in
-the same server.
+"""Layout of model repositories.
 
-This module reads only the names of files and folders, not their contents. Callers: the reader of vllm_backend
+Quire reads two kinds: repositories of NVIDIA's vllm_backend, and repositories of other models that the same server
+serves.
+
+This module looks only at the names of files and folders, and never reads the files. Callers: the reader of vllm_backend
 repositories, the supervisor, `quire serve`.
 """
 
@@ -14,22 +16,22 @@ from quire_spec import constants
 from quire_spec.errors import ConfigError, InvalidArgument
 
 MODEL_FILE = "model.json"
-"""vLLM's engine arguments, in a version folder."""
+"""File with vLLM's engine arguments. It is in the folder of a version of the model."""
 CONFIG_FILE = "config.pbtxt"
 
 
 @dataclass(frozen=True, slots=True)
 class VllmModelFolder:
-    """The only vllm_backend model of a repository."""
+    """A vllm_backend model, the only one in its repository."""
 
     path: Path
     """Folder of the model; its name is the model's name."""
     version: int
-    """Highest version of the model, which Triton Inference Server loads by default."""
+    """The highest version of the model. Triton Inference Server loads it by default."""
     other_versions: tuple[int, ...]
-    """Versions of the model that are not served, ascending."""
+    """The other versions of the model in ascending order. They are not served."""
     other_models: tuple[str, ...]
-    """Names of the repository's models with other backends."""
+    """Names of the models in the repository that use other backends."""
 
     @property
     def name(self) -> str:
@@ -38,12 +40,12 @@ class VllmModelFolder:
 
     @property
     def version_dir(self) -> Path:
-        """Folder with model.json and multi_lora.json."""
+        """The folder that contains model.json and multi_lora.json."""
         return self.path / str(self.version)
 
 
 def find_vllm_model(folder: Path) -> VllmModelFolder:
-    """Return the vllm_backend model in `folder`, which is the model's folder or a repository.
+    """Return the vllm_backend model in `folder`. `folder` is either a repository or the folder of the model itself.
 
     Raises:
         ConfigError: `folder` contains no vllm_backend model, or several; the message names them.
@@ -64,10 +66,10 @@ def find_vllm_model(folder: Path) -> VllmModelFolder:
 
 
 def find_other_models(folder: Path, own_names: Set[str], own_folder: Path | None = None) -> tuple[str, ...]:
-    """Return the names of the models in the repository `folder`, ascending.
+    """Return the names of the models in the repository `folder` in ascending order.
 
     `own_names` are the names of the base model and the adapters. `own_folder` is the folder of the vllm_backend model
-    that Quire serves; the result omits it.
+    that Quire serves. The result does not contain this model.
 
     Raises:
         ConfigError: `folder` cannot be read, a model's name is not valid, or a model's name is one of `own_names`.
@@ -92,7 +94,7 @@ def find_other_models(folder: Path, own_names: Set[str], own_folder: Path | None
 
 
 def _versions(folder: Path) -> tuple[int, ...]:
-    """Return the numbers of version folders with a model.json, ascending.
+    """Return the numbers of the versions whose folders contain a model.json, in ascending order.
 
     The server ignores folders whose names begin with 0.
     """

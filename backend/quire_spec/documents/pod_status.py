@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Status document of a pod: the response of GET /status. The operator reads a pod's state only from this document."""
+"""Status of a pod, as a document. A pod returns it for GET /status. The operator reads a pod's state only from this
+document."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,22 +35,22 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """One adapter of the catalog on this pod."""
+    """State of one adapter of the catalog on this pod."""
 
     name: str
     state: AdapterState
     since: str
-    """Time at which the adapter entered this state, RFC 3339."""
+    """Time at which the adapter entered its current state, in RFC 3339 format."""
     digest: str | None = None
-    """sha256:... of the adapter's content; None before the adapter is fetched."""
+    """sha256:... of the adapter's content; None until the adapter is fetched."""
     model: str | None = None
-    """Name of the adapter's server model; None if only the parameter lora_name selects the adapter."""
+    """Name of the adapter's server model; None if clients can select the adapter only with the parameter lora_name."""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherModelStatus:
-    """One model of the model repository on this pod."""
+    """State of one model of the model repository on this pod."""
 
     name: str
     state: OtherModelState
@@ -68,7 +69,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Measured memory in bytes on each device of the engine."""
+    """Measured memory. Sizes are in bytes and apply to each device of the engine."""
 
     weights_bytes: int
     lora_bytes: int
@@ -79,43 +80,43 @@ class MeasuredMemory:
     dtype: str
     device: str
     swap_bytes: int = 0
-    """Bytes of KV swap space in host memory."""
+    """Size of the KV swap space in host memory, in bytes."""
     tensor_parallel_size: int = 1
     """Number of tensor-parallel ranks."""
     kv_tokens: int = 0
-    """Number of tokens that fit into the KV cache if all sequences have max_model_len tokens, see KVLayout.num_tokens.
-    Older versions do not report the number; it is then 0."""
+    """Number of tokens that fit into the KV cache if every sequence has max_model_len tokens; see KVLayout.num_tokens.
+    An older version does not report this number; it is then 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """Status of a pod; the whole document."""
+    """The complete status of a pod."""
 
     version: str
     """Version of Quire."""
     served_name: str
     ready: bool
     reason: str
-    """Sentence with the reason why the pod is not ready; empty if the pod is ready."""
+    """A sentence that explains why the pod is not ready; empty if the pod is ready."""
     core_started_at: str | None
     generation: int
     """Generation of the catalog that this pod applies."""
     processes: dict[str, ProcessStatus]
-    """State of each process by its name: server, text, core."""
+    """Maps the name of each process (server, text, core) to its state."""
     memory: MeasuredMemory | None
     models: list[str] = field(default_factory=list)
     """Names of the server models that clients can use now."""
     adapters: list[AdapterStatus] = field(default_factory=list)
     catalogue: str = ""
-    """Digest of the catalog that this pod applies (CatalogVersion.digest); empty before the first catalog."""
+    """Digest of the catalog that this pod applies (CatalogVersion.digest); empty until the pod has a catalog."""
     tool_call_parser: str | None = None
-    """Format of tool calls in chat outputs; None: the format is unknown, and tool calls stay in the text."""
+    """Format of the tool calls in chat outputs. None: the format is unknown, and tool calls are left in the text."""
     reasoning_parser: str | None = None
-    """Format of the reasoning in chat outputs; None: the format is unknown, and the reasoning stays in the text."""
+    """Format of the reasoning in chat outputs. None: the format is unknown, and the reasoning is left in the text."""
     other_models: list[OtherModelStatus] = field(default_factory=list)
     """Status of each model of --model-repository."""
 
 
 def utc_now() -> str:
-    """Return the current time as RFC 3339, UTC."""
+    """Return the current time in UTC, in RFC 3339 format."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

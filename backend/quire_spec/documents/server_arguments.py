@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of Triton Inference Server that a user may set: an allow list with the pattern of each value.
+"""The arguments of Triton Inference Server that a user is allowed to set, with a pattern for the value of each.
 
-An argument has the form NAME=VALUE, such as `http-thread-count=16`. The supervisor sets all other arguments: addresses,
-ports, folders, restrictions, and models to load. Callers: `quire serve`, render, and the supervisor.
+An argument has the form NAME=VALUE, such as `http-thread-count=16`. The supervisor sets all other arguments itself:
+addresses, ports, folders, restrictions, and which models to load. Callers: `quire serve`, render, and the supervisor.
 """
 
 import re
@@ -30,14 +30,15 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "rate-limit": (r"(off|execution_count)", "off or execution_count"),
     "rate-limit-resource": (r"[A-Za-z0-9_.-]{1,63}:[1-9][0-9]{0,5}(:[0-9]{1,3})?", "NAME:COUNT or NAME:COUNT:DEVICE"),
 }
-"""Maps each argument name to the pattern of its values, and to a description of valid values for error messages."""
+"""Maps the name of each allowed argument to two texts: the pattern of its values, and a description of these values for
+error messages."""
 
 HEADER_PATTERNS = ("http-header-forward-pattern", "grpc-header-forward-pattern")
 _FILES = ("grpc-server-cert", "grpc-server-key")
 _REPEATABLE = frozenset(("rate-limit-resource",))
 
 PATTERN = "^(" + "|".join(f"{name}={value}" for name, (value, _) in ALLOWED.items()) + ")$"
-"""Pattern of an argument in the CRD."""
+"""Pattern that the CRD uses for an argument."""
 
 _REASONS = {
     "grpc-use-ssl-mutual": "the supervisor has no client certificate",
@@ -54,8 +55,9 @@ _FORBIDDEN = (
 
 
 def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, list[str]]:
-    """Return the values by argument name. Error messages contain `field`, the name of the option or field that contains
-    the arguments.
+    """Return a dict that maps the name of each argument to its values.
+
+    Error messages contain `field`, which is the name of the option or field with the arguments.
 
     Raises:
         ConfigError: an argument is not allowed, malformed, repeated, or requires another argument that is missing.
@@ -77,7 +79,7 @@ def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, li
 
 
 def check_server_files(values: dict[str, list[str]], field: str) -> None:
-    """Raise ConfigError unless the files that arguments name can be read on this machine."""
+    """Raise ConfigError if an argument names a file that cannot be read on this machine."""
     for name in _FILES:
         for value in values.get(name, ()):
             try:
@@ -98,7 +100,8 @@ def _reason(name: str) -> str:
 
 
 def _check_patterns(values: dict[str, list[str]], field: str) -> None:
-    """Check patterns before the server starts: the server exits with a stack trace if a pattern is wrong."""
+    """Check the regular expressions before the server starts, because the server exits with a stack trace if one is
+    wrong."""
     for name in HEADER_PATTERNS:
         for value in values.get(name, ()):
             try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine configuration (engine.json): all arguments of an engine as one frozen value.
+"""Engine configuration (engine.json): one frozen dataclass that contains all arguments of an engine.
 
-`quire render` and the operator write the file; every process of a pod reads it. If vLLM has an engine argument with the
-same meaning, the field has the name of that argument. Nothing overrides the file: environment variables exist only for
-debugging (docs/gpu-design.md).
+`quire render` and the operator write engine.json, and every process of a pod reads it. A field has the name of vLLM's
+engine argument if vLLM has an argument with the same meaning. No other setting overrides the file. The environment
+variables in docs/gpu-design.md exist only for debugging.
 """
 
 import math
@@ -20,126 +20,151 @@ from quire_spec.model import capabilities
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Arguments of an engine. Instances from `from_json` have passed `validate()`."""
+    """Arguments of an engine. An instance that `from_json` returns is already validated."""
 
     model: str
     """Folder of a Hugging Face checkpoint, or a hub id such as `org/name`."""
 
     revision: str | None = None
-    """Revision of a hub id: branch, tag or commit; None selects the hub's default."""
+    """Branch, tag or commit if `model` is a hub id; None selects the default branch of the hub."""
 
     download_dir: str | None = None
-    """Folder for downloads of a hub id; None: the cache of huggingface_hub."""
+    """Folder to which a hub id is downloaded; None: the cache of huggingface_hub."""
 
     generation_config: str = "auto"
-    """Source of the default sampling parameters of `LLM` and of the OpenAI API. auto: generation_config.json of the
-    checkpoint; vllm: vLLM's own defaults; any other value: a folder with a generation_config.json."""
+    """Where `LLM` and the OpenAI API get their default sampling parameters.
+
+    auto: the file generation_config.json of the checkpoint. vllm: vLLM's own defaults. Any other value is a folder that
+    contains a generation_config.json.
+    """
 
     device: str = "cpu"
-    """Device of the tensors: cpu or cuda. The engine never chooses another device itself."""
+    """Device that holds the tensors: cpu or cuda. The engine never chooses a different device on its own."""
 
     dtype: str = "auto"
-    """Type of weights and activations. auto: the checkpoint's dtype, or float32 on a CPU without kernels for bf16."""
+    """Data type of the weights and activations. auto: the dtype of the checkpoint, or float32 on a CPU without kernels
+    for bf16."""
 
     max_model_len: int | None = None
-    """Maximum number of tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
+    """Maximum number of tokens of a request; the prompt and the output both count. None: the checkpoint's
+    max_position_embeddings."""
 
     gpu_memory_utilization: float = 0.9
-    """Fraction of the GPU's memory for weights, activations and KV cache together."""
+    """Fraction of the GPU's memory that the weights, the activations and the KV cache may use together."""
 
     kv_cache_memory_bytes: int | None = None
-    """Size of the KV cache in bytes. None: on a GPU, the engine measures memory at startup; on a CPU, it uses a bounded
-    share of the free memory."""
+    """Size of the KV cache in bytes. None: on a GPU, the engine measures memory at startup and derives the size from
+    that; on a CPU, it uses a bounded share of the free memory."""
 
     block_size: int = 16
-    """Tokens per KV block. Smaller blocks share more tokens of a prefix; larger blocks need shorter block tables."""
+    """Tokens per KV block. With smaller blocks, more tokens of a common prefix can be shared; with larger blocks, the
+    block tables are shorter."""
 
     max_num_seqs: int = 64
-    """Maximum number of sequences in a step."""
+    """Maximum number of sequences that one step can contain."""
 
     max_num_batched_tokens: int = 2048
-    """Maximum number of tokens in a step. A prompt that does not fit into the rest of a step is prefilled in chunks."""
+    """Maximum number of tokens that one step can contain. If a prompt has more tokens than a step has left, it is
+    prefilled in chunks over several steps."""
 
     max_num_queued_reqs: int = 1024
-    """Maximum number of requests waiting for their first step; further requests are rejected with UNAVAILABLE."""
+    """Maximum number of requests that wait for their first step. Further requests are rejected with UNAVAILABLE."""
 
     max_logprobs: int = 20
-    """Maximum number of log probabilities per position in a request; -1: the size of the vocabulary."""
+    """Maximum number of log probabilities that a request can ask for at each position; -1: the size of the
+    vocabulary."""
 
     scheduling_policy: str = "fcfs"
-    """Order of requests. fcfs: by arrival. priority: by lowest `priority`, then by arrival."""
+    """Order in which requests are scheduled. fcfs: the request that arrived first. priority: the request with the
+    lowest `priority`, and among equals the one that arrived first."""
 
     enable_prefix_caching: bool = True
-    """Reuse the KV blocks of equal prefixes."""
+    """If two prompts start with the same tokens, use the same KV blocks for these tokens."""
 
     enable_chunked_prefill: bool = True
-    """Split long prompts over several steps. If false, a prompt must fit into max_num_batched_tokens."""
+    """Split a long prompt and prefill it over several steps. If false, a prompt must fit into
+    max_num_batched_tokens."""
 
     tensor_parallel_size: int = 1
-    """Number of tensor-parallel ranks on one machine. Each rank uses one GPU, or is a process that shares the CPU cores
-    with the other ranks. Settings in bytes apply to each rank."""
+    """Number of tensor-parallel ranks; all of them run on one machine. On GPUs, each rank uses its own GPU. On a CPU,
+    each rank is a process, and the ranks share the CPU cores. A setting in bytes applies to each rank separately."""
 
     async_scheduling: bool | None = None
-    """Schedule and launch a step while the previous step computes, so that the device does not wait for the host. With
-    async scheduling, a request that ends with a stop token computes one unused token. None: enabled on a GPU without
-    speculative_config."""
+    """Schedule and launch the next step while the current step still computes.
+
+    The device then does not wait for the host. The cost: if a request ends with a stop token, one more token of it is
+    computed and then discarded. None: async scheduling is enabled on a GPU, unless speculative_config is set.
+    """
 
     enable_lora: bool = False
-    """Reserve adapter slots and accept adapters."""
+    """Accept adapters, and reserve memory for adapter slots."""
 
     max_loras: int = 8
-    """Number of adapter slots on the device: the maximum number of adapters in one step."""
+    """Number of adapter slots on the device. A step can use at most this number of different adapters."""
 
     max_lora_rank: int = 16
-    """Largest LoRA rank of an adapter; every adapter slot has memory for this rank."""
+    """Largest LoRA rank that an adapter can have. Every adapter slot reserves memory for this rank."""
 
     max_cpu_loras: int | None = None
-    """Maximum number of adapters in host memory. None: four times max_loras, or no limit if cpu_lora_memory_bytes is
-    set."""
+    """Maximum number of adapters in host memory. None: four times max_loras. If cpu_lora_memory_bytes is set, None
+    means that the number is not limited."""
 
     cpu_lora_memory_bytes: int | None = None
-    """Host memory for adapters, in bytes; None: only max_cpu_loras limits their number. Adapters of a small LoRA rank
-    need less memory, so more of them fit into a limit in bytes."""
+    """Host memory for adapters, in bytes. None: only the number of adapters is limited, by max_cpu_loras. An adapter
+    with a small LoRA rank needs less memory. Therefore, a limit in bytes admits more adapters of a small rank."""
 
     swap_space: float = 0.0
-    """Host memory for KV blocks of preempted requests, in GiB; pinned memory if the device is a GPU. Blocks are
-    swapped if this is faster than recomputing them, according to measurements at startup. The default is 0, because a
-    pod must request this memory in addition."""
+    """Host memory in GiB to which the KV blocks of preempted requests can be swapped.
+
+    If the device is a GPU, the memory is pinned. The engine measures at startup whether swapping blocks is faster than
+    recomputing them, and swaps only if it is. The default is 0, because a pod must request the swap space in addition
+    to its other memory.
+    """
 
     kv_cache_dtype: str = "auto"
-    """Type of the KV cache; auto: the value of dtype. fp8 or fp8_e4m3 stores twice as many tokens as a 16-bit type,
-    with 4 bits of precision. With these types, the output of attention has an error of about 3 % for normally
-    distributed keys and values. int8_per_token_head stores 8-bit integers with a scale for each token and KV head. This
-    type is supported only on CPUs, and is fast only with dtype bfloat16 on a CPU with compiled kernels."""
+    """Data type of the KV cache. auto: the same type as `dtype`.
+
+    fp8 and fp8_e4m3 store twice as many tokens as a 16-bit type, with a precision of 4 bits. With these two types, the
+    output of attention has an error of about 3 % if keys and values are normally distributed.
+
+    int8_per_token_head stores 8-bit integers, with one scale for each token and KV head. It is supported only on CPUs.
+    It is fast only if the dtype is bfloat16 and the CPU has compiled kernels.
+    """
 
     quantization: str | None = None
-    """Quantization of the weights. None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize
-    the weights of all linear layers when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale
-    and a zero point for each 32 inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a
-    CPU, quantization is fast only with dtype bfloat16 and compiled kernels. For a quantized checkpoint, use None or the
-    name of its quant_method."""
+    """Quantization of the weights.
+
+    None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear layers
+    when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale and a zero point for each 32
+    inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a CPU, a quantized model is
+    fast only if the dtype is bfloat16 and the kernels are compiled. If the checkpoint is already quantized, use None or
+    the name of its quant_method.
+    """
 
     speculative_config: SpeculativeConfig | None = None
-    """Speculative decoding: a step also verifies draft tokens, so that it can return several tokens of a sequence. The
-    distribution of the output does not change. async_scheduling must not be true."""
+    """Settings of speculative decoding. A step then also verifies draft tokens, and can return several tokens of a
+    sequence. The distribution of the output does not change. async_scheduling must not be true at the same time."""
 
     tool_call_parser: str = "auto"
-    """Format of tool calls in outputs. The values are those of vLLM's --tool-call-parser. auto: the engine finds the
-    format from the checkpoint's chat template and tokens; none: tool calls stay in the text."""
+    """Format in which the model writes tool calls.
+
+    The values are those of vLLM's --tool-call-parser. auto: the engine detects the format from the chat template and
+    the tokens of the checkpoint. none: tool calls are left in the text.
+    """
 
     reasoning_parser: str = "auto"
-    """Format of the reasoning before an answer. The values are those of vLLM's --reasoning-parser. auto and none have
-    the same meaning as for tool_call_parser."""
+    """Format in which the model writes its reasoning before the answer. The values are those of vLLM's
+    --reasoning-parser. auto and none have the same meaning as for tool_call_parser."""
 
     chat_template: str | None = None
-    """File with a chat template; None: the chat template of the checkpoint."""
+    """File that contains a chat template; None: the chat template of the checkpoint is used."""
 
     skip_tokenizer_init: bool = False
-    """Load no tokenizer: prompts are token ids, and outputs have no text. If false, a model without a tokenizer is an
-    error."""
+    """Do not load a tokenizer. Prompts must then be token ids, and outputs have no text. If this is false, a model
+    without a tokenizer is an error."""
 
     seed: int = 0
-    """Seed of requests that set no seed."""
+    """Seed for requests that do not set a seed themselves."""
 
     @property
     def max_host_loras(self) -> int:
@@ -150,12 +175,12 @@ class EngineConfig:
 
     @property
     def has_drafter(self) -> bool:
-        """True if a draft model or heads propose drafts."""
+        """True if a draft model, or heads on the main model, propose the draft tokens."""
         return self.speculative_config is not None and self.speculative_config.model is not None
 
     @property
     def uses_async_scheduling(self) -> bool:
-        """True if a step is launched while the previous step computes."""
+        """True if the next step is launched while the current step still computes."""
         if self.speculative_config is not None:
             return False
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
@@ -183,7 +208,7 @@ class EngineConfig:
         return document
 
     def validate(self) -> None:
-        """Raise ConfigError for the first field whose value is out of range or not in the capability table."""
+        """Raise ConfigError for the first field whose value is out of range or is not in the capability table."""
         self._check_choices()
         self._check_ranges()
         if self.max_loras > self.max_host_loras:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing and validation of the value of one request parameter: text form, type, range.
-
-sampling_params.py declares the parameters. The functions of this module treat all parameters alike.
-"""
+"""Parse and validate the value of one request parameter: convert text, and check the type and the range. The functions
+of this module treat all parameters alike."""
 
 import json
 import math
@@ -16,30 +14,31 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 
 _MAX_MAGNITUDE = 2**63
 _LIST_OF_STRINGS = re.compile(r"""\[\s*["']""")
-"""Pattern of the start of a list of strings, in JSON or Python notation. The pattern does not match a plain string such
-as [INST]."""
+"""Matches the start of a text that is a list of strings in JSON or Python notation. It does not match a plain string
+that starts with a bracket, such as [INST]."""
 
 
 def in_range(low: float, high: float) -> Mapping[str, Any]:
-    """Return metadata of a field whose value must be None or from `low` to `high`."""
+    """Return the metadata of a field. Its value must be None, or a number from `low` to `high`."""
     return {"range": (low, high)}
 
 
 def one_of(*values: str) -> Mapping[str, Any]:
-    """Return metadata of a text field whose value must be one of `values`."""
+    """Return the metadata of a text field. Its value must be one of `values`."""
     return {"values": values}
 
 
 def max_entries(limit: int) -> Mapping[str, Any]:
-    """Return metadata of a collection field with at most `limit` entries."""
+    """Return the metadata of a field that contains a collection. The collection can have at most `limit` entries."""
     return {"entries": limit}
 
 
 def parse_text(parameter: Field[Any], value: Any) -> Any:
     """Parse a value that was sent as text; return the value unchanged if it cannot be parsed.
 
-    Numbers and booleans can be strings ("0.5", "true"), because clients of NVIDIA's vllm_backend send strings. Lists
-    and objects can be JSON strings ('["a", "b"]'), because the server's generate endpoint rejects lists and objects.
+    Text is accepted for numbers and booleans ("0.5", "true"), because clients of NVIDIA's vllm_backend send strings.
+    Text that is JSON is accepted for lists and objects ('["a", "b"]'), because the server's generate endpoint rejects
+    real lists and objects.
 
     Raises:
         InvalidArgument: a text starts like a list of strings but is not JSON, so that its meaning is ambiguous: a list
@@ -54,7 +53,7 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
         if kind.startswith("tuple[str") and _LIST_OF_STRINGS.match(value):
             raise InvalidArgument(
                 f"sampling parameter {parameter.name!r}: must be a JSON list of strings, got {truncated_repr(value)}, "
-                'which is not JSON; write it like ["a", "b"], even if this text is the only string'
+                'which is not JSON; write it like ["a", "b"], even if it is only one string'
             ) from None
         return value
     # The text "null" is not a number. Parsing it as None would remove a limit that the client meant to set.
@@ -62,7 +61,8 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
 
 
 def normalize(parameter: Field[Any], value: Any) -> Any:
-    """Return `value` in the form that the field stores; return it unchanged if vLLM does not accept its form."""
+    """Return `value` in the form that the field stores. Return it unchanged if it is not in a form that vLLM
+    accepts."""
     kind = type_name(parameter)
     if isinstance(value, list):
         return tuple(value)
@@ -77,7 +77,7 @@ def normalize(parameter: Field[Any], value: Any) -> Any:
 
 
 def validate(parameter: Field[Any], value: Any) -> Any:
-    """Return `value` if it is valid; the integer of a float parameter is returned as a float.
+    """Return `value` if it is valid. If the parameter is a float and `value` is an integer, return it as a float.
 
     Raises:
         InvalidArgument: wrong type, out of range, or too many entries; the message names the parameter.
@@ -153,7 +153,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, tuple) and all(map(_is_int, value)),
     ),
     "dict[int, float]": (
-        "an object of numbers by token id",
+        "an object that maps token ids to numbers",
         lambda value: (
             isinstance(value, dict)
             and all(_is_int(key) and (_is_int(bias) or _is_number(bias)) for key, bias in value.items())
@@ -164,4 +164,4 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, StructuredOutputsParams),
     ),
 }
-"""For each type annotation: the description of the type in error messages, and the function that checks a value."""
+"""Maps each type annotation to a pair: how error messages describe the type, and the function that checks a value."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters of one request, with vLLM's names and meanings.
+"""Sampling parameters of one request. They have the same names and meanings as in vLLM.
 
-The process that first receives a request (frontend, text process, offline LLM) validates them; later code does not
-validate them again. Unknown names are rejected, so that a misspelt or unsupported parameter is never ignored silently.
+The process that receives a request first validates its parameters. This is the frontend, the text process or the
+offline LLM. Later code does not validate them again. An unknown name is rejected. Otherwise, a parameter that is
+misspelt or not supported would be ignored silently.
 """
 
 import difflib
@@ -18,15 +19,16 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1024
-"""Maximum number of characters of a stop string or bad word."""
+"""Maximum number of characters that a stop string or a bad word can have."""
 MAX_BAD_WORDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65536
 MAX_LOGPROB_TOKENS = 128
 MAX_BIAS = 100.0
-"""Largest absolute value of a logit bias; larger values are clamped, as in vLLM and OpenAI's API."""
+"""Largest absolute value of a logit bias. A larger value is clamped, as vLLM and OpenAI's API do."""
 MAX_PROMPT_LOGPROBS = 2**20
-"""Maximum number of log probabilities of one prompt in total: about 100 MB in the response."""
+"""Maximum number of log probabilities that are returned for one prompt in total. They take about 100 MB in the
+response."""
 MAX_OUTPUTS = 128
 MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
@@ -34,122 +36,134 @@ _MAX_COUNT = 2**31 - 1
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request, as keyword arguments.
+    """Sampling parameters of one request. All of them are keyword arguments.
 
-    Not frozen, because vLLM scripts assign to fields (`params.max_tokens = 64`). Each value is checked on assignment.
-    Consistency between values is checked on construction and on use.
+    The class is not frozen, because scripts for vLLM assign to fields (`params.max_tokens = 64`). Each assignment
+    checks the new value. The constructor checks that the values are consistent with each other; this check is repeated
+    when the parameters are used.
 
     Raises:
         InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
     """
 
     temperature: float = field(default=1.0, metadata=in_range(0.0, 100.0))
-    """0 selects the most likely token; higher values are more random."""
+    """With 0, the most likely token is always selected. A higher value makes the output more random."""
 
     top_p: float = field(default=1.0, metadata=in_range(1e-6, 1.0))
-    """Sample from the smallest set of most likely tokens whose probabilities add up to at least this value."""
+    """Sample only from the most likely tokens: the smallest set of them whose probabilities add up to at least this
+    value."""
 
     top_k: int = field(default=0, metadata=in_range(-1, _MAX_COUNT))
-    """Sample from this number of most likely tokens; 0 or -1 selects all tokens."""
+    """Sample only from this number of most likely tokens. 0 or -1: all tokens can be sampled."""
 
     min_p: float = field(default=0.0, metadata=in_range(0.0, 1.0))
-    """Exclude tokens whose probability is less than min_p times the probability of the most likely token."""
+    """Exclude a token if its probability is less than min_p times the probability of the most likely token."""
 
     presence_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
-    """Subtracted from the logit of each token that occurs in the output; negative values favour repetition."""
+    """This value is subtracted from the logit of each token that already occurs in the output. A negative value favours
+    repetition."""
 
     frequency_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
-    """Subtracted from a token's logit for each occurrence in the output."""
+    """The logit of a token is reduced by this value once for each occurrence of the token in the output."""
 
     repetition_penalty: float = field(default=1.0, metadata=in_range(1e-6, 1e6))
-    """Divides positive logits and multiplies negative logits of tokens in the prompt or output; 1 disables it."""
+    """Applies to tokens that occur in the prompt or the output. A positive logit is divided by this value, and a
+    negative logit is multiplied by it. 1 disables the penalty."""
 
     logit_bias: dict[int, float] | None = field(default=None, metadata=max_entries(MAX_BIASED_TOKENS))
-    """For each token id, a value that is added to the token's logit. Each value is clamped to -100..100."""
+    """Maps the id of a token to a value that is added to the token's logit. Each value is clamped to the range from
+    -100 to 100."""
 
     allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
-    """Ids of the tokens that can be sampled; None allows all tokens."""
+    """Ids of the only tokens that can be sampled; None allows all tokens."""
 
     bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
-    """Words that the output must not contain: a word's last token is never sampled after the word's other tokens."""
+    """Words that the output must not contain. If the output ends with all tokens of a word except its last, the last
+    token cannot be sampled."""
 
     seed: int | None = field(default=None, metadata=in_range(-1, MAX_SEED))
-    """Seed that makes sampling reproducible in any batch; None or -1 gives different samples each time."""
+    """A request with a seed samples the same tokens each time, and the other requests in the batch do not change them.
+    None or -1: it samples different tokens each time."""
 
     max_tokens: int | None = field(default=16, metadata=in_range(1, _MAX_COUNT))
-    """Maximum number of output tokens; None: as many as max_model_len allows."""
+    """Maximum number of output tokens. None: the output can be as long as max_model_len allows."""
 
     min_tokens: int = field(default=0, metadata=in_range(0, _MAX_COUNT))
-    """Minimum number of output tokens. Before this number is reached, end-of-sequence tokens, stop tokens and stop
-    strings do not end the output."""
+    """Minimum number of output tokens. Until the output has this number of tokens, it does not end at an
+    end-of-sequence token, a stop token or a stop string."""
 
     stop: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_STOP_STRINGS))
-    """Strings that end the output. The text contains the stop string only with include_stop_str_in_output."""
+    """The output ends when its text contains one of these strings. The returned text contains the stop string only if
+    include_stop_str_in_output is set."""
 
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=max_entries(MAX_STOP_TOKENS))
-    """Ids of tokens that end the output."""
+    """The output ends with the first token whose id is in this list."""
 
     ignore_eos: bool = False
-    """Continue to generate tokens after an end-of-sequence token."""
+    """Do not end the output at an end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of most likely tokens whose log probabilities are returned at each position, in addition to the sampled
-    token. -1: all tokens. The maximum is the engine's max_logprobs."""
+    """At each position, return the log probabilities of this number of most likely tokens, and that of the sampled
+    token. -1: all tokens. The engine's max_logprobs is the largest value that is allowed."""
 
     logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
-    """If logprobs is set, log probabilities are returned for these token ids instead of the most likely tokens."""
+    """If logprobs is set, return the log probabilities of these token ids instead of those of the most likely
+    tokens."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of most likely tokens whose log probabilities are returned at each prompt position except the first. A
-    request with prompt_logprobs computes its whole prompt and does not read the prefix cache."""
+    """At each prompt position except the first, return the log probabilities of this number of most likely tokens. The
+    whole prompt is then computed, even if the prefix cache contains a part of it."""
 
     detokenize: bool = True
-    """Convert the output to text; False returns token ids only."""
+    """Convert the output to text. If false, only token ids are returned."""
 
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
 
     skip_special_tokens: bool = True
-    """Omit special tokens from the text."""
+    """Leave special tokens out of the text."""
 
     spaces_between_special_tokens: bool = True
-    """Keep the space that some tokenizers insert between two adjacent added tokens."""
+    """Some tokenizers insert a space between two adjacent added tokens. Keep this space."""
 
     truncate_prompt_tokens: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of prompt tokens to keep; -1: max_model_len minus max_tokens."""
+    """Number of prompt tokens to keep. -1 means max_model_len minus max_tokens."""
 
     truncation_side: str = field(default="left", metadata=one_of("left", "right"))
-    """Side of the prompt from which truncate_prompt_tokens removes tokens."""
+    """Side of the prompt at which tokens are removed if truncate_prompt_tokens is set."""
 
     thinking_token_budget: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Maximum number of reasoning tokens; after them, the engine forces the end mark of the reasoning. None or -1: no
-    maximum."""
+    """Maximum number of reasoning tokens. When the reasoning has this length, the engine forces the end mark of the
+    reasoning. None or -1: the length is not limited."""
 
     n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
-    """Number of outputs per prompt. With a seed, output i uses seed + i. Several outputs require a temperature above
-    0."""
+    """Number of outputs that are returned for each prompt. If a seed is set, output number i uses seed + i. More than
+    one output requires a temperature above 0."""
 
     best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
-    """Number of outputs to generate (default n). The request returns the n outputs with the highest cumulative log
-    probability."""
+    """Number of outputs to generate. The default is n. Of these outputs, the n with the highest cumulative log
+    probability are returned."""
 
     use_beam_search: bool = False
-    """Run a beam search instead of sampling. The search has best_of beams and returns the n outputs with the highest
-    scores."""
+    """Use a beam search instead of sampling. The search uses best_of beams. The n outputs with the highest scores are
+    returned."""
 
     length_penalty: float = field(default=1.0, metadata=in_range(-10.0, 10.0))
-    """Exponent in the score of a beam: sum of log probabilities / length ** length_penalty."""
+    """An exponent. The score of a beam is sum of log probabilities / length ** length_penalty."""
 
     early_stopping: bool | str = False
-    """Condition that ends a beam search. True: best_of outputs are complete. False: best_of outputs are complete, and
-    no other beam is likely to score higher. "never": best_of outputs are complete, and no other beam can score
-    higher."""
+    """When a beam search ends.
+
+    True: when best_of outputs are complete. False: when best_of outputs are complete and it is unlikely that another
+    beam gets a higher score. "never": when best_of outputs are complete and it is impossible that another beam gets a
+    higher score.
+    """
 
     structured_outputs: StructuredOutputsParams | None = None
-    """Constraint on the output, such as a JSON schema; None allows any text."""
+    """Constraint that the output must match, such as a JSON schema. None allows any text."""
 
     guided_decoding: InitVar[StructuredOutputsParams | None] = None
-    """vLLM's older name of structured_outputs."""
+    """Older name that vLLM had for structured_outputs."""
 
     def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
         if guided_decoding is not None:
@@ -181,18 +195,18 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of tokens with log probabilities at each position, in addition to the sampled token; None: no log
-        probabilities."""
+        """Number of tokens whose log probabilities are returned at each position, not counting the sampled token. None:
+        no log probabilities are returned."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences to generate; with beam search, the number of beams."""
+        """Number of sequences to generate. For a beam search, this is the number of beams."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_results(self) -> int:
-        """Number of outputs that the engine core returns."""
+        """Number of outputs that the engine core returns for the request."""
         return self.n if self.use_beam_search else self.num_sequences
 
     def clone(self) -> Self:
@@ -200,9 +214,9 @@ class SamplingParams:
         return deepcopy(self)
 
     def child_params(self, index: int) -> Self:
-        """Return the parameters of output `index`, which is a separate sequence for the engine core.
+        """Return the parameters for output number `index`. The engine core treats each output as a separate sequence.
 
-        For the engine core, a beam search with all its outputs is one sequence.
+        A beam search is an exception: the engine core treats it as one sequence, although it has several outputs.
         """
         if self.use_beam_search:
             return replace(self)
@@ -220,23 +234,25 @@ class SamplingParams:
         )
 
     def max_prompt_tokens(self, max_model_len: int) -> int | None:
-        """Return the number of prompt tokens to keep; None keeps all."""
+        """Return how many tokens of the prompt to keep. None means all of them."""
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
         return max(1, max_model_len - (self.max_tokens or 1))
 
     def truncate_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Return `token_ids` cut to `max_prompt_tokens(max_model_len)` tokens."""
+        """Return `token_ids`, shortened to `max_prompt_tokens(max_model_len)` tokens."""
         if (limit := self.max_prompt_tokens(max_model_len)) is None:
             return token_ids
         return token_ids[-limit:] if self.truncation_side == "left" else token_ids[:limit]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:
-        """Build an instance from the parameters that a client sent; `param_fields.parse_text` defines the accepted
-        forms.
+        """Build an instance from the parameters that a client sent.
 
-        `extra_names` are other parameters of a request; the error for an unknown name can suggest one of them.
+        `param_fields.parse_text` describes in which forms a client can send a value.
+
+        `extra_names` are the names of other parameters that a request can have. If a name is unknown, the error can
+        suggest one of them.
 
         Raises:
             InvalidArgument: a name is unknown or a value is wrong.
@@ -248,7 +264,8 @@ class SamplingParams:
         return cls(**{name: parse_text(known[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the parameters that differ from their defaults, for JSON and `from_mapping`."""
+        """Return the parameters that differ from their defaults, in a form that is JSON and that `from_mapping`
+        accepts."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return {name: _to_json(v) for name, v, default in pairs if v != default}
 
@@ -270,10 +287,12 @@ class SamplingParams:
         if self.truncate_prompt_tokens == 0:
             raise InvalidArgument("sampling parameter 'truncate_prompt_tokens': must be -1 or at least 1, got 0")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidArgument("sampling parameter 'allowed_token_ids': must not be empty; omit it to allow all")
+            raise InvalidArgument(
+                "sampling parameter 'allowed_token_ids': must not be empty; omit it to allow all tokens"
+            )
         if self.logprob_token_ids is not None and self.logprobs is None:
             raise InvalidArgument(
-                "sampling parameter 'logprob_token_ids': requires logprobs; set logprobs, or leave it out"
+                "sampling parameter 'logprob_token_ids': requires logprobs; set logprobs, or omit logprob_token_ids"
             )
         if self.logprob_token_ids is not None and not self.logprob_token_ids:
             raise InvalidArgument("sampling parameter 'logprob_token_ids': must not be empty; leave it out")

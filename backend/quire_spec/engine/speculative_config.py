@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of speculative decoding: `speculative_config` of engine.json, with vLLM's names."""
+"""Configuration of speculative decoding. It is the field `speculative_config` of engine.json, and its fields have
+vLLM's names."""
 
 import math
 from dataclasses import dataclass
@@ -14,49 +15,53 @@ _DEFAULT_PROMPT_LOOKUP = 5
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Method that proposes draft tokens, and the maximum number of draft tokens that a step verifies."""
+    """Selects the method that proposes draft tokens, and limits how many draft tokens a step verifies."""
 
     method: str
-    """Source of the draft tokens. ngram: the tokens after an earlier occurrence of the sequence's last tokens. suffix:
-    the most frequent continuation in the sequence and in past outputs of the same adapter and cache salt. draft_model:
-    a smaller model. eagle3: an EAGLE-3 head, which reads the model's hidden states. medusa: one Medusa head for each
-    draft token."""
+    """How draft tokens are found.
+
+    ngram: search the sequence for an earlier copy of its last tokens, and propose the tokens after that copy. suffix:
+    propose the most frequent continuation in the sequence itself and in past outputs that had the same adapter and
+    cache salt. draft_model: run a smaller model. eagle3: run an EAGLE-3 head, which reads the hidden states of the main
+    model. medusa: run Medusa heads, one for each draft token.
+    """
 
     num_speculative_tokens: int
-    """Maximum number of draft tokens per sequence and step. A step verifies fewer draft tokens, or none, if it has many
-    sequences or if few recent draft tokens were accepted."""
+    """Maximum number of draft tokens for each sequence in a step. A step verifies fewer draft tokens, or none, in two
+    cases: if it has many sequences, or if few of the last draft tokens were accepted."""
 
     model: str | None = None
-    """Folder or hub id of the draft model or of the heads; only for the methods draft_model, eagle3 and medusa. The
-    weights of this model are converted to the dtype of the main model."""
+    """Folder or hub id of the draft model or of the heads. Only the methods draft_model, eagle3 and medusa use it. Its
+    weights are converted to the dtype of the main model."""
 
     revision: str | None = None
-    """Branch, tag or commit if `model` is a hub id; None: the hub's default branch."""
+    """Branch, tag or commit if `model` is a hub id. None selects the default branch of the hub."""
 
     prompt_lookup_min: int | None = None
-    """Minimum number of last tokens that an earlier occurrence must match. None: the value of prompt_lookup_max, or 5
-    if prompt_lookup_max is also None."""
+    """An earlier part of the sequence is a match only if it equals at least this number of the last tokens. None: the
+    value of prompt_lookup_max, or 5 if prompt_lookup_max is also None."""
 
     prompt_lookup_max: int | None = None
-    """Maximum number of last tokens to search for; the longest match is used. None: the value of prompt_lookup_min, or
-    5 if prompt_lookup_min is also None."""
+    """Maximum number of last tokens that are compared with an earlier part of the sequence. The longest match is used.
+    None: the value of prompt_lookup_min, or 5 if prompt_lookup_min is also None."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """Maximum number of tokens in a match and the draft after it, counted together."""
+    """A match and the draft tokens after it have at most this number of tokens together."""
 
     suffix_decoding_max_cached_requests: int = 10_000
-    """Maximum number of past outputs in memory; a fixed limit in bytes also applies. 0: only the sequence itself is
-    searched."""
+    """Maximum number of past outputs that are kept in memory. Their size in bytes is also limited. 0: only the sequence
+    itself is searched."""
 
     suffix_decoding_max_spec_factor: float = 1.0
-    """Maximum number of draft tokens for each matched token."""
+    """Maximum number of draft tokens for each token of the match."""
 
     suffix_decoding_min_token_prob: float = 0.1
-    """A draft ends before the first token whose probability, estimated from counts, is less than this value."""
+    """The probability of each draft token is estimated from counts. A draft ends before the first token whose
+    probability is less than this value."""
 
     @property
     def lookup_lengths(self) -> range:
-        """Lengths of the token sequences to search for, ascending."""
+        """The numbers of last tokens to search for, in ascending order."""
         smallest = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_PROMPT_LOOKUP
         return range(smallest, (self.prompt_lookup_max or smallest) + 1)
 
@@ -92,7 +97,7 @@ class SpeculativeConfig:
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
 
     def check_architecture(self, architecture: str) -> None:
-        """Raise ConfigError if heads of this method do not support models of `architecture`."""
+        """Raise ConfigError if this method uses heads, and heads do not support models of `architecture`."""
         if self.method in ("eagle3", "medusa") and architecture in capabilities.ARCHITECTURES_WITHOUT_HEADS:
             raise ConfigError(
                 f"speculative_config.method: {self.method} does not support architecture {architecture!r}; use suffix "

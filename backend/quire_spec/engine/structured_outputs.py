@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraint on the output of a request, with vLLM's names: a JSON schema, a regular expression, choices or a grammar.
+"""Constraint on the output of a request: a JSON schema, a regular expression, choices or a grammar.
 
-This module checks types and sizes of a constraint and needs no grammar library. The text process compiles the
-constraint (quire_engine.structured_outputs). A field of `SamplingParams` contains the constraint.
+The names are those of vLLM.
+
+This module checks the types and sizes of the values in a constraint. It does not need a grammar library. The text
+process compiles the constraint later (quire_engine.structured_outputs). The field `SamplingParams.structured_outputs`
+contains the constraint.
 """
 
 import json
@@ -13,14 +16,14 @@ from typing import Any, Self
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 MAX_CONSTRAINT_BYTES = 256 * 1024
-"""Maximum size of a constraint as JSON in UTF-8."""
+"""Maximum size in bytes of a constraint that is written as JSON in UTF-8."""
 MAX_SCHEMA_DEPTH = 32
-"""Maximum depth of objects and lists in a JSON schema or structural tag."""
+"""Maximum number of levels to which objects and lists in a JSON schema or structural tag can be nested."""
 MAX_ENUM_VALUES = 10_000
-"""Maximum number of values in an `enum` and of strings in `choice`."""
+"""Maximum number of values in an `enum`. It also limits the number of strings in `choice`."""
 MAX_BEGIN_TOKENS = 16
 CONSTRAINT_NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Names of the constraint fields; exactly one of them is set."""
+"""Names of the fields that set a constraint. Exactly one of these fields is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,37 +35,40 @@ class StructuredOutputsParams:
     """
 
     json: dict[str, Any] | bool | str | None = None
-    """JSON schema of the output, as an object or as JSON text."""
+    """JSON schema that the output must match. It can be an object, or an object written as JSON text."""
 
     regex: str | None = None
-    """Regular expression that the whole output must match, in the syntax of Rust's regex library."""
+    """Regular expression that the whole output must match. It has the syntax of Rust's regex library."""
 
     choice: tuple[str, ...] | None = None
-    """Possible outputs; the output is one of these strings."""
+    """A list of strings. The output is exactly one of them."""
 
     grammar: str | None = None
-    """Grammar of the output in Lark or GBNF notation."""
+    """Grammar that the output must match, in Lark or GBNF notation."""
 
     json_object: bool | None = None
-    """True: the output is any JSON object."""
+    """If true, the output can be any JSON object."""
 
     structural_tag: dict[str, Any] | str | None = None
-    """Free text with constrained parts: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as an object
-    or as JSON text."""
+    """Describes an output of free text that contains constrained parts.
+
+    The value is {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as an object or as JSON text.
+    """
 
     disable_any_whitespace: bool = True
-    """Generate JSON without whitespace between its parts. If this field is False, a small model can generate whitespace
-    until max_tokens."""
+    """Do not generate whitespace between the parts of JSON. If this is false, a small model may generate whitespace
+    until it reaches max_tokens."""
 
     disable_additional_properties: bool = False
-    """Generate only properties that the schema names, unless the schema sets additionalProperties."""
+    """Generate only the properties that the schema names. A schema that sets additionalProperties overrides this."""
 
     whitespace_pattern: str | None = None
-    """Regular expression of the whitespace between the parts of JSON; it overrides disable_any_whitespace."""
+    """Regular expression that the whitespace between the parts of JSON must match. It overrides
+    disable_any_whitespace."""
 
     begin_after_token_ids: tuple[int, ...] = ()
-    """Tokens after which the constraint begins, such as the end mark of the reasoning. The output cannot end before
-    these tokens. Empty: the constraint begins with the output."""
+    """The constraint begins after these tokens. An example is the mark that ends the reasoning. The output cannot end
+    before it contains these tokens. If the list is empty, the constraint applies from the first token of the output."""
 
     def __post_init__(self) -> None:
         # The schema `false` is a constraint, although no output matches it. json_object=False sets no constraint.
@@ -79,7 +85,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Build an instance from the object that a client sent; raises InvalidArgument."""
+        """Build an instance from the object that a client sent. Raises InvalidArgument if it is wrong."""
         names = [f.name for f in fields(cls)]
         unknown = [name for name in values if name not in names]
         if unknown:
@@ -88,12 +94,13 @@ class StructuredOutputsParams:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, for JSON and `from_mapping`."""
+        """Return the fields that differ from their defaults, in a form that is JSON and that `from_mapping` accepts."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
 
     def _normalize_json(self, name: str) -> None:
-        """Parse JSON text, and check that the value is an object; a JSON schema can also be true or false."""
+        """If the value is JSON text, parse it. Check that the result is an object; a JSON schema can also be true or
+        false."""
         value = getattr(self, name)
         if isinstance(value, str):
             if len(value) > MAX_CONSTRAINT_BYTES:
@@ -140,13 +147,13 @@ class StructuredOutputsParams:
         try:
             num_bytes = len(json.dumps(self.to_mapping(), ensure_ascii=False).encode())
         except (TypeError, ValueError) as error:
-            raise _error(f"a value is not JSON in valid Unicode: {str(error)[:100]}") from None
+            raise _error(f"a value cannot be written as JSON in valid Unicode: {str(error)[:100]}") from None
         if num_bytes > MAX_CONSTRAINT_BYTES:
             raise _error(f"the constraint has {num_bytes} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed")
 
 
 def _check_document(name: str, document: Any) -> None:
-    """Check the depth and the enums of a schema, without recursion."""
+    """Check how deeply a schema is nested and how large its enums are. The function does not use recursion."""
     level, depth = [document], 0
     while level:
         if depth > MAX_SCHEMA_DEPTH:
@@ -177,13 +184,13 @@ _FORMER_NAMES = {
     "guided_whitespace_pattern": "whitespace_pattern",
     "structural_tag": "structural_tag",
 }
-"""Names that the fields had as request parameters in vLLM before 0.12."""
+"""In vLLM before 0.12, the fields were request parameters with other names. This maps each old name to the new one."""
 FORMER_NAMES = frozenset({*_FORMER_NAMES, "guided_decoding", "guided_decoding_backend"})
-"""Names of request parameters that `merge_former_names` replaces."""
+"""Names of the request parameters that `merge_former_names` replaces."""
 
 
 def merge_former_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of a request with `structured_outputs` in place of vLLM's older names.
+    """Return the parameters of a request. If they include vLLM's older names, replace these with `structured_outputs`.
 
     Raises:
         InvalidArgument: old and new names are both present, or guided_decoding is not an object.
@@ -203,12 +210,14 @@ def merge_former_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not merged:
         return remaining
     if remaining.get("structured_outputs") is not None:
-        raise _error(f"set together with vLLM's older parameter for {next(iter(merged))}; remove the older one")
+        raise _error(
+            f"must not be set together with vLLM's older parameter for {next(iter(merged))}; remove the older one"
+        )
     return remaining | {"structured_outputs": merged}
 
 
 def _parse_list(text: str) -> Any:
-    """Return the list in a JSON text, for endpoints that accept only text."""
+    """Parse a list that was sent as JSON text. Some endpoints accept only text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -218,6 +227,6 @@ def _parse_list(text: str) -> Any:
 def GuidedDecodingParams(
     *, backend: str | None = None, disable_fallback: bool | None = None, **constraint: Any
 ) -> StructuredOutputsParams:
-    """Return a `StructuredOutputsParams`, which had this name in older versions of vLLM. `backend` and
-    `disable_fallback` have no effect."""
+    """Build a `StructuredOutputsParams`. Older versions of vLLM used the name GuidedDecodingParams for it. `backend`
+    and `disable_fallback` are accepted, but have no effect."""
     return StructuredOutputsParams(**constraint)

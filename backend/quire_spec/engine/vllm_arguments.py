@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of vLLM's engine arguments to fields of EngineConfig.
+"""Convert vLLM's engine arguments to fields of EngineConfig.
 
-Arguments that do not change the output of this engine are accepted; one warning names all of them. Some arguments
-accept only the values that this engine supports. A single error message reports all wrong arguments. Callers: the
-offline LLM and the reader of vllm_backend repositories.
+An argument that cannot change the output of this engine is accepted without effect. One warning lists all such
+arguments. For some arguments, only the values that this engine supports are accepted. If several arguments are wrong, a
+single error message reports all of them. Callers: the offline LLM and the reader of vllm_backend repositories.
 """
 
 import difflib
@@ -42,7 +42,7 @@ _IGNORED_ARGUMENTS = frozenset(
         ),
     )
 )
-"""Arguments that affect only how vLLM computes, logs or starts; they never change the tokens of this engine."""
+"""Arguments that affect only how vLLM computes, logs or starts. In this engine, they never change the output tokens."""
 
 _HUB_TOKEN_FIX = "set the environment variable HF_TOKEN, or tokenSecretRef in an LLMService"
 _TOKENIZER_FIX = "the tokenizer is always the checkpoint's; remove the argument"
@@ -85,15 +85,15 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "logits_processor_pattern": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "enable_reasoning": ((False,), "remove the argument"),
 }
-"""For each argument: the values that this engine supports, and the fix that the error message states for other
-values."""
+"""Maps each argument to a pair: the values that this engine supports, and the fix that an error message suggests for
+all other values."""
 OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
-"""Arguments of vLLM that EngineConfig does not have."""
+"""Arguments that vLLM has but EngineConfig does not have."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dict[str, Any]:
-    """Convert vLLM's engine arguments to fields of EngineConfig; numbers and booleans can be strings.
+    """Convert vLLM's engine arguments to fields of EngineConfig. A number or boolean can also be given as a string.
 
     Raises:
         ConfigError: arguments are unknown or have unsupported values. Each line of the message begins with `location`
@@ -135,7 +135,8 @@ def _unknown_argument(name: str, known: Sequence[str]) -> str:
 
 
 def _unsupported_value(name: str, value: object, arguments: Mapping[str, Any]) -> list[str]:
-    """Return a list with the problem of an argument that has an unsupported value; empty if the value is supported."""
+    """Check the value of one argument. Return a list that contains the problem, or an empty list if the value is
+    supported."""
     allowed, fix = _SUPPORTED_VALUES[name]
     if name == "tokenizer":
         allowed = (*allowed, arguments.get("model"))
@@ -143,7 +144,8 @@ def _unsupported_value(name: str, value: object, arguments: Mapping[str, Any]) -
 
 
 def _parse_literal(value: object) -> object:
-    """Parse numbers and booleans from strings, because vllm_backend's own examples contain strings."""
+    """If `value` is a string that contains a number or boolean, parse it. The examples of vllm_backend contain such
+    strings."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of supported architectures as data, so that the planner needs no model code.
+"""Table of the supported architectures.
 
-A row states the linears of a layer, and where the meaning of config.json differs from Llama's. The source of these
-differences is transformers. The row's module in quire_engine/models contains the model code.
+The table is data, so the planner can read it without the code of the models.
+
+A row describes two things: the linears of a layer, and every difference in the meaning of config.json from Llama's.
+These differences are taken from transformers. The module of quire_engine/models that a row names contains the model
+code.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,66 +49,72 @@ GLM4_LINEARS = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row of the table; the defaults are Llama's."""
+    """A row of the table. The default values of the fields describe Llama."""
 
     model_type: str
-    """`model_type` in config.json, by which transformers selects the model."""
+    """The value of `model_type` in config.json. transformers uses it to select the model."""
 
     module: str
-    """Module of quire_engine/models that defines the model class, see `quire_engine.models.registry`."""
+    """The module of quire_engine/models that defines the model class; see `quire_engine.models.registry`."""
 
     linears: Mapping[str, tuple[str, str]] = field(default_factory=lambda: LLAMA_LINEARS)
-    """Kinds of input and output features of each linear, by its path in the layer; see `memory_sizing.linear_sizes`.
-    An adapter can change each of these linears."""
+    """Maps the path of each linear in a layer to the kinds of its input and output features; see
+    `memory_sizing.linear_sizes`. An adapter can change every linear of this table."""
 
     layers_path: str = "model.layers"
-    """Prefix of the layers' tensor names in a checkpoint."""
+    """The names of the layers' tensors in a checkpoint begin with this path."""
 
     key_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps keys of Llama's config.json to the names that they have in this architecture."""
+    """Some keys of Llama's config.json have another name in this architecture. Maps Llama's name of such a key to that
+    other name."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Default values of transformers for keys of config.json that Llama lacks, or for which Llama has another
-    default."""
+    """Default values that transformers uses for keys of config.json.
+
+    The table contains only keys that Llama does not have, or for which Llama has another default.
+    """
 
     ignored_keys: tuple[str, ...] = ()
-    """Keys of Llama's config.json that this architecture ignores."""
+    """Keys that have a meaning in Llama's config.json but are ignored for this architecture."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    """Whether these linears have biases: q, k and v; the output projection of attention; the MLP. A string names the
-    key of config.json that contains the value."""
+    """Whether linears have biases. The three values are for q, k and v together, for the output projection of
+    attention, and for the MLP. If a value is a string, it names the key of config.json that contains the value."""
 
     uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
-    """Function that returns True for a layer with sliding-window attention. None: no layer has a sliding window, even
-    if config.json sets `sliding_window`."""
+    """A function that returns True if a layer uses sliding-window attention. If it is None, no layer has a sliding
+    window, even if config.json sets `sliding_window`."""
 
     learned_position_offset: int | None = None
-    """Number of rows before position 0 in the table of learned positions. None: positions are rotary."""
+    """Number of rows that the table of learned positions has before position 0. None: positions are rotary."""
 
     uses_rope: Callable[[HFConfigReader, int], bool] | None = None
-    """Function that returns True for a layer with rotary positions. None: all layers have rotary positions, unless
-    positions are learned."""
+    """A function that returns True if a layer has rotary positions. If it is None, all layers have rotary positions,
+    unless positions are learned."""
 
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps rope types in config.json to the rope types that they mean in this architecture."""
+    """Some rope types in config.json have another meaning in this architecture. Maps such a type to the type that it
+    means."""
 
     local_rope_theta: str | None = None
-    """Key of config.json with the rope base of sliding-window layers; None: all layers have the same base."""
+    """Key of config.json that contains the rope base of the layers with a sliding window. None: all layers have the
+    same base."""
 
     text_types: tuple[str, ...] = ()
-    """Allowed values of `model_type` in `text_config`, for a multimodal architecture. Only the language model is
-    served, which the rows with these types describe."""
+    """For a multimodal architecture: the values that `model_type` in `text_config` can have. Quire serves only the
+    language model, which is described by the row with that type."""
 
     flags: tuple[str, ...] = ()
-    """Boolean keys of config.json that only this architecture's model code uses; `defaults` contains each of them."""
+    """Boolean keys of config.json that are used only by the model code of this architecture. `defaults` contains each
+    of them."""
 
     factors: tuple[str, ...] = ()
-    """Keys of config.json that only this architecture's model code uses. The values of these keys must be positive
-    numbers, and `defaults` has a value for each key."""
+    """Numeric keys of config.json that are used only by the model code of this architecture. Their values must be
+    positive, and `defaults` has a value for each key."""
 
     uses_experts: Callable[[HFConfigReader, int], bool] | None = None
-    """Function that returns True for a layer with a mixture of experts in place of its MLP, see MoEConfig. None: no
-    layer has experts."""
+    """A function that returns True if a layer has a mixture of experts instead of an MLP; see MoEConfig. If it is None,
+    no layer has experts."""
 
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
@@ -118,7 +127,8 @@ def _is_sliding_unless_listed(config: HFConfigReader, index: int) -> bool:
 
 
 def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | None:
-    """Read `layer_types`, which transformers writes since version 4.54; return None if config.json lacks it."""
+    """Read `layer_types` from config.json. Return None if it is absent, because only transformers 4.54 or later writes
+    it."""
     if "layer_types" not in config:
         return None
     layer_types = config.get_str_list("layer_types")
@@ -149,7 +159,7 @@ def _is_sliding_unless_sixth(config: HFConfigReader, index: int) -> bool:
 
 
 def _uses_rope_unless_listed(config: HFConfigReader, index: int) -> bool:
-    """Read `no_rope_layers`, a list in which 1 means that the layer has rotary positions."""
+    """Read `no_rope_layers`. It is a list with a number for each layer; 1 means that the layer has rotary positions."""
     if "no_rope_layers" not in config:
         return (index + 1) % config.get_int("no_rope_layer_interval") != 0
     layers = config.get_int_list("no_rope_layers")
@@ -399,4 +409,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_rope=_uses_rope_unless_listed,
     ),
 }
-"""Rows of the table, by the name in `architectures` of config.json."""
+"""Rows of the table. The key of a row is the name that config.json has in `architectures`."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an EAGLE-3 head from its config.json, which has the layout of SafeAILab/EAGLE or speculators."""
+"""Configuration of an EAGLE-3 head.
+
+It is read from the config.json of the head, which has the layout of SafeAILab/EAGLE or that of speculators.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,27 +19,30 @@ _AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Configuration of an EAGLE-3 head: one decoder layer that reads hidden states of a target model."""
+    """Configuration of an EAGLE-3 head. The head is one decoder layer, which reads hidden states of a target model."""
 
     layer: ModelConfig
-    """Configuration of a Llama with this one decoder layer and the vocabulary of the target model."""
+    """Describes the decoder layer as a Llama model that has only this layer. Its vocabulary is that of the target
+    model."""
     aux_layers: tuple[int, ...]
-    """Indices of the target model's layers whose inputs the head reads."""
+    """Indices of layers of the target model. The head reads the inputs of these layers."""
     draft_vocab_size: int
-    """Number of tokens that the head can propose."""
+    """Number of different tokens that the head can propose."""
     norm_before_residual: bool
-    """True if the layer adds its output to the hidden state after normalization; False: to the hidden state before
-    it."""
+    """If true, the output of the layer is added to the hidden state after normalization. If false, it is added to the
+    hidden state before normalization."""
     norm_before_fc: bool
-    """Whether the concatenated hidden states of the target are normalized, together."""
+    """Whether the hidden states of the target's layers are normalized together, after they are concatenated."""
     fc_norm: bool
-    """Whether the hidden states of each of the target's layers are normalized. Excludes norm_before_fc."""
+    """Whether the hidden states of each of the target's layers are normalized separately. It must be false if
+    norm_before_fc is true."""
     norm_output: bool
-    """Whether the next pass reads the hidden states after the last norm; False: those before it."""
+    """If true, the next pass reads the hidden states after the last norm. If false, it reads those before the last
+    norm."""
 
     @classmethod
     def load(cls, folder: Path, target: ModelConfig) -> Self:
-        """Read `folder`/config.json of a head for the model `target`.
+        """Read config.json of a head in `folder`. `target` is the model for which the head proposes tokens.
 
         Raises:
             ConfigError: the file cannot be read, or the head does not match `target`; the message names the key.
@@ -45,7 +51,7 @@ class Eagle3Config:
 
     @classmethod
     def from_config(cls, config: object, target: ModelConfig) -> Self:
-        """Read a parsed config.json; raises ConfigError if the head does not match `target`."""
+        """Read a config.json that is already parsed. Raises ConfigError if the head does not match `target`."""
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
         layer_config: Any = config.get("transformer_layer_config", config)
@@ -94,7 +100,7 @@ class Eagle3Config:
         )
 
     def num_elements(self, target: ModelConfig) -> int:
-        """Return the number of weights of the head, without its norms and biases."""
+        """Return how many weights the head has. Its norms and biases are not counted."""
         layer, hidden = self.layer, self.layer.hidden_size
         query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         attention = 2 * hidden * (query + 2 * kv) + query * hidden

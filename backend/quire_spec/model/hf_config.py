@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed reader of a checkpoint's config.json. The reader checks the type and range of each value.
-
-architectures.py and model_config.py define the meaning of the keys.
-"""
+"""Reader for the config.json of a checkpoint. It checks that each value has the right type and range. The modules
+architectures.py and model_config.py define what the keys mean."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,13 +16,14 @@ class HFConfigReader:
     """An object of config.json. A key with the value null is treated as absent, as in transformers.
 
     Every getter raises ConfigError if the value has the wrong type, or if the key is absent and has no default. The
-    message names key and value.
+    message names the key and the value.
     """
 
     def __init__(
         self, values: object, defaults: Mapping[str, Any] | None = None, location: str = "config.json"
     ) -> None:
-        """`defaults` are the values of absent keys; a key that is null in `values` has no default."""
+        """`defaults` contains values for keys that are absent. If a key is null in `values`, its default is not
+        used."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{location}: expected an object, got {truncated_repr(values)}")
         self._values = {**(defaults or {}), **values}
@@ -43,7 +42,7 @@ class HFConfigReader:
         return self._values.get(key) is not None
 
     def get_raw(self, key: str) -> object:
-        """Return a value of any type; None if the key is absent."""
+        """Return the value of a key with any type. None means that the key is absent."""
         return self._values.get(key)
 
     def get_int(self, key: str, default: int | None = None, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
@@ -101,7 +100,8 @@ class HFConfigReader:
         return tuple(value)
 
     def get_token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the token ids at a key; the value can be one id or a list of ids. Empty if the key is absent."""
+        """Return the token ids at a key. The value in config.json can be a single id or a list of ids. If the key is
+        absent, the result is empty."""
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= _MAX_INTEGER for item in items):
@@ -109,14 +109,16 @@ class HFConfigReader:
         return tuple(items)
 
     def get_section(self, *keys: str) -> "HFConfigReader":
-        """Return a reader of the first non-empty object that one of `keys` contains; an empty reader if there is no
-        such object."""
+        """Return a reader for an object inside this one: the first of `keys` that has a non-empty object.
+
+        If none of `keys` has one, return an empty reader.
+        """
         key = next((key for key in keys if self._values.get(key) not in (None, {})), keys[-1])
         value = self._values.get(key)
         return HFConfigReader({} if value is None else value, location=f"{self._location}: {key}")
 
     def error(self, key: str, value: object, expected: str) -> ConfigError:
-        """Return the error for an invalid value."""
+        """Return the error that reports an invalid value."""
         return ConfigError(f"{self._location}: {key}: must be {expected}, got {truncated_repr(value)}")
 
     def _get_value(self, key: str, default: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of the KV cache: which layers share a block, and which blocks a sequence no longer needs.
+"""Layout of the KV cache. It defines which layers share a block, and which blocks a sequence does not need any more.
 
 The engine and the planner use this module. Pure arithmetic, like memory_sizing.
 """
@@ -13,43 +13,45 @@ from quire_spec.model.model_config import ModelConfig
 Block = TypeVar("Block")
 
 _MAX_GROUPS = 16
-"""Maximum number of groups, because each group costs time in every step. One more group is possible, because a group
-contains layers of only one kind."""
+"""Maximum number of groups. It is limited because each group costs time in every step. There can be one group more than
+this, because the layers of a group are all of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Groups of layers. A block contains `block_size` tokens of the layers of one group.
+    """Groups of layers. A KV block contains the keys and values of `block_size` tokens for the layers of one group.
 
-    A model with layers of one kind has one group. Otherwise layers with a window and layers without a window are in
-    separate groups. Each group has `num_layers` layers, so that all blocks have the same size and come from one pool. A
-    block table then has `num_groups` entries for each `block_size` tokens; entries of groups without a window come
-    first.
+    If all layers of a model are of the same kind, there is one group. Otherwise, layers with a window and layers
+    without a window are in different groups. Each group has `num_layers` layers. Therefore, all blocks have the same
+    size and come from one pool. A block table then has `num_groups` entries for every `block_size` tokens. The entries
+    of the groups without a window come first.
     """
 
     num_layers: int = 1
-    """Number of layers in a block. Blocks of the last group of each kind can have unused places."""
+    """Number of layers that a block has room for. The last group of each kind may have fewer layers. Its blocks then
+    have places that are not used."""
     groups: tuple[int, ...] = (0,)
-    """Group of each layer of the model."""
+    """For each layer of the model, the index of its group."""
     rows: tuple[int, ...] = (0,)
-    """Place of each layer of the model in the blocks of its group."""
+    """For each layer of the model, its place in the blocks of its group."""
     num_groups: int = 1
     num_full_groups: int = 0
-    """Number of groups whose layers attend to all keys. If there is only one group, the value is 0, and `window`
-    applies to that group."""
+    """Number of groups whose layers have no window, so that tokens attend to all keys. If there is only one group, the
+    value is 0, and `window` applies to that group."""
     window: int | None = None
-    """Number of keys, including its own, to which a token attends in the other groups; None: all keys."""
+    """Number of keys to which a token attends in the other groups, including its own key. None: it attends to all
+    keys."""
 
     @classmethod
     def uniform(cls, num_layers: int, window: int | None = None) -> Self:
-        """Return the layout with one group. `window`: see ModelConfig.max_sliding_window."""
+        """Return a layout that has only one group. `window`: see ModelConfig.max_sliding_window."""
         return cls(num_layers, (0,) * num_layers, tuple(range(num_layers)), window=window)
 
     @classmethod
     def from_model(cls, shape: ModelConfig, max_model_len: int, has_drafter: bool = False) -> Self:
-        """Return the layout of a model whose sequences have at most `max_model_len` tokens.
+        """Return the layout for a model. Its sequences have at most `max_model_len` tokens.
 
-        A layer with a window of at least `max_model_len` tokens counts as a layer without a window.
+        A layer whose window has `max_model_len` tokens or more is treated as a layer without a window.
         """
         if has_drafter:
             # The cache of the draft model has the same block tables, and its layers may have no window.
@@ -72,15 +74,15 @@ class KVLayout:
 
     @property
     def total_layers(self) -> int:
-        """Total number of layers in one block of each group, including unused places."""
+        """Number of layers for which one block of every group has room together, including places that are not used."""
         return self.num_layers * self.num_groups
 
     def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
-        """Return how many tokens fit into the pool if all sequences have `max_model_len` tokens.
+        """Return how many tokens fit into the pool if every sequence has `max_model_len` tokens.
 
-        `pool_tokens` is the number of tokens that fit if all layers keep all tokens. One sequence is counted with all
-        its blocks, because a prompt needs all of them at its start. The other sequences have freed the blocks outside
-        their windows.
+        `pool_tokens` is the number of tokens that would fit if every layer kept all tokens. One sequence is counted
+        with all its blocks, because a prompt needs all of them when it starts. The other sequences are counted without
+        the blocks outside their windows, because these blocks are freed.
         """
         if self.window is None or self.num_groups == 1 or pool_tokens <= max_model_len:
             return pool_tokens
@@ -90,8 +92,10 @@ class KVLayout:
         return max_model_len + (pool_tokens - max_model_len) * self.num_groups * max_model_len // per_sequence
 
     def max_length(self, pool_tokens: int, num_seqs: int, block_size: int) -> int:
-        """Return the maximum length at which `num_seqs` sequences fit into the pool; `pool_tokens` has the same meaning
-        as in num_tokens."""
+        """Return the maximum length that `num_seqs` sequences can have if they must fit into the pool together.
+
+        `pool_tokens` has the same meaning as in num_tokens.
+        """
         length = pool_tokens // num_seqs
         if self.window is None or self.num_groups == 1 or length <= self.window + 2 * block_size:
             return length
@@ -99,26 +103,29 @@ class KVLayout:
         return (pool_tokens * self.num_groups - windowed) // (self.num_groups + (num_seqs - 1) * self.num_full_groups)
 
     def num_outside_window(self, num_tokens: int, block_size: int) -> int:
-        """Return how many blocks at a sequence's start are outside the windows of all later tokens, after the first
-        `num_tokens` tokens.
+        """Return how many blocks at the start of a sequence are not needed by its later tokens.
 
-        Layers with a window no longer read these blocks. The result is 0 if layers without a window are in the same
-        group.
+        The first `num_tokens` tokens are already computed. A block counts if it is outside the windows of all tokens
+        after them.
+
+        Layers with a window do not read these blocks any more. The result is 0 if the group also contains layers
+        without a window.
         """
         return 0 if self.window is None else max(num_tokens - self.window + 1, 0) // block_size
 
     def split_entries(self, entries: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-        """Split entries of a block table into blocks of groups without a window and blocks of groups with a window. The
-        first entry must belong to group 0."""
+        """Split the entries of a block table in two lists: blocks of groups without a window, and blocks of groups with
+        a window. `entries` must start with an entry of group 0."""
         size = self.num_groups
         full = [block for i, block in enumerate(entries) if i % size < self.num_full_groups]
         return full, [block for i, block in enumerate(entries) if i % size >= self.num_full_groups]
 
     def without_freed(self, entries: Sequence[Block]) -> list[Block]:
-        """Return the entries with each freed block replaced by another block of the sequence, if the sequence has one.
+        """Return the entries without freed blocks. Each freed block is replaced with another block of the sequence if
+        there is one.
 
-        Attention ignores the contents of these blocks but may read them, so that NaN values of another sequence would
-        spread.
+        Attention ignores what these blocks contain, but it may read them. If another sequence wrote NaN values there,
+        they would spread.
         """
         size = self.num_groups
         return [entries[i - i % size] if i % size >= self.num_full_groups else entries[i] for i in range(len(entries))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of Medusa heads from their config.json."""
+"""Configuration of Medusa heads. It is read from their config.json."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -13,14 +13,15 @@ _MAX_HEADS = 16
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Configuration of heads, each of which proposes one token from the last hidden state of a model."""
+    """Configuration of Medusa heads. Each head proposes one token, which it computes from the last hidden state of a
+    model."""
 
     num_blocks: int
-    """Number of residual blocks in each head, before the projection to the vocabulary."""
+    """Number of residual blocks that each head has before its projection to the vocabulary."""
 
     @classmethod
     def from_config(cls, config: object, num_tokens: int) -> Self:
-        """Read a parsed config.json of heads that propose `num_tokens` tokens.
+        """Read a config.json that is already parsed. The heads must be able to propose `num_tokens` tokens.
 
         Raises:
             ConfigError: a value is invalid, or there are fewer heads than `num_tokens`; the message names the key.
@@ -35,6 +36,6 @@ class MedusaConfig:
         return cls(reader.get_int("medusa_num_layers", 1, maximum=_MAX_HEADS, minimum=0))
 
     def num_elements(self, target: ModelConfig, num_tokens: int) -> int:
-        """Return the number of weights of the first `num_tokens` heads for `target`."""
+        """Return how many weights the first `num_tokens` heads have if the model is `target`."""
         size = target.hidden_size
         return num_tokens * (self.num_blocks * (size * size + size) + target.vocab_size * size)

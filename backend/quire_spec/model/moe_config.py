@@ -54,7 +54,7 @@ class MoEConfig:
         key = "num_experts" if "num_experts" in config else "num_local_experts"
         num_experts, top_k = config.get_int(key, maximum=_MAX_EXPERTS), config.get_int("num_experts_per_tok")
         if top_k > num_experts:
-            raise config.error("num_experts_per_tok", top_k, f"at most {key}, {num_experts}")
+            raise config.error("num_experts_per_tok", top_k, f"at most {key}, which is {num_experts}")
         size_key = "moe_intermediate_size" if "moe_intermediate_size" in defaults else "intermediate_size"
         return cls(
             layers=layers,

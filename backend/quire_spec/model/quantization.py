@@ -123,8 +123,8 @@ class QuantizationScheme:
             if _LINEAR_CLASS in targets:
                 return scheme
         raise ConfigError(
-            f"config.json: quantization_config: config_groups: no target is {module}, but the checkpoint has quantized "
-            "tensors of this module; add it to the targets of its group"
+            f"config.json: quantization_config: config_groups: {module} is not a target of any group, but the checkpoint "
+            "has quantized tensors of this module; add it to the targets of its group"
         )
 
 
@@ -201,7 +201,9 @@ def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightSc
     # A name that begins with - excludes modules, whose tensors are then not quantized.
     if changed := [key for key in dynamic if not key.startswith("-")]:
         raise config.error(
-            "dynamic", changed[0], "a pattern that begins with '-' (other settings for some modules are not supported)"
+            "dynamic",
+            changed[0],
+            "a pattern that begins with '-' (different settings for some modules are not supported)",
         )
     strategy, block = _group_block(config, "group_size")
     act_order, minus_one = config.get_bool("desc_act", False), version == "gptq"
@@ -238,7 +240,7 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
     _require(weights, "strategy", strategy, _STRATEGIES)
     is_symmetric = weights.get_bool("symmetric", True)
     if layout != "packed" and not is_symmetric:
-        raise weights.error("symmetric", False, f"true, unless the format is pack-quantized; here it is {format_name}")
+        raise weights.error("symmetric", False, f"true with format {format_name} (only pack-quantized supports false)")
     block = None
     if strategy == "group":
         block = (1, weights.get_int("group_size"))

@@ -99,7 +99,7 @@ def test_qwen3_moe_layers_with_experts():
     moe = make_config("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[1], num_experts=8).moe
     assert (moe.layers, moe.num_experts, moe.normalize) == ((False, False, False, True), 8, False)
     assert make_config("Qwen3MoeForCausalLM", mlp_only_layers=[0, 1, 2, 3]).moe is None
-    with pytest.raises(ConfigError, match="num_experts_per_tok: must be at most num_local_experts, 4, got 5"):
+    with pytest.raises(ConfigError, match="num_experts_per_tok: must be at most num_local_experts, which is 4, got 5"):
         make_config("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=5, num_key_value_heads=4)
 
 
